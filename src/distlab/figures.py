@@ -6,6 +6,9 @@ python -m distlab.figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
 python -m distlab.figures holdings imgs/holdings.png "one process=runs/a" "tp 2=runs/b"
 python -m distlab.figures sharding imgs/sharding.png optimizer-2=runs/a weights-2=runs/b
 python -m distlab.figures schedules imgs/schedules_memory.png --stages 4 --micro-batches 8
+python -m distlab.figures averaging imgs/averaging.png
+python -m distlab.figures stages imgs/stages.png --pp 3
+python -m distlab.figures block imgs/block.png
 python -m distlab.figures layout imgs/hybrid.png --dp 2 --pp 3
 python -m distlab.figures splits imgs/splits.png
 python -m distlab.figures replicas imgs/replicas.png

@@ -5,6 +5,7 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,35 @@ def test_a_traced_hybrid(tmp_path: Path) -> None:
     assert "the activations of micro-batch 2 from rank 0 (stage 0 of replica 0)" in messages
     assert any(name.startswith("the gradients of this stage from rank 3") for name in messages)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    for file in ("trace.json", "timeline.png"):
+        assert f"# {tmp_path / file}: " in ended.out
+    check_arrows(events)
+
+
+def check_arrows(events: list[dict[str, Any]]) -> None:
+    """Arrows of a hybrid's trace: one for each activation and gradient between stages, from its send to its wait."""
+    begun, arrived = ({e["id"]: e for e in events if e["ph"] == letter} for letter in "sf")
+    assert begun.keys() == arrived.keys()
+    inside = {}
+    for key in begun:
+        start, end = begun[key], arrived[key]
+        assert start["ts"] <= end["ts"] + 1, "the clocks of one host: a message arrives after it was sent"
+        slices = []
+        for point in (start, end):
+            at = [e for e in events if e["ph"] == "X" and e["pid"] == point["pid"]]
+            at = [e for e in at if e["ts"] <= point["ts"] <= e["ts"] + e["dur"]]
+            slices.append(max(at, key=lambda e: float(e["ts"])))  # the innermost: viewers attach the arrow to it
+        assert [e["cat"] for e in slices] == ["send", "wait"]
+        inside[start["pid"], end["pid"], slices[0]["name"].partition(" to rank")[0]] = slices[1]["name"]
+    for sender, receiver, kind in (
+        (0, 1, "activations"),
+        (1, 0, "gradients"),
+        (2, 3, "activations"),
+        (3, 2, "gradients"),
+    ):
+        for part in range(3):
+            name = f"the {kind} of micro-batch {part}"
+            assert inside[sender, receiver, name].startswith(f"{name} from rank {sender}")
 
 
 def test_a_traced_run_without_a_pipeline(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ reduce-scatter the coalesced ones. A method that this class does not override wo
 # torch's annotations have overloads that its Python layer does not call.
 # mypy: disable-error-code="override,assignment"
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -34,6 +36,7 @@ from distlab.comm.context import Context, ContextGroup
 from distlab.comm.context import Transport as AskedTransport
 from distlab.comm.names import counted_as, name_of, named
 from distlab.comm.pending import Pending, SharedWork
+from distlab.comm.recorder import SEND
 from distlab.comm.transports.transport import Carried, Members, Transport, overlapping, ring_bytes
 from distlab.comm.waits import Wait, group_key
 from distlab.machine.devices import patient_threads
@@ -73,6 +76,7 @@ class LabGroup(ContextGroup):
         self.context, self.ranks, self.key = context, tuple(ranks), group_key(ranks)
         self._members = Members(context, self.ranks)
         self._store, self._timeout, self._epoch = store, timeout, 0
+        self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
         self._transport = context.options.transport if transport is None else transport
         context.groups.add(self)
         self._open()
@@ -343,19 +347,29 @@ class LabGroup(ContextGroup):
         [tensor] = tensors
         _refuse_gaps(tensor)
         what, kind, line = name_of("send")
-        wait = Wait(what, "send", (self.ranks[dst],), line=line, kind=kind)
-        return self._begin(wait, lambda by: by.send(tensor, dst, tag), [tensor], tensor.nbytes)
+        flow = self._next_message(self.context.rank, self.ranks[dst])
+        wait, started = Wait(what, "send", (self.ranks[dst],), line=line, kind=kind, flow=flow), time.perf_counter()
+        pending = self._begin(wait, lambda by: by.send(tensor, dst, tag), [tensor], tensor.nbytes)
+        if self.context.recorder.enabled:
+            self.context.recorder.add(SEND, f"{what} to {self.context.describe(self.ranks[dst])}", started, flow)
+        return pending
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> Pending:
         """Start to receive the next message of a rank of the group. Messages of a queue must be waited for in order."""
         [tensor] = tensors
         _refuse_gaps(tensor)
         what, kind, line = name_of("recv")
-        wait = Wait(what, "receive", (self.ranks[src],), line=line, kind=kind)
+        flow = self._next_message(self.ranks[src], self.context.rank)
+        wait = Wait(what, "receive", (self.ranks[src],), line=line, kind=kind, flow=flow)
         return self._begin(wait, lambda by: by.recv(tensor, src, tag), [tensor], None)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
         return self._library.recv_anysource(list(tensors), tag)
+
+    def _next_message(self, sender: int, receiver: int) -> str:
+        """Count a message, and return its name in a trace, which is the same on both ranks."""
+        self._messages[sender, receiver] += 1
+        return f"{sender}>{receiver} #{self._messages[sender, receiver]} of {self._name()}"
 
     # Common to all
 

@@ -11,7 +11,7 @@ import torch
 
 from distlab.machine.streams import StreamClock, passed
 
-STEP, COMPUTE, WAIT, MESSAGE = "step", "compute", "wait", "message"
+STEP, COMPUTE, WAIT, MESSAGE, SEND = "step", "compute", "wait", "message", "send"
 
 
 @dataclass
@@ -49,13 +49,15 @@ class StepTime(NamedTuple):
 class Event(NamedTuple):
     """A recorded interval of a rank's activity; times in seconds of the host's clock.
 
-    A `MESSAGE` lasts from the start of a collective, or the posting of a receive, until it is known to be complete.
+    A `MESSAGE` lasts from the start of a collective, or the posting of a receive, until it is known to be complete; a
+    `SEND` until the call that starts to send a message returns.
     """
 
     kind: str
     name: str  # "F2", "the gradients of micro-batch 1 from rank 2", …
     start: float
     end: float
+    flow: str = ""  # identifies a message: the same in its `SEND` as in the `WAIT` for it on the receiver
 
     @property
     def seconds(self) -> float:
@@ -101,10 +103,11 @@ class Recorder:
         if self._clock is not None:
             self._on_stream.append((self._clock, kind, name, start, end))
 
-    def add(self, kind: str, name: str, started: float) -> None:
+    def add(self, kind: str, name: str, started: float, flow: str = "") -> None:
         """Record an interval that began at `started`, a value of `time.perf_counter()`, and ends now."""
         if self.enabled:
-            self.events.append(Event(kind, name, started + self._to_clock, time.perf_counter() + self._to_clock))
+            ended = time.perf_counter()
+            self.events.append(Event(kind, name, started + self._to_clock, ended + self._to_clock, flow))
 
     def keeps(self, kept_bytes: int) -> None:
         """Record how many bytes of activations are kept now."""
@@ -113,7 +116,8 @@ class Recorder:
 
     def as_json(self) -> dict[str, Any]:
         for clock, kind, name, *ends in self._on_stream:
-            self.events.append(Event(kind, name, *(clock.seconds(end) + self._to_clock for end in ends)))
+            started, ended = (clock.seconds(end) + self._to_clock for end in ends)
+            self.events.append(Event(kind, name, started, ended))
         if self._on_stream:
             self.events.sort(key=lambda event: event.end)
         self._on_stream = []

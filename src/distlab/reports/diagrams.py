@@ -54,6 +54,128 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3, neighbors: Neighbors = "stages
     style.save(figure, png)
 
 
+def averaging(png: Png, /, ranks: int = 3) -> None:
+    """What each rank of data parallelism holds in a step, and the one message; colors differ where the ranks do.
+
+    Args:
+        ranks: number of replicas.
+    """
+    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    figure, axes = style.subplots(4.3)
+    lines = (  # what there is before or after each operation, from top to bottom, and who has it
+        ("rows of the batch", "own", "nothing: data is a function\nof (seed, step, row)"),
+        ("weights", "equal", "nothing: all ranks start equal"),
+        ("gradient of these rows", "own", "all-reduce of all gradients"),
+        ("mean gradient", "equal", "nothing: equal gradients,\nequal optimizer steps"),
+        ("weights, one step on", "equal", ""),
+    )
+    for line, (title, content, messages) in enumerate(lines):
+        y = -1.3 * line
+        axes.text(-0.3, y + 0.35, title, ha="right", va="center")
+        axes.text(2.6 * ranks + 0.2, y - 0.3, messages, ha="left", va="center")
+        for rank in range(ranks):
+            x = 2.6 * rank
+            color = style.SERIES[rank] if content == "own" else style.PALE
+            axes.add_patch(style.rectangle(x, y, 1.8, 0.7, color))
+            axes.text(x + 0.9, y + 0.35, "equal" * (content == "equal"), ha="center", va="center", size=style.SMALL)
+            if line == 0:
+                axes.text(x + 0.9, y + 0.85, f"rank {rank}", ha="center", va="bottom", size=style.TITLE)
+            targets = range(ranks) if messages.startswith("all-reduce") else [rank] * (line < len(lines) - 1)
+            for to in targets:
+                color = style.INK if len(targets) == 1 else style.ORANGE
+                axes.add_patch(style.arrow((x + 0.9, y - 0.06), (2.6 * to + 0.9, y - 0.54), color, 1.2))
+    axes.text(2.6 * ranks + 0.2, 0.85, "messages", ha="left", va="bottom", size=style.TITLE)
+    axes.set(xlim=(-4.1, 2.6 * ranks + 5.0), ylim=(-1.3 * len(lines) + 1.1, 1.4))
+    axes.axis("off")
+    style.save(figure, png)
+
+
+def stages(png: Png, /, pp: int = 3, layers: int = 6) -> None:
+    """What each stage of a pipeline holds, and what it sends to its neighbors.
+
+    Args:
+        pp: stages of the pipeline.
+        layers: layers of the model.
+    """
+    require(2 <= pp <= 6, f"--pp {pp}: give 2 to 6")
+    require(pp <= layers <= 24, f"--layers {layers}: give {pp} to 24")
+    figure, axes = style.subplots(2.9, width=style.WIDTH * max(1.0, pp / 4))
+    bounds = [rank * layers // pp for rank in range(pp + 1)]
+    for rank, (first, end) in enumerate(itertools.pairwise(bounds)):
+        x = 3.2 * rank
+        held = f"layer {first}" if end == first + 1 else f"layers {first}{',' if end == first + 2 else ' to'} {end - 1}"
+        parts = ["embedding"] * (rank == 0) + [held] + ["head, loss"] * (rank == pp - 1)
+        axes.add_patch(style.rectangle(x, 0, 1.9, 1.9, style.lighter(style.SERIES[rank], 0.35)))
+        axes.text(x + 0.95, 0.95, "\n".join(parts), ha="center", va="center")
+        axes.text(x + 0.95, 2.0, f"rank {rank}", ha="center", va="bottom", size=style.TITLE)
+        axes.text(
+            x + 0.95, -0.1, "and their weights, gradients,\noptimizer state", ha="center", va="top", size=style.SMALL
+        )
+        if rank < pp - 1:
+            axes.add_patch(style.arrow((x + 1.98, 1.35), (x + 3.12, 1.35), style.SKY))
+            axes.add_patch(style.arrow((x + 3.12, 0.55), (x + 1.98, 0.55), style.ORANGE))
+    right = 3.2 * pp - 1.3
+    for x, to, name in ((-0.8, -0.08, "tokens"), (right + 0.8, right + 0.08, "the same\ntokens, as\ntargets")):
+        axes.add_patch(style.arrow((x, 0.95), (to, 0.95), style.INK))
+        axes.text(x + (-0.1 if to > x else 0.1), 0.95, name, ha="right" if to > x else "left", va="center")
+    axes.set(xlim=(-2.2, right + 2.5), ylim=(-0.8, 2.4))
+    axes.axis("off")
+    messages = {"forward: activations, (rows, seq, dmodel)": style.SKY, "backward: their gradients": style.ORANGE}
+    style.legend(figure, {name: style.swatch(color) for name, color in messages.items()})
+    style.save(figure, png)
+
+
+def block(png: Png, /, ranks: int = 3) -> None:
+    """Which parts of a layer each rank of tensor parallelism holds, and where f and g communicate.
+
+    Args:
+        ranks: number of ranks that share the layer; each has a color.
+    """
+    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    figure, axes = style.subplots(1.3 + 0.7 * ranks)
+    parts = (  # from left to right: the name, and whether each rank has a slice or the whole
+        ("norm", False),
+        ("f", None),
+        ("Q, K, V\nby outputs", True),
+        ("heads", True),
+        ("O\nby inputs", True),
+        ("g", None),
+        ("+, norm", False),
+        ("f", None),
+        ("gate, up\nby outputs", True),
+        ("SiLU", True),
+        ("down\nby inputs", True),
+        ("g", None),
+        ("+", False),
+    )
+    x, bottom = 0.0, -1.0 * ranks + 0.3
+    for name, is_sliced in parts:
+        width = 0.5 if is_sliced is None else {"+": 0.7, "norm": 1.0}.get(name, 1.3)
+        middle = x + width / 2
+        if is_sliced is None:
+            color = style.ORANGE if name == "g" else style.SKY
+            axes.add_patch(style.rectangle(x, bottom, width, ranks * 1.0 - 0.3, color))
+            axes.text(middle, bottom / 2, name, ha="center", va="center", size=style.TITLE)
+        else:
+            axes.text(middle, 0.12, name, ha="center", va="bottom", size=style.SMALL)
+            for rank in range(ranks):
+                y = -1.0 * rank - 0.7
+                axes.add_patch(style.rectangle(x, y, width, 0.7, style.SERIES[rank] if is_sliced else style.PALE))
+                axes.add_patch(style.arrow((x + width, y + 0.35), (x + width + 0.25, y + 0.35), style.INK, 0.8))
+        x += width + 0.25
+    for rank in range(ranks):
+        axes.text(-0.2, -1.0 * rank - 0.35, f"rank {rank}", ha="right", va="center")
+    axes.set(xlim=(-1.3, x), ylim=(bottom - 0.1, 0.9))
+    axes.axis("off")
+    messages = {
+        "whole on each rank": style.PALE,
+        "f: backward, an all-reduce": style.SKY,
+        "g: forward, an all-reduce": style.ORANGE,
+    }
+    style.legend(figure, {name: style.swatch(color) for name, color in messages.items()})
+    style.save(figure, png)
+
+
 def splits(png: Png, /, ranks: int = 3) -> None:
     """The two ways to split a matrix product over ranks, and what the ranks have to exchange; each rank has a color.
 

@@ -11,7 +11,18 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from distlab.reports import style
-from distlab.reports.diagrams import Png, layout, replicas, schedules, sequence_parts, splits, topologies
+from distlab.reports.diagrams import (
+    Png,
+    averaging,
+    block,
+    layout,
+    replicas,
+    schedules,
+    sequence_parts,
+    splits,
+    stages,
+    topologies,
+)
 from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
 from distlab.reports.trace import Trace, read_chrome
@@ -295,6 +306,9 @@ FIGURES = (
     holdings,
     sharding,
     schedules,
+    averaging,
+    stages,
+    block,
     layout,
     splits,
     replicas,

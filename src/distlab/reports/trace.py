@@ -1,7 +1,7 @@
 """The trace of a run: the events of all ranks in one Chrome trace, and each rank's busy and waiting time.
 
 chrome://tracing and https://ui.perfetto.dev show a `trace.json`: one process per rank, with its computation, waits and
-messages, and the bytes of activations that it keeps.
+messages, an arrow from each message's sender to its receiver, and the bytes of activations that the rank keeps.
 """
 
 import bisect
@@ -17,7 +17,7 @@ from typing import Any
 
 from distlab.axes.grid import Grid
 from distlab.axes.layout import Layout, coordinate, ranks_along
-from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
+from distlab.comm.recorder import COMPUTE, MESSAGE, SEND, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from simplellm.errors import InputError
@@ -129,7 +129,9 @@ def merge(recorded: Sequence[dict[str, Any]], layout: Layout, programs: Programs
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = []
     for rank in recorded:
-        events = [Event(kind, name, start - origin, end - origin) for kind, name, start, end in rank["events"]]
+        events = [
+            Event(kind, name, start - origin, end - origin, flow) for kind, name, start, end, flow in rank["events"]
+        ]
         ranks.append(RankTrace(events, [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]]))
     return Trace(ranks, layout, programs, run_on)
 
@@ -147,13 +149,32 @@ def write_chrome(trace: Trace, path: Path) -> None:
                 events.append({**base, "ph": "b", "id2": {"local": number}, "ts": start})
                 events.append({**base, "ph": "e", "id2": {"local": number}, "ts": end})
             else:
-                events.append({**base, "ph": "X", "ts": start, "dur": end - start})
+                message = {"args": {"message": event.flow}} if event.flow else {}
+                events.append({**base, "ph": "X", "ts": start, "dur": end - start, **message})
         for seconds, kept in recorded.kept_bytes:
             counter = {"name": "kept activations", "ts": seconds * MICROSECONDS, "args": {"bytes": kept}}
             events.append({"ph": "C", **place, **counter})
+    events += _arrows(trace)
     programs: Any = trace.programs and [[(a.letter, a.stage, a.micro_batch) for a in line] for line in trace.programs]
     about = {"layout": trace.layout, "ranks": len(trace.ranks), "programs": programs, "run_on": trace.run_on}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
+
+
+def _arrows(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield the two ends of an arrow for each message that has both: in its `SEND`, and in the wait that it ended."""
+    ends = {}
+    for rank, recorded in enumerate(trace.ranks):
+        for event in recorded.events:
+            if event.flow:
+                ends[event.flow, event.kind == SEND] = rank, event
+    for (flow, is_sent), (receiver, wait) in ends.items():
+        if not is_sent and (flow, True) in ends:
+            sender, send = ends[flow, True]
+            arrow = {"name": "message", "cat": MESSAGE, "id": flow, "tid": 0}
+            yield {**arrow, "ph": "s", "pid": sender, "ts": send.start * MICROSECONDS}
+            # Inside of the wait, in its last microsecond: viewers attach it to the interval that contains its time.
+            arrived = max(wait.start, wait.end - 1 / MICROSECONDS)
+            yield {**arrow, "ph": "f", "bp": "e", "pid": receiver, "ts": arrived * MICROSECONDS}
 
 
 def read_chrome(path: Path) -> Trace:
@@ -166,7 +187,8 @@ def read_chrome(path: Path) -> Trace:
             rank = ranks[event["pid"]]
             if event["ph"] == "X":
                 start = event["ts"] / MICROSECONDS
-                rank.events.append(Event(event["cat"], event["name"], start, start + event["dur"] / MICROSECONDS))
+                flow = event.get("args", {}).get("message", "")
+                rank.events.append(Event(event["cat"], event["name"], start, start + event["dur"] / MICROSECONDS, flow))
             elif event["ph"] == "C":
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         lines = about["programs"]

@@ -47,7 +47,9 @@ def keep_trace(recorded: list[dict[str, Any]], out: Path, grid: Grid, programs: 
     for line in trace.report():
         say(line)
     title = "A step as measured" if trace.programs is None else "A step as measured, under the plan"
+    say(f"{out / 'trace.json'}: all events; chrome://tracing and https://ui.perfetto.dev open it")
     if find_spec("matplotlib") is None:
         say("timeline.png was not drawn, which needs matplotlib: pip install matplotlib")
         return
     draw(out / "timeline.png", [measured_panel(title, trace)])
+    say(f"{out / 'timeline.png'}: a step of median length, drawn")

@@ -200,8 +200,8 @@ def test_a_file_that_is_no_trace_is_named(content: str | None, tmp_path: Path) -
 
 
 def test_merged_ranks_share_an_origin() -> None:
-    late = {"events": [[STEP, "step", 12.0, 13.0]], "kept_bytes": [[12.5, 8]]}
-    early = {"events": [[WAIT, "w", 10.5, 11.0], [STEP, "step", 10.0, 11.0]], "kept_bytes": []}
+    late = {"events": [Event(STEP, "step", 12.0, 13.0)], "kept_bytes": [[12.5, 8]]}
+    early = {"events": [Event(WAIT, "w", 10.5, 11.0), Event(STEP, "step", 10.0, 11.0)], "kept_bytes": []}
     trace = merge([late, early], {"dp": 2}, None)
     assert trace.ranks[0] == RankTrace([Event(STEP, "step", 2.0, 3.0)], [(2.5, 8)])
     assert trace.ranks[1].events == [Event(WAIT, "w", 0.5, 1.0), Event(STEP, "step", 0.0, 1.0)]
