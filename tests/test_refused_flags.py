@@ -80,6 +80,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("tp --world-size 2 --tp-style naive --sequence-parallel", "--sequence-parallel with --tp-style naive"),
         ("hybrid --dp 1 --pp 1 --tp 3 --num-kv-heads 2", "--num-kv-heads 2 among 3 tensor-parallel ranks"),
         ("hybrid --dp 1 --pp 1 --tp 5", "--num-heads 6 among 5 tensor-parallel ranks"),
+        ("5d --dp 1 --pp 1 --cp 2 --tp 2 --cp-kind heads", "--cp-kind heads with --cp 2: each rank gets as many of 3"),
         ("deadlock --world-size 1", "--world-size 1: a deadlock needs at least 2 ranks"),
         # Averages, and what is averaged.
         ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),

@@ -156,6 +156,9 @@ def is_run_of_reference(script: str, ranks: int, flags: str, tmp_path: Path) -> 
         all_reduced = 2 * (ranks - 1) * 4 * size // ranks
         assert sent == (all_reduced if args.compress == "none" else (ranks - 1) * encoded_bytes(args.compress, size))
     assert sum(sent_bytes.values()) > 0
+    outer_and_momentum, moments = 8 * elements, 8 * elements * (args.optimizer != "sgd")
+    for held in json.loads((tmp_path / "memory.json").read_text()):
+        assert held["optimizer state"] >= outer_and_momentum + moments
 
 
 @pytest.mark.parametrize(

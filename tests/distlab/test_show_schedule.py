@@ -129,13 +129,21 @@ def test_the_chapter_s_example_of_uneven_stages(name: str, ticks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "idle"),
-    [("dapple", "20.0%"), ("interleaved", "11.1%"), ("zb-h1", "10.4%"), ("dualpipe-v", "5.5%"), ("zb-v", "4.8%")],
+    ("name", "idle", "kept"),
+    [
+        ("dapple", "20.0%", "4"),
+        ("interleaved", "11.1%", "5.5"),
+        ("zb-h1", "10.4%", "4"),
+        ("dualpipe-v", "5.5%", "4.5"),
+        ("zb-v", "4.8%", "4"),
+    ],
 )
-def test_the_chapter_s_table_where_w_is_cheap(name: str, idle: str) -> None:
+def test_the_chapter_s_table_where_w_is_cheap(name: str, idle: str, kept: str) -> None:
+    """Two stages of a worker keep half as much each as one that holds their layers."""
     lines = [line for line in show(Request(name, 4, 12, 5, 10, weight_share=0.4)) if ": idle" in line]
     assert len(lines) == 4
     assert all(f": idle {idle}," in line for line in lines)
+    assert lines[0].endswith(f" at most {kept} micro-batches")
 
 
 def test_the_schedule_is_drawn(tmp_path: Path) -> None:

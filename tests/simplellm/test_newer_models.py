@@ -190,6 +190,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scaled positions": {"rope_theta": 1e4, "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}},
     "scaled, in the words of 5": {"rope_parameters": LLAMA3 | {"rope_theta": 1e3, "factor": 4}},
     "scaled, the length beside it": {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+    "scaled, another length beside it": {
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
+        "original_max_position_embeddings": 32,
+    },
     "wide heads": {"head_dim": 32},
     "narrow heads": {"head_dim": 6, "num_key_value_heads": 1},
     "biases of attention": {"attention_bias": True},

@@ -12,7 +12,7 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, Transport, context_of
 from distlab.comm.group import Group, empty
 
 SIZES = [0, 1, 3, 1000, 300_001]
@@ -127,7 +127,10 @@ class Compared:
         sent, received = sizes[self.rank], [row[self.rank] for row in sizes]
         source = torch.cat([part[:length] for part, length in zip(self.grid[self.rank], sent, strict=True)])
         into = source.new_full((sum(received),), -1)
+        ledger = context_of(self.group).ledger.sent_bytes
+        before = ledger["all_to_all"]
         dist.all_to_all_single(into, source, received, sent, group=self.group)
+        assert ledger["all_to_all"] - before == source.nbytes - sent[self.rank] * source.itemsize or self.size == 1
         expected = [row[self.rank][:length] for row, length in zip(self.grid, received, strict=True)]
         self.same(into, torch.cat(expected))
         parts = [source.new_full((length,), -1) for length in received]

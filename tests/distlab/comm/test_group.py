@@ -90,7 +90,7 @@ def test_the_kind_to_count_as_is_the_outer_one_again_after_the_inner_one() -> No
     assert run_ranks(2, count_apart, free_port()) == [{"check": 1, "validation": 1, "loss": 1, "all_reduce": 1}] * 2
 
 
-def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int]]:
+def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int], bool]:
     """Three messages round a ring of three, receives posted before anything is sent."""
     with process_group(rank, 3, port) as context:
         received = [torch.empty(2) for _ in range(3)]
@@ -101,15 +101,17 @@ def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str
         for pending in begun:
             pending.wait()
         ledger = context.ledger
-        return [tensor[1].item() for tensor in received], dict(ledger.sent_bytes), dict(ledger.messages)
+        waits_apart = ledger.waited_seconds > ledger.collective_seconds == 0
+        return [tensor[1].item() for tensor in received], dict(ledger.sent_bytes), dict(ledger.messages), waits_apart
 
 
 def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
-    for rank, (received, sent_bytes, messages) in enumerate(run_ranks(3, pass_on, free_port())):
+    for rank, (received, sent_bytes, messages, waits_apart) in enumerate(run_ranks(3, pass_on, free_port())):
         before = (rank - 1) % 3
         assert received == [10.0 * before, 10.0 * before + 1, 10.0 * before + 2]
         assert sent_bytes == {"activations": 24}
         assert messages == {"activations": 3}
+        assert waits_apart, "a wait for a message is none in a collective"
 
 
 def average_in_groups(rank: int, port: int) -> tuple[float, int]:

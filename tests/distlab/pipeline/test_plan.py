@@ -130,10 +130,8 @@ def test_estimated_costs_are_those_of_layers_embedding_and_head_and_of_blocks_co
     layer = 2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 10 + 4 * 8
     costs = estimated_costs((2, 1), parts)
     assert (costs.forward, costs.backward) == ([2 * layer + 4, layer + 400], [4 * layer + 8, 2 * layer + 800])
-    assert (costs.layer_multiply_adds, estimated_costs((2, 1), parts, tokens=5).layer_multiply_adds) == (
-        math.inf,
-        5 * layer,
-    )
+    work = [estimated_costs((2, 1), parts, tokens=5, tp=tp).layer_multiply_adds for tp in (1, 2)]
+    assert [costs.layer_multiply_adds, *work] == [math.inf, 5 * layer, 5 * layer / 2]
     again = estimated_costs((2, 1), parts, blocks_again=True)
     assert (again.forward, again.backward) == (costs.forward, [6 * layer + 8, 3 * layer + 800])
 

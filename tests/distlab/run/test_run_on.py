@@ -14,6 +14,7 @@ from support.chapters import losses, train, train_on
 from support.processes import free_port, run_ranks
 from torch import Tensor, nn
 
+from distlab.checkpoints.format import latest_valid
 from distlab.pipeline.executor import Pipeline
 from distlab.run.failure import NotFiniteError
 from distlab.run.run_on import LossSum, RunningOn
@@ -122,12 +123,14 @@ def diverge(rank: int, flags: list[str]) -> str:
 
 
 def test_a_loss_that_is_no_number_is_found_in_its_step_from_its_weights(tmp_path: Path) -> None:
-    sentences = []
-    for name, more in ("usual", []), ("late", ["--run-on"]):
+    """Nor is it saved: before a checkpoint, the loss is waited for."""
+    sentences, late = [], ["--run-on"]
+    for name, more in ("usual", []), ("late", late), ("saved", [*late, "--save-every", "1"]):
         flags = [*ZB_V, *"--steps 20 --optimizer sgd --lr 3e4 --batch-size 6".split(), "--out", str(tmp_path / name)]
         sentences += run_ranks(2, diverge, [*flags, *more, "--master-port", str(free_port())])
     found = losses(tmp_path / "late")
-    assert found == losses(tmp_path / "usual")
+    assert found == losses(tmp_path / "usual") == losses(tmp_path / "saved")
+    assert latest_valid(tmp_path / "saved").step == len(found)
     assert len(found) > 1
     assert set(sentences) == {sentences[0]}
     assert sentences[0].startswith(f"the loss of step {len(found)} is nan: the first non-finite tensor is the ")

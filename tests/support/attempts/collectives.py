@@ -76,6 +76,13 @@ allreduce_naive(tensor, op, endpoint)""",
         changes=(("    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)\n", "    mine[...] = terms[0]\n"),),
     ),
     Attempt(
+        "mpi",
+        "wrong-result",
+        "gets the ranks of mp_comm [3, 2] instead of [2, 3]",
+        changes=(("comm.Split(key=rank, color=dp_idx)", "comm.Split(key=-rank, color=dp_idx)"),),
+        only="get_info",
+    ),
+    Attempt(
         "broadcast",
         "wrong-tensor",
         "has rank",

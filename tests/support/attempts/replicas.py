@@ -83,7 +83,7 @@ ATTEMPTS = [
     Attempt(
         "mydp",
         "not-averaged",
-        "was not averaged",
+        "on all ranks is that of this rank's own sequences: it was not averaged",
         changes=(
             ("return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)", "return None"),
         ),
@@ -118,6 +118,15 @@ ATTEMPTS = [
         "collision",
         "optimizer.0.step is another tensor than what a rank before has written",
         changes=(('f"{prefix}{name}.{key}"', 'f"{prefix}{list(parameters).index(name)}.{key}"'),),
+        only="state_of",
+    ),
+    Attempt(
+        "checkpoint",
+        "missing",
+        "2 stages of 2 slices: a part of embed.weight is not written by any rank",
+        changes=(
+            ("        tensors[name] = as_held(", "        if rank % 2 == 0:\n            tensors[name] = as_held("),
+        ),
         only="state_of",
     ),
     Attempt(

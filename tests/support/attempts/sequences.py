@@ -58,6 +58,12 @@ ATTEMPTS = [
             ("total -= F.logsigmoid(-difference)", "total.copy_(torch.logaddexp(before, block_total))"),
         ),
     ),
+    Attempt(
+        "cp-merge",
+        "unseen",
+        "changes what the query has",
+        changes=((WEIGHT, "F.sigmoid(difference.nan_to_num(neginf=0.0))"),),  # `total` is right
+    ),
     Attempt("cp-merge", "unchanged", "change them in place", body="out = out + block"),
     Attempt(
         "cp-merge",

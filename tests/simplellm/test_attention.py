@@ -1,0 +1,49 @@
+"""Attention within documents, and to blocks of keys: the kernels and the formulas give the same."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplellm.attention import within_documents
+from simplellm.attention_blocks import (
+    Mask,
+    attention_block,
+    attention_block_backward,
+    merge,
+    plain_backward,
+    plain_forward,
+)
+from simplellm.llama import CausalLLama, LLama
+
+END = 7
+
+
+def test_documents_in_one_sequence_are_computed_as_if_each_were_alone() -> None:
+    """A document ends with its end token, which attends to the document."""
+    documents = [torch.tensor([[*tokens, END]]) for tokens in ([1, 2, 3], [], [4, 4], [5])]
+    ids = torch.cat([*documents, torch.tensor([[6, 1]])], 1)
+    net = LLama(CausalLLama, 8, dmodel=12, num_heads=2, n_layers=2, ctx_size=16, document_end=END)
+    together = net(ids).split([part.shape[1] for part in documents] + [2], dim=1)
+    for logits, alone in zip(together, [*documents, ids[:, -2:]], strict=True):
+        torch.testing.assert_close(logits, net(alone))
+    assert within_documents(ids, END).positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1]]
+
+
+def random(heads: int, length: int, seed: int) -> Tensor:
+    return torch.randn(2, heads, length, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("mask", [None, "causal", torch.ones(5, 5, dtype=torch.bool).tril(-1).expand(2, 1, 5, 5)])
+def test_a_block_has_the_output_and_the_gradients_of_the_formulas(mask: Mask, key_heads: int) -> None:
+    """In the second of two blocks, some queries may see no key."""
+    q, k, v, grad = random(4, 5, 0), random(key_heads, 5, 1), random(key_heads, 5, 2), random(4, 5, 3)
+    first = attention_block(q, random(key_heads, 3, 4), random(key_heads, 3, 5), None)
+    results = []
+    for forward, backward in (attention_block, attention_block_backward), (plain_forward, plain_backward):
+        out, total = (part.clone() for part in first)
+        taken = forward(q, k, v, mask)
+        merge(out, total, *taken)
+        results.append((*taken, out, *backward(grad, q, k, v, out, total, mask)))
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
