@@ -6,7 +6,6 @@ import pickle
 import re
 import resource
 import shutil
-import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -240,34 +239,6 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     [expected] = run_ranks(1, draws, "--save-every", "2", "--out", str(tmp_path / "a"))
     [own] = run_ranks(1, draws, "--resume", str(step(tmp_path / "a", 2)), "--out", str(tmp_path / "b"))
     assert torch.equal(own, expected)
-
-
-def killed_while_saving(_: int, out: Path) -> None:
-    """Die where the files are written, and the record is not."""
-    written = saving._complete
-
-    def die_at_the_second(run: Path, record: Any, *rest: Any) -> None:
-        if record["step"] == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-        written(run, record, *rest)
-
-    saving._complete = die_at_the_second  # type: ignore[assignment]
-    train(0, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
-
-
-def test_a_run_killed_while_it_saves_loses_nothing_that_was_there(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="rank 0 died"):
-        run_ranks(1, killed_while_saving, tmp_path)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "step-00000002",
-        "step-00000004.unfinished",
-    ]
-    said: list[str] = []
-    assert latest_valid(tmp_path, said.append).folder == step(tmp_path, 2)
-    assert said[0].startswith("skipped a checkpoint: step-00000004.unfinished is incomplete")
-    run_ranks(1, train, "primer/intro.py", ["--resume", str(tmp_path), "--out", str(tmp_path), "--save-every", "2"])
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
-    assert latest_valid(tmp_path).folder == step(tmp_path, 4)
 
 
 def without_room(_: int, out: Path) -> str:

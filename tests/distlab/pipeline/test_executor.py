@@ -17,7 +17,6 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, Schedule, all_stages, stages_per_worker, with_recomputation
 from distlab.pipeline.stages import build_stage, build_stages
-from distlab.run.optimizers import build_optimizer
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 
@@ -154,32 +153,6 @@ def test_every_schedule_gives_the_gradients_of_gpipe_bit_for_bit(
             assert grad.abs().max() > 0 or dtype == torch.bfloat16
 
 
-def train_with_adam(rank: int, port: int, name: str) -> dict[str, Tensor]:
-    """This rank's weights after three steps."""
-    with process_group(rank, 3, port):
-        programs = all_stages(name, 3, 6)
-        split = {1: (1, 2, 1), 2: (0, 1, 1, 1, 1, 0)}[stages_per_worker(name)]
-        nets = build_stages(stages_of(programs[rank]), split, VOCAB, **OPTIONS)
-        pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH)
-        adam = build_optimizer("adam", [p for net in nets.values() for p in net.parameters()], lr=0.01)
-        for step in range(3):
-            adam.zero_grad()
-            pipeline.step(batch(step, 12).tensor_split(6))
-            adam.step()
-        return {name: p.detach() for net in nets.values() for name, p in net.named_parameters()}
-
-
-def test_adam_takes_the_same_steps_with_every_schedule() -> None:
-    expected: dict[str, Tensor] = {}
-    for name in ("dapple", "interleaved", "zb-h1", "zb-v"):  # one stage a worker, or two
-        found = {
-            key: own for weights in run_ranks(3, train_with_adam, free_port(), name) for key, own in weights.items()
-        }
-        expected = expected or found
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found), name
-
-
 IN_ONE_PROCESS = "gpipe in one process"
 
 
@@ -196,24 +169,6 @@ def gradients_of_one_process(
     return gradients(rank, 1, port, runs, dtype, "auto")
 
 
-def compare_in_bfloat16(rank: int, port: int) -> bool:
-    """One micro-batch of the same shape through two stages: the very numbers of one process."""
-    with process_group(rank, 2, port):
-        options = {**OPTIONS, "dtype": torch.bfloat16}
-        net, whole = build_stage(rank, (1, 1), VOCAB, **options), LLama(CausalLLama, VOCAB, n_layers=2, **options)
-        pipeline = Pipeline(net, all_stages("dapple", 2, 1), Grid(rank, {"pp": 2}), LOSS, WIDTH)
-        pipeline.step([batch(0)])
-        LOSS(whole(batch(0)), batch(0)).backward()
-        of_whole = dict(whole.named_parameters())
-        found = {name: grad_of(p) for name, p in net.named_parameters()}
-        assert all(grad.abs().max() > 0 for grad in found.values())
-        return all(torch.equal(grad, grad_of(of_whole[name])) for name, grad in found.items())
-
-
-def test_mixed_precision() -> None:
-    assert run_ranks(2, compare_in_bfloat16, free_port()) == [True, True]
-
-
 def test_a_schedule_for_another_number_of_micro_batches_is_refused() -> None:
     net = build_stage(0, (1,), VOCAB, **OPTIONS)
     pipeline = Pipeline(net, all_stages("gpipe", 1, 3), Grid(0, {"pp": 1}), LOSS, WIDTH)
@@ -225,26 +180,7 @@ def test_a_schedule_for_another_number_of_micro_batches_is_refused() -> None:
 
 def test_eight_stages() -> None:
     split = (1,) * 8
-    assert all(run_ranks(8, compare_with_one_process, free_port(), 8, split, ["dapple"], deadline=120))
-
-
-def train_replica(rank: int, port: int) -> list[float]:
-    """Two pipelines of two stages: losses are those of each replica's own batch."""
-    with process_group(rank, 4, port):
-        grid = Grid(rank, {"dp": 2, "pp": 2})
-        net = build_stage(rank % 2, (1, 1), VOCAB, **OPTIONS)
-        pipeline = Pipeline(net, all_stages("gpipe", 2, 2), grid, LOSS, WIDTH)
-        losses = pipeline.step(batch(rank // 2).chunk(2))
-        return [loss.item() for loss in losses]
-
-
-def test_replicas_do_not_mix() -> None:
-    ended = run_ranks(4, train_replica, free_port())
-    whole = LLama(CausalLLama, VOCAB, n_layers=2, **OPTIONS)
-    assert ended[0] == ended[2] == []
-    for replica in (0, 1):
-        expected = LOSS(whole(batch(replica)), batch(replica)).item()
-        assert sum(ended[2 * replica + 1]) == pytest.approx(expected, rel=1e-6)
+    assert all(run_ranks(8, compare_with_one_process, free_port(), "auto", split, ["dapple"], deadline=120))
 
 
 def keep(rank: int, port: int) -> list[int]:

@@ -157,11 +157,6 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
     assert not replace(settings, steps=STEPS).remarks_on_resuming(checkpoint)
 
 
-def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
-    run("primer", tmp_path, *"--save-every 1 --keep 2".split())
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
-
-
 def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> None:
     run("dp-ga", tmp_path, "--trace", "--save-every", str(STEPS))
     trace = (tmp_path / "trace.json").read_bytes()
