@@ -407,7 +407,7 @@ class LabGroup(ContextGroup):
         if carried.finish is not None:
             pending.then(carried.finish)
         if carried.at_once:
-            pending.wait()
+            pending.complete()
         return pending
 
     def _together(self, pending: Sequence[Pending]) -> Pending:

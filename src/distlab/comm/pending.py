@@ -54,6 +54,7 @@ class Pending(dist.Work):
         super().__init__()
         self._context, self._wait, self._carrier, self._tensors = context, wait, carrier, tensors
         self._finish: list[Callable[[], object]] = []
+        self._was_waited_for = False
         self._started = time.perf_counter()
         # Over NCCL; gloo carries host memory.
         self._is_on_stream = isinstance(carrier, dist.Work) and tensors[0].is_cuda and context.is_over_nccl
@@ -84,6 +85,12 @@ class Pending(dist.Work):
         Raises:
             TrafficError: "rank 1 waited 120 s for …", at the deadline or when a peer has exited.
         """
+        self.complete(timeout)
+        self._was_waited_for = True
+        return True
+
+    def complete(self, timeout: timedelta = ENVIRONMENT) -> None:
+        """Do the work of `wait`; the caller still has to wait."""
         if self._carrier is not None:
             if self._is_on_stream:
                 self._wait_on_stream(self._carrier)
@@ -94,11 +101,10 @@ class Pending(dist.Work):
             following = self._finish.pop(0)()
             if isinstance(following, Pending):
                 following.wait()
-        return True
 
     def was_waited_for(self) -> bool:
-        """True if nothing is left for `wait` to do."""
-        return self._carrier is None and not self._finish
+        """Return whether `wait` has been called, which is needed even if there was nothing left to wait for."""
+        return self._was_waited_for
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return, or raise, at once.
@@ -116,7 +122,7 @@ class Pending(dist.Work):
         return self._carrier is None or self._carrier.is_completed()
 
     def is_success(self) -> bool:
-        return self.was_waited_for()
+        return self._carrier is None and not self._finish
 
     def result(self) -> list[Tensor]:
         return self._tensors

@@ -34,7 +34,10 @@ class Way:
         """Start to send a result; None if the send is complete. Otherwise, keep work and tensor until it is."""
         with named(str(result), result.kind):
             work = dist.isend(tensor, self.receiver, self.group)
-        return None if self.is_queue else work
+        if self.is_queue and work is not None:
+            work.wait()  # returns at once
+            return None
+        return work
 
     def receive(self, result: Result, into: Tensor) -> dist.Work:
         """Start to receive the next message, which is this result."""

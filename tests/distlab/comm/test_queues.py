@@ -62,6 +62,29 @@ def test_messages_arrive_in_order_and_unchanged(slots: int) -> None:
         assert sent_bytes["messages"] == sum(message(2 * number + rank).nbytes for number in range(40))
 
 
+def notice_waits(rank: int, port: int, with_queue: bool) -> list[bool]:
+    """Whether each of two sends counts as waited for: the first one never is, whatever carries it."""
+    with process_group(rank, 2, port) as context:
+        if with_queue:
+            open_queues((0, 1), 20, torch.empty(0), slots=2)
+        begun: list[Any] = []
+        context.observers.append(begun.append)
+        if rank == 0:
+            works = [dist.isend(torch.ones(5), 1), dist.isend(torch.ones(5), 1)]
+            works[1].wait()  # type: ignore[union-attr]
+        else:
+            for _ in range(2):
+                dist.recv(torch.empty(5), 0)
+        found = [pending.was_waited_for() for pending in begun]
+        dist.barrier()
+        return found
+
+
+@pytest.mark.parametrize("with_queue", [True, False])
+def test_a_send_that_was_never_waited_for_is_known(with_queue: bool) -> None:
+    assert run_ranks(2, notice_waits, free_port(), with_queue) == [[False, True], [True, True]]
+
+
 def fill(rank: int, port: int) -> list[float]:
     """When rank 0 has sent each of four messages to rank 1, and when that, a second late, has received them."""
     with process_group(rank, 2, port):
