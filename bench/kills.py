@@ -7,12 +7,14 @@
 Each run saves checkpoints. One of its ranks gets SIGKILL: while the ranks start, after some step, or while they save.
 The run must then end by itself, with a status other than 0 and a last line that names the rank. No process may be left
 behind, no process on the machine may still have any of the memory that the ranks shared, and no complete checkpoint may
-be lost. When the run is resumed (or restarted, if there was no checkpoint yet),
-its losses must equal those of an undisturbed run.
+be lost. When the run is resumed (or restarted, if there was no checkpoint yet), its losses must equal those of an
+undisturbed run; with torch's DDP up to rounding, because the wrapper arranges its buckets anew after its first step,
+and so adds in another order.
 """
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -52,6 +54,7 @@ TOPOLOGIES = (
     "hybrid",
     "hybrid --dp 1 --pp 2 --tp 2",
 )
+ROUNDED = ("ddp",)  # topologies whose resumed losses are those of the undisturbed run up to rounding
 SECONDS_TO_END = 10.0  # maximum time of a correct end
 SECONDS_TO_RUN = 120.0  # after this time, a run is considered to hang
 MARK = "LAB_KILLS_RUN"  # in the environment of all processes of a run
@@ -219,7 +222,11 @@ def kill_one(
     status, err = end(launch(topology, out, mark, *resume), SECONDS_TO_RUN)
     after = losses(out)
     # 2 is a refusal: where only the end was disturbed, the last checkpoint is of the last step.
-    outcome.goes_on = status in (0, 2) and after == expected
+    tolerance = 1e-6 if topology.split()[0] in ROUNDED else 0.0
+    is_same = len(after) == len(expected) and all(
+        math.isclose(loss, wanted, rel_tol=tolerance) for loss, wanted in zip(after, expected, strict=True)
+    )
+    outcome.goes_on = status in (0, 2) and is_same
     if not outcome.goes_on:
         first = next((step for step, pair in enumerate(zip(after, expected)) if pair[0] != pair[1]), len(after))  # noqa: B905
         outcome.last_line += f" / resumed with {resume}, {len(after)} steps, differs from step {first} on: {err}"
