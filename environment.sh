@@ -14,6 +14,10 @@ trap 'exit 130' INT
 
 unset CDPATH  # or cd may go elsewhere, and print where
 lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if ! pwd -P >/dev/null 2>&1; then  # or torch's libraries would not be found, with an error of theirs
+    echo "# the current folder has been deleted; change to a folder that exists" >&2
+    exit 2
+fi
 
 # The current folder is no place for Python's modules: a random.py there would be run in place of Python's own, and the
 # folder may be a stranger's. With -c, -m and - it is the first entry of sys.path; the first argument replaces it.
@@ -67,6 +71,11 @@ prepare() {
 
     python=$lab/.venv/bin/python
     if is_installed "${files[@]}"; then return; fi
+    if ! [ -w "$lab" ]; then
+        echo "# $lab: you may not write there, so .venv/ cannot be made; activate an environment that has the packages of" \
+            "requirements.txt, or copy the lab into a folder of yours" >&2
+        return 2
+    fi
     if command -v flock >/dev/null; then  # two first launches at once: the second waits for the first
         exec 9>"$lab/.venv.lock"
         flock 9

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_a_lab_in_a_folder_with_a_colon_is_refused(tmp_path: Path) -> None:
     assert ended.status == 2
     assert len(ended.err.splitlines()) == 1
     assert str(folder) in ended.err
+
+
+def test_a_current_folder_that_was_deleted_is_named(tmp_path: Path) -> None:
+    ended = in_shell(f"mkdir gone; cd gone; rmdir ../gone; exec {shown(*TWO)}", tmp_path)
+    assert ended.status == 2
+    assert ended.err.splitlines()[-1] == "# the current folder has been deleted; change to a folder that exists"
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be somebody else")
+def test_a_lab_of_another_user_is_named_where_packages_are_missing() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        for name in ("launch.sh", "environment.sh", "requirements.txt", "pyproject.toml"):
+            shutil.copy(LAB / name, folder)
+        as_nobody = ("setpriv", "--reuid", "65534", "--clear-groups")
+        ended = run(*as_nobody, f"{folder}/launch.sh", cwd=Path("/"), PATH="/usr/bin:/bin")
+    assert ended.status == 2
+    assert ended.err.startswith(f"# {folder}: you may not write there")
+    assert len(ended.err.splitlines()) == 1
 
 
 def test_text_is_checked_out_with_unix_line_ends(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ class Source(ABC):
             for document in self.read(start):
                 past_the_end = False
                 yield document
+            if past_the_end and not self.count():  # the file has been emptied
+                raise self.no_text()
             start = start % self.count() if past_the_end else 0
 
 

@@ -266,3 +266,13 @@ def test_a_bad_line_further_on_is_named_when_it_is_reached(tmp_path: Path) -> No
         file.write("oops\n")
     with pytest.raises(InputError, match="line 46 is no JSON object"):
         list(islice(documents(path), 50))
+
+
+def test_a_file_that_is_emptied_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "stories.txt"
+    path.write_text("\n\n".join(f"Story {number}." for number in range(40)))
+    stories = documents(path)
+    next(stories)
+    path.write_text("")
+    with pytest.raises(InputError, match=re.escape(str(path))):
+        list(islice(stories, 80))
