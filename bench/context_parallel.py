@@ -21,8 +21,9 @@ from turns import quartiles_of_ratios, seconds_in_turn
 from distlab.axes.grid import all_ranks
 from distlab.comm.group import empty
 from distlab.machine.processes import leave
-from distlab.parallel.context_parallel import ContextParallel, Kind, Order
+from distlab.parallel.context_parallel import ContextParallel
 from distlab.parallel.data import views_of
+from distlab.parallel.division import Kind, Order
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 

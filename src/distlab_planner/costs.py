@@ -8,7 +8,8 @@ from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, Measured, PassKind, interpolate
-from distlab_planner.model import NUMBER_BYTES, Model, ModelPart
+from distlab_planner.model import ID_BYTES, NUMBER_BYTES, Model, ModelPart
+from distlab_planner.sequences import SharedAttention
 from distlab_planner.traffic import RanksOnHosts
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
@@ -46,8 +47,15 @@ class Costs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.layout.rows * self.model.sizes.seq_len
+        """Tokens of a micro-batch on one rank."""
+        return self.layout.rows * self.attention.positions
+
+    @functools.cached_property
+    def attention(self) -> SharedAttention:
+        """The attention of one block, as the ranks share it."""
+        own = self.layout
+        sizes = self.model.sizes
+        return SharedAttention(sizes, own.rows, own.size("cp"), own.cp_kind, own.cp_order, own.size("tp"))
 
     def parts(self, stage: int) -> dict[ModelPart, int]:
         """Return how many of each part of the model a stage holds."""
@@ -123,15 +131,27 @@ class Costs:
         return own if self._measured else own + self.machine.pass_seconds
 
     def _of_part(self, part: ModelPart, kind: PassKind, threads: int) -> float:
+        sizes, tp = self.model.sizes, self.layout.size("tp")
         if self._measured:
-            return self._with_threads(threads, lambda entry: entry.seconds(part, kind, self.layout.rows))
-        products = self.tokens * self.model.sizes.multiply_adds(part, self.layout.size("tp")) * SHARE_OF[kind]
-        return products / self.machine.multiply_adds_per_second / threads
+            own, products = self._with_threads(threads, lambda entry: entry.seconds(part, kind, self._rows)), 0.0
+        else:
+            own, products = 0.0, sizes.multiply_adds(part, tp)
+        if part == "block":
+            products += (self.attention.work - 1) * sizes.attention_multiply_adds(tp)
+        return own + self.tokens * products * SHARE_OF[kind] / self.machine.multiply_adds_per_second / threads
+
+    @property
+    def _rows(self) -> float:
+        """Sequences of the length that was measured with as much work as this rank's positions of a micro-batch.
+
+        Where the ranks share the pairs of queries and keys equally, a rank has the work of a part of each sequence.
+        """
+        return self.tokens / self.model.sizes.seq_len
 
     def _block_again(self, threads: int) -> float:
         """Return the additional seconds of a backward pass that computes a block again."""
         if self._measured:
-            return self._with_threads(threads, lambda entry: entry.again_seconds(self.layout.rows))
+            return self._with_threads(threads, lambda entry: entry.again_seconds(self._rows))
         return self._of_part("block", "F", threads)
 
     def _with_threads(self, threads: int, seconds_of: Callable[[Measured], float]) -> float:
@@ -172,7 +192,31 @@ class Costs:
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
             seconds += sum(self.on_hosts.all_reduce(self.on_hosts.slices, size, "shared").alone for size in sizes)
-        return seconds + self._gathered(kind, stage)
+        return seconds + self._gathered(kind, stage) + self._sequence_seconds(kind, stage, again)
+
+    def shared_bytes(self, action: Action) -> float:
+        """Return the bytes that a rank sends in an action to those with which it shares sequences."""
+        kind, again = KIND_OF.get(action.letter), self._computes_blocks_again(action)
+        return self._sequence_messages(kind, action.stage, again) * self.attention.message_bytes
+
+    def _sequence_messages(self, kind: PassKind | None, stage: int, again: bool) -> int:
+        if kind in ("W", None):
+            return 0
+        forward, backward = self.attention.messages
+        return self.parts(stage)["block"] * (forward if kind == "F" else backward + again * forward)
+
+    def ring_seconds(self, action: Action) -> float:
+        """Return the part of `exchanged` that rings of keys and values take: messages, not collectives."""
+        kind, is_ring = KIND_OF.get(action.letter), self.layout.cp_kind == "ring"
+        return self._sequence_seconds(kind, action.stage, self._computes_blocks_again(action)) if is_ring else 0.0
+
+    def _sequence_seconds(self, kind: PassKind | None, stage: int, again: bool) -> float:
+        """Return the seconds that ranks which share sequences add to a pass, each message after the one before it."""
+        messages, size_bytes = self._sequence_messages(kind, stage, again), self.attention.message_bytes
+        if not messages or kind is None:
+            return 0.0
+        seconds = messages * self.on_hosts.message_in_ring(self.on_hosts.parts, size_bytes)
+        return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds
 
     def _gathered(self, kind: PassKind, stage: int) -> float:
         """Return the seconds that sharded weights and gradients add to a pass."""
@@ -213,17 +257,26 @@ class Costs:
         parts, sizes, tp, tokens = self.parts(stage), self.model.sizes, self.layout.size("tp"), self.tokens
         factors = sum(count * sizes.factor_bytes(part, tokens, tp) for part, count in parts.items())
         everything = sum(count * sizes.kept_bytes(part, tokens, tp) for part, count in parts.items())
+        mask = self.attention.mask_bytes if parts["block"] else 0
+        everything += parts["block"] * self.attention.kept_bytes + mask
+        ids = tokens * ID_BYTES if parts["embedding"] else 0
+        if self.layout.size("cp") > 1:  # else the ids are views of the batch, and the tables those of all micro-batches
+            everything += ids + (self.attention.table_bytes if parts["block"] else 0)
         by_forward = everything + (0 if parts["head"] else self.message_bytes)  # the output, where the next one begins
         if self.layout.recompute != "none":
-            by_forward -= parts["block"] * self._inside_block_bytes
+            by_forward -= parts["block"] * self._inside_block_bytes + mask
         if self.layout.recompute == "all" and parts["head"]:
             by_forward -= tokens * NUMBER_BYTES * (sizes.dmodel + 1)  # of the norm, which keeps its input only
-        return Kept(everything, by_forward, 0 if parts["embedding"] else self.message_bytes, factors)
+        input_bytes = self.message_bytes
+        if parts["embedding"]:
+            input_bytes = ids if self.layout.size("cp") > 1 else 0
+        return Kept(everything, by_forward, input_bytes, factors)
 
     @property
     def _inside_block_bytes(self) -> int:
         """Bytes that a block keeps in addition to its input."""
-        return self.model.sizes.kept_bytes("block", self.tokens, self.layout.size("tp")) - self.message_bytes
+        own = self.model.sizes.kept_bytes("block", self.tokens, self.layout.size("tp")) - self.message_bytes
+        return own + self.attention.kept_bytes
 
     def recomputed_bytes(self, action: Action) -> int:
         """Return the additional bytes that a backward pass keeps while it runs, if activations are computed again."""
@@ -238,6 +291,7 @@ class Costs:
         for done in (0, blocks - 1):
             others = (blocks - done) * self.message_bytes + done * factors[0]
             others += self.message_bytes * is_split  # the gradient of the block's output, a factor
+            others += self.attention.mask_bytes
             kept = max(kept, others + self._inside_block_bytes + factors[1] * has_head)
         return max(0, kept - self._kept(action.stage).by_forward)
 

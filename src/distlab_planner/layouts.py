@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from distlab.axes.layout import Layout, layout_size, neighbors_of, stride
-from distlab.parallel.division import check_division
+from distlab.parallel.division import Kind, Order, check_division, check_sharing
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (
     AUTO,
@@ -28,6 +28,7 @@ from simplellm.options import Recompute
 Shard = Literal["none", "optimizer", "gradients", "weights"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "weights")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "blocks", "all")
+CP_KINDS: tuple[Kind, ...] = ("ring", "gather", "heads")
 SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpipe with one worker only keeps more
 
 
@@ -42,10 +43,17 @@ class RunLayout:
     recompute: Recompute
     shard: Shard
     split: Split  # layers of each stage
+    cp_kind: Kind = "ring"
+    cp_order: Order = "zigzag"
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
         return self.axes.get(axis, 1)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same weights and average their gradients."""
+        return self.size("dp") * self.size("cp")
 
     @property
     def ranks(self) -> int:
@@ -69,6 +77,9 @@ class RunLayout:
         flags = " ".join(f"--{axis} {self.size(axis)}" for axis in ("dp", "pp", "tp"))
         flags += f" --batch-size {self.batch_size} --micro-batches {self.micro_batches}"
         flags += " --neighbors replicas" * (neighbors_of(self.axes) == "replicas")
+        if self.size("cp") > 1:
+            flags += f" --cp {self.size('cp')} --cp-kind {self.cp_kind}"
+            flags += f" --cp-order {self.cp_order}" * (self.cp_order != "zigzag")
         if self.size("pp") > 1:
             flags += f" --schedule {self.schedule}"
             if self.split != default_split(model, len(self.split)):
@@ -78,7 +89,8 @@ class RunLayout:
 
     def __str__(self) -> str:
         """Return the layout as shown in a table."""
-        words = [f"{size} {name}" for name, size in sorted(self.axes.items()) if size > 1]
+        kinds = {"cp": f" ({self.cp_kind})"}
+        words = [f"{size} {name}{kinds.get(name, '')}" for name, size in sorted(self.axes.items()) if size > 1]
         return (" x ".join(words) or "one rank") + ", replicas together" * (neighbors_of(self.axes) == "replicas")
 
 
@@ -86,7 +98,8 @@ class RunLayout:
 class Choices:
     """The options of a plan; an empty one stands for all."""
 
-    axes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # their sizes
+    axes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # their sizes; for "cp", an empty one stands for 1
+    cp_kinds: Sequence[Kind] = ()
     micro_batches: Sequence[int] = ()
     schedules: Sequence[str] = ()
     recompute: Sequence[Recompute] = ()
@@ -104,12 +117,15 @@ def layouts(
     """
     among = choices or Choices()
     names = among.schedules or [name for name in SCHEDULES if name != AUTO]
-    for pp, tp in itertools.product(divisors(ranks), divisors(ranks)):
-        dp = ranks // (pp * tp)
-        axes = {"dp": dp, "pp": pp, "tp": tp}
+    kinds = among.cp_kinds or CP_KINDS
+    shared = [(cp, kind) for cp in among.axes.get("cp") or (1,) for kind in (kinds if cp > 1 else CP_KINDS[:1])]
+    for pp, tp, (cp, kind) in itertools.product(divisors(ranks), divisors(ranks), shared):
+        dp = ranks // (pp * tp * cp)
+        axes = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
         is_chosen = all(axes[name] in some for name, some in among.axes.items() if some)
-        if ranks % (pp * tp) or global_batch % dp or not is_chosen or not _divides(model, tp):
+        if ranks % (pp * tp * cp) or global_batch % dp or not is_chosen or not _divides(model, tp, cp, kind):
             continue
+        axes = {name: size for name, size in axes.items() if name != "cp" or cp > 1}
         for micro_batches in among.micro_batches or divisors(global_batch // dp):
             if global_batch // dp % micro_batches:
                 continue
@@ -119,11 +135,12 @@ def layouts(
                     continue
                 split = _split(model, pp * stages_per_worker(name))
                 for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
-                    if split and (shard == "none" or dp > 1) and (shard != "weights" or pp == 1):
-                        one = RunLayout(axes, global_batch // dp, micro_batches, name, recompute, shard, split)
+                    if split and (shard == "none" or dp * cp > 1) and (shard != "weights" or pp == 1):
+                        one = RunLayout(axes, global_batch // dp, micro_batches, name, recompute, shard, split, kind)
                         yield one
-                        if ranks_per_host and dp > 1 and ranks > ranks_per_host and ranks_per_host % (dp * tp) == 0:
-                            yield replace(one, axes={"pp": pp, "dp": dp, "tp": tp})
+                        together = dp * cp * tp
+                        if ranks_per_host and dp > 1 and ranks > ranks_per_host and ranks_per_host % together == 0:
+                            yield replace(one, axes={"pp": pp} | {n: size for n, size in axes.items() if n != "pp"})
 
 
 @functools.lru_cache(maxsize=64)
@@ -162,9 +179,10 @@ def default_split(model: Model, stages: int) -> Split:
     return balance(model.n_layers, stages, model.sizes.parts)
 
 
-def _divides(model: Model, tp: int) -> bool:
+def _divides(model: Model, tp: int, cp: int, kind: Kind) -> bool:
     try:
         check_division(model.sizes.num_heads, model.sizes.num_kv_heads, tp)
+        check_sharing(model.sizes.seq_len, model.sizes.num_heads // tp, cp, kind)
         require(model.sizes.vocab_size >= tp, "")
     except InputError:
         return False

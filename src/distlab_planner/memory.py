@@ -40,7 +40,7 @@ def held(costs: Costs, worker: int) -> RankMemory:
     layout, program = costs.layout, costs.layout.programs()[worker]
     stages = stages_of(program)
     weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
-    shares = layout.size("dp") if layout.shard != "none" else 1
+    shares = layout.copies if layout.shard != "none" else 1
     own = share(weights, shares)
     step = graph_of(layout)
     kinds = step.kinds[worker]
@@ -48,9 +48,10 @@ def held(costs: Costs, worker: int) -> RankMemory:
     more = {kind: costs.recomputed_bytes(step.examples[kind]) for kind in step.counts[worker]}
     after = list(itertools.accumulate(changes[kind] for kind in kinds))
     within = [kept + more[kind] for kept, kind in zip([0, *after], kinds, strict=False)]
-    ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0  # of the whole batch, once
-    blocks = sum(costs.parts(stage)["block"] for stage in stages)
-    tables = costs.model.sizes.table_bytes() if blocks else 0
+    ids = tables = 0
+    if layout.size("cp") == 1:  # of the whole batch, once; ranks that share sequences keep some for each micro-batch
+        ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0
+        tables = costs.model.sizes.table_bytes() if any(costs.parts(stage)["block"] for stage in stages) else 0
     return RankMemory(
         parameters=own if layout.shard == "weights" else weights,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
@@ -65,7 +66,7 @@ def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:
     layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
     of_logits = 0.0
     if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
-        logits_bytes = layout.rows * sizes.seq_len * share(sizes.vocab_size, layout.size("tp")) * NUMBER_BYTES
+        logits_bytes = costs.tokens * share(sizes.vocab_size, layout.size("tp")) * NUMBER_BYTES
         of_logits = OF_LOGITS[machine.device] * logits_bytes
     return machine.process_bytes + (holds.total + of_logits) * (1 + KEPT_OF_FREED[machine.device])
 

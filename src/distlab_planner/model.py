@@ -78,8 +78,11 @@ class Sizes:
         """Return the number for a forward pass over one token; a backward pass takes twice that, half for weights."""
         if part == "embedding":
             return self.dmodel  # a look-up
-        scores = self.dmodel * self.seq_len / tp if part == "block" else 0.0  # causal scores and mixing
-        return self.matrices(part, tp) + scores
+        return self.matrices(part, tp) + (self.attention_multiply_adds(tp) if part == "block" else 0.0)
+
+    def attention_multiply_adds(self, tp: int = 1) -> float:
+        """Return the number for a token's causal scores in one block, and for the sum of values with them."""
+        return self.dmodel * self.seq_len / tp
 
     def kept_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
         """Return the bytes that a forward pass over `tokens` keeps for the backward pass, without recomputation."""

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 from distlab.machine.threads import asked_threads
+from distlab.parallel.division import Kind
 from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.run.commands import LAUNCHER, lab_command
 from distlab.settings.common import as_flag, require_positive, shown_as
@@ -69,6 +70,10 @@ class PlanRequest:
     """workers of a pipeline to choose from"""
     tp: tuple[int, ...] = ()
     """ranks of a stage to choose from"""
+    cp: tuple[int, ...] = (1,)
+    """ranks that share each sequence to choose from"""
+    cp_kind: tuple[Kind, ...] = ()
+    """ways to share sequences to choose from"""
     micro_batches: tuple[int, ...] = ()
     """numbers of micro-batches to choose from"""
     schedule: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
@@ -90,8 +95,8 @@ class PlanRequest:
 
     @property
     def choices(self) -> Choices:
-        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp}
-        return Choices(axes, self.micro_batches, self.schedule, self.recompute, self.shard)
+        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.cp}
+        return Choices(axes, self.cp_kind, self.micro_batches, self.schedule, self.recompute, self.shard)
 
     def check(self) -> None:
         """Raise `InputError` for values that no plan can have."""
@@ -102,7 +107,7 @@ class PlanRequest:
         require(self.verify >= 0, f"--verify {self.verify}: give 0 or more")
         least = f"--steps {self.steps}: the first {WARM_UP} do not count; give {WARM_UP + 2} or more"
         require(self.steps >= WARM_UP + 2, least)
-        for name in ("dp", "pp", "tp", "micro_batches"):
+        for name in ("dp", "pp", "tp", "cp", "micro_batches"):
             for number in getattr(self, name):
                 require(number > 0, f"{as_flag(name)} {number}: must be greater than 0")
         known = [name for name in schedule_names() if name != AUTO]

@@ -15,6 +15,7 @@ from distlab.settings.replicas import LocalStepsSettings, WrappedSettings
 from distlab.settings.stages import StageSettings
 from distlab.settings.training import TrainSettings
 from distlab_planner.costs import Costs
+from distlab_planner.graph import graph_of
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.model import Model, Sizes
@@ -26,7 +27,8 @@ WARM_UP = 3  # steps at the beginning of a run that do not count
 # The planner counts these settings, or they are compared with the machine's file.
 COUNTED = (
     "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer recompute world_size "
-    "dp pp tp neighbors layers_per_stage schedule chunks_per_stage shard optimizer device backend transport"
+    "dp pp cp tp cp_kind cp_order neighbors layers_per_stage schedule chunks_per_stage shard optimizer device backend "
+    "transport"
 ).split()
 # These change nothing in a step that it would count.
 WITHOUT_EFFECT = (
@@ -74,13 +76,14 @@ class Prediction:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of a step on rank 0, by what it does."""
-        step = self.step
+        step, actions = self.step, graph_of(self.costs.layout)
         computing = step.computing + step.updating + step.sharing
-        return {
-            "computing": computing,
-            "collectives": step.exchanging + step.averaging,
-            "waiting for other stages": step.seconds - computing - step.exchanging - step.averaging,
-        }
+        in_rings = sum(
+            count * self.costs.ring_seconds(actions.examples[kind]) for kind, count in actions.counts[0].items()
+        )
+        collectives = step.exchanging + step.averaging - in_rings
+        messages = step.seconds - computing - collectives
+        return {"computing": computing, "collectives": collectives, "waiting for messages": messages}
 
     @property
     def sentence(self) -> str:
@@ -137,6 +140,8 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
         recompute=args.recompute,
         shard=getattr(args, "shard", "none"),
         split=args.split(vocab_size) if isinstance(args, StageSettings) else (args.n_layers,),
+        cp_kind=getattr(args, "cp_kind", "gather"),
+        cp_order=getattr(args, "cp_order", "contiguous"),
     )
 
 

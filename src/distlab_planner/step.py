@@ -28,7 +28,7 @@ class Step:
 
     seconds: float
     computing: float  # of its passes, if no other rank computed
-    exchanging: float  # in collectives of tensor parallelism and of sharded weights, likewise
+    exchanging: float  # with ranks that share layers, sequences or weights, likewise
     averaging: float  # gradients and the loss, after the last pass; gathering weights that replicas have updated
     updating: float  # the weights, and the other work of a step
     sharing: float  # additional, because ranks share cores and memory
@@ -41,7 +41,7 @@ class Step:
         """The activity that takes most of the step."""
         parts = {
             "computing": self.computing,
-            "tensor-parallel collectives": self.exchanging,
+            "exchanges within passes": self.exchanging,
             "averaging gradients": self.averaging,
             "updating weights": self.updating,
             "sharing cores": self.sharing,
@@ -129,7 +129,7 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, floa
     """Return a worker's seconds of update and other work, of gathering weights, and of averaging its gradients."""
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     weights = sum(costs.weights(stage) for stage in stages_of(program))
-    own = weights / (layout.size("dp") if layout.shard != "none" else 1)
+    own = weights / (layout.copies if layout.shard != "none" else 1)
     update = machine.step_seconds + machine.update_seconds(costs.optimizer) * own
     size_bytes = weights * NUMBER_BYTES
     if layout.shard == "none":
@@ -156,11 +156,12 @@ def sent_bytes(costs: Costs) -> list[float]:
         messages = sum(len(step.graph.sends[index]) for index in step.graph.lines[worker])
         weight_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
         rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
-        replicas = rounds[layout.shard] * (layout.size("dp") - 1) * weight_bytes / layout.size("dp")
+        replicas = rounds[layout.shard] * (layout.copies - 1) * weight_bytes / layout.copies
         exchanges = sum(count * costs.exchanges(step.examples[kind]) for kind, count in step.counts[worker].items())
         exchanged_bytes = exchanges * costs.message_bytes
         slices = exchanged_bytes * 2 * (layout.size("tp") - 1) / layout.size("tp")
-        sent.append(messages * costs.message_bytes + replicas + slices)
+        parts = sum(count * costs.shared_bytes(step.examples[kind]) for kind, count in step.counts[worker].items())
+        sent.append(messages * costs.message_bytes + replicas + slices + parts)
     return sent
 
 
@@ -213,6 +214,6 @@ def least_seconds(costs: Costs) -> float:
         shown = max(0.0, taken - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
         found = max(found, begins + micro_batches * work[worker] + shown, begins + micro_batches * path[worker] + ends)
         begins, ends = begins + forward[worker], ends + input_[worker]
-    share = layout.size("dp") if layout.shard != "none" else 1
+    share = layout.copies if layout.shard != "none" else 1
     update = machine.update_seconds(costs.optimizer) * min(held) / share
     return machine.step_seconds + max(found, micro_batches * min(work) + update)

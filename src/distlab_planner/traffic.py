@@ -8,7 +8,6 @@ hosts (`distlab.comm.hosts`).
 """
 
 import functools
-import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -24,10 +23,25 @@ SMALLEST_OF_HOSTS_BYTES = 250_000
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of a collective: `size` of them, `stride` apart, while all other groups of this kind have theirs."""
+    """The ranks of a collective: `rows` rows, `apart` from each other, with ranks that are `stride` apart.
 
-    size: int
+    All other groups of this kind have theirs at the same time.
+    """
+
+    size: int  # of the group
     stride: int
+    rows: int = 1
+    apart: int = 1
+
+    @property
+    def length(self) -> int:
+        """Consecutive ranks that hold whole groups."""
+        return self.rows * self.apart if self.rows > 1 else self.size * self.stride
+
+    def first(self, rank: int) -> int:
+        """Return the first rank of the group of a rank."""
+        in_row, row = rank // self.stride % (self.size // self.rows), rank // self.apart % self.rows
+        return rank - in_row * self.stride - row * self.apart
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,17 @@ class RanksOnHosts:
 
     @property
     def replicas(self) -> RankGroup:
-        layout = self.layout
-        return RankGroup(layout.size("dp"), stride(layout.axes, "dp"))
+        """The ranks with the same weights, which see different sequences or parts of them."""
+        axes, parts = self.layout.axes, self.parts
+        dp = self.layout.size("dp")
+        if parts.size == 1:
+            return RankGroup(dp, stride(axes, "dp"))
+        return RankGroup(dp * parts.size, parts.stride, dp, stride(axes, "dp")) if dp > 1 else parts
+
+    @property
+    def parts(self) -> RankGroup:
+        """The ranks that share sequences."""
+        return RankGroup(self.layout.size("cp"), stride(self.layout.axes, "cp"))
 
     @property
     def slices(self) -> RankGroup:
@@ -103,6 +126,13 @@ class RanksOnHosts:
 
     def _leaving(self, sender: int, receiver: int) -> int:
         return most_leaving(tuple(self.layout.axes.items()), self.per_host, sender, receiver)
+
+    def message_in_ring(self, group: RankGroup, size_bytes: float) -> float:
+        """Return the seconds of a message from each rank of a group to the next, and of those that handle it."""
+        machine, spread = self.machine, self.spread(group)
+        inside = machine.inside_of(self.per_host).seconds(size_bytes)
+        across = machine.between.seconds(size_bytes * spread.leaving) if spread.hosts > 1 else 0.0
+        return max(inside, across) + 2 * machine.message_seconds
 
     def spread(self, group: RankGroup) -> Spread:
         return spread_of(self.layout.ranks, self.per_host, group)
@@ -170,11 +200,13 @@ class RanksOnHosts:
 @functools.lru_cache(maxsize=4096)
 def spread_of(ranks: int, per_host: int, group: RankGroup) -> Spread:
     """Return the distribution of groups of ranks on hosts; a group's ranks, and its ring, are in ascending order."""
-    length, group_hosts, on_host = group.size * group.stride, 1, 1
+    group_hosts, on_host = 1, 1
     rings: Counter[int] = Counter()  # by host, the rings that leave it
-    repeats = math.lcm(per_host, length)  # then the first ranks of a group and of a host meet again
-    for block, offset in itertools.product(range(0, min(ranks, repeats), length), range(group.stride)):
-        members = Counter(rank // per_host for rank in range(block + offset, block + length, group.stride))
+    repeats = math.lcm(per_host, group.length)  # then the first ranks of a group and of a host meet again
+    by_group: dict[int, Counter[int]] = {}  # by the first rank, its ranks on each host
+    for rank in range(min(ranks, repeats)):
+        by_group.setdefault(group.first(rank), Counter())[rank // per_host] += 1
+    for members in by_group.values():
         group_hosts, on_host = max(group_hosts, len(members)), max(on_host, *members.values())
         rings.update(members.keys() if len(members) > 1 else ())
     return Spread(on_host, group_hosts, max(rings.values(), default=0))

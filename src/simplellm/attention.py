@@ -5,6 +5,8 @@ By default a sequence has the positions 0, 1, 2, …, and each token attends to 
 own positions and attention (`distlab.parallel.context_parallel`).
 """
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,6 +46,19 @@ def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped)
 
 
+def attend_with(mask: Tensor) -> Attend:
+    """Return the attention to the keys of a mask, (batch or 1, 1, queries, keys), bool.
+
+    torch adds a mask to the scores as numbers. All layers keep the same ones for their backward passes.
+    """
+
+    @functools.cache
+    def bias(dtype: torch.dtype) -> Tensor:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+    return lambda q, k, v: attend_to_earlier(q, k, v, bias(q.dtype))
+
+
 def _attends_in_groups(q: Tensor) -> bool:
     """Return whether torch computes grouped-query attention block by block for such queries.
 
@@ -79,4 +94,4 @@ def within_documents(ids: Tensor, end: int) -> SequencePart:
     documents = document_ids(ids, end)
     is_same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     mask = is_same.tril().unsqueeze(1)  # (batch, 1, queries, keys)
-    return SequencePart(positions_in_documents(documents), lambda q, k, v: attend_to_earlier(q, k, v, mask))
+    return SequencePart(positions_in_documents(documents), attend_with(mask))

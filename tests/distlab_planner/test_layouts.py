@@ -29,7 +29,7 @@ def settings(layout: RunLayout) -> HybridSettings:
         "seq_len": 8,
         "n_layers": 3,
     }
-    sizes: dict[str, Any] = {axis: layout.size(axis) for axis in ("dp", "pp", "tp")}
+    sizes: dict[str, Any] = {axis: layout.size(axis) for axis in ("dp", "pp", "cp", "tp")}
     return HybridSettings(
         **model,
         **sizes,
@@ -38,6 +38,7 @@ def settings(layout: RunLayout) -> HybridSettings:
         schedule=layout.schedule,
         recompute=layout.recompute,
         shard=layout.shard,
+        cp_kind=layout.cp_kind,
         layers_per_stage=",".join(map(str, layout.split)),
         neighbors=neighbors_of(layout.axes),
         data="tinystories",  # nothing is read
@@ -65,6 +66,22 @@ def test_the_layouts_are_those_that_the_lab_accepts() -> None:
             if (dp, pp, tp, micro_batches, name, shard) not in tried:
                 with pytest.raises(InputError):
                     asked.check()
+
+
+def test_sequences_are_shared_where_a_plan_asks_for_it() -> None:
+    few = Choices({"cp": (1, 2, 4, 8)}, micro_batches=(1,), recompute=("none",))
+    found = list(layouts(SMALL, RANKS, SEQUENCES, few))
+    for layout in found:
+        assert layout.ranks == RANKS
+        asked = settings(layout)
+        asked.check()
+        assert asked.layout == dict(layout.axes)
+        assert ("--cp " in layout.flags(SMALL)) == (layout.size("cp") > 1)
+    assert len(found) == len({layout.flags(SMALL) for layout in found})
+    kinds = {(layout.size("cp"), layout.cp_kind) for layout in found}
+    assert kinds == {(1, "ring"), (2, "ring"), (2, "gather"), (2, "heads"), (4, "ring"), (4, "gather")}, "6 heads"
+    without = Choices(micro_batches=(1,), recompute=("none",))
+    assert [one for one in found if one.size("cp") == 1] == list(layouts(SMALL, RANKS, SEQUENCES, without))
 
 
 def test_choices_narrow_the_layouts() -> None:

@@ -35,8 +35,10 @@ SMALL = "--dmodel 32 --num-heads 4 --n-layers 3 --seq-len 16 --global-batch 8".s
 MODEL = "--dmodel 32 --num-heads 4 --seq-len 16".split()
 
 
-def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch(["plan", *SMALL, "--ranks", "4", "--machine", CLUSTER, "--top", "5"]) == 0
+@pytest.mark.parametrize("shared", ["", "--cp 2 --cp-kind gather heads"])
+def test_the_commands_of_a_plan_are_those_of_runs(shared: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--ranks", "4", "--machine", CLUSTER, "--top", "5", *shared.split()]
+    assert launch(["plan", *SMALL, *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
     commands = [line.split(maxsplit=1)[1] for line in lines if "./launch.sh" in line]
     assert len(commands) == 5
@@ -46,7 +48,8 @@ def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[
         settings = read_script(script).parse(flags, "")
         assert name == "5d"
         assert isinstance(settings, HybridSettings)
-        assert settings.dp * settings.pp * settings.tp == 4
+        assert settings.dp * settings.pp * settings.cp * settings.tp == 4
+        assert settings.cp == (2 if shared else 1)
         assert settings.dp * settings.batch_size == 8
         assert (settings.dmodel, settings.num_heads, settings.n_layers, settings.seq_len) == (32, 4, 3, 16)
     steps = [float(found[1].replace(",", "")) for line in lines if (found := re.search(r"([\d.,]+) ms", line))]
@@ -65,6 +68,8 @@ def test_the_commands_of_a_plan_are_those_of_runs(capsys: pytest.CaptureFixture[
         ("--micro-batches 0", "--micro-batches 0: must be greater than 0"),
         ("--micro-batches 4 -2", "--micro-batches -2: must be greater than 0"),
         ("--tp 0", "--tp 0: must be greater than 0"),
+        ("--cp 0", "--cp 0: must be greater than 0"),
+        ("--ranks 4 --cp 4 --cp-kind heads --tp 4", "no layout divides the batch, the heads and the layers"),
         ("--verify -1", "--verify -1: give 0 or more"),
         (
             "--verify 1 --ranks 9",

@@ -104,6 +104,9 @@ def test_the_part_that_was_off_is_named(machine: Path) -> None:
         "pp-interleaved --world-size 2 --n-layers 4 --batch-size 4 --micro-batches 4",
         "pp-zb --world-size 2",
         "tp --world-size 2",
+        "cp --world-size 2",
+        "cp-ring --world-size 2 --cp-order contiguous",
+        "5d --dp 1 --pp 1 --cp 2 --tp 1 --cp-kind heads",
         "hybrid --pp 2 --backend gloo --save-every 5 --eval-every 5 --trace",
     ],
 )
@@ -118,6 +121,7 @@ def test_what_the_chapters_run_is_predicted(command: str, machine: Path) -> None
         "pp-dapple --world-size 2 --num-heads 4 --num-kv-heads 2 --hidden-dim 40 --layers-per-stage 1,2 --n-layers 3",
         "hybrid --dp 2 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --recompute blocks",
         "hybrid --dp 1 --pp 2 --n-layers 4 --batch-size 4 --micro-batches 4 --schedule interleaved --recompute all",
+        "5d --dp 1 --pp 2 --cp 2 --seq-len 25 --batch-size 3",
     ],
 )
 def test_the_planner_gives_actions_the_threads_of_the_run(flags: str, machine: Path) -> None:

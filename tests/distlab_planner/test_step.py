@@ -18,6 +18,7 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.settings.common import parse
 from distlab_planner.costs import Costs
+from distlab_planner.graph import graph_of
 from distlab_planner.layouts import RECOMPUTE, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
 from distlab_planner.memory import held
@@ -192,9 +193,20 @@ MEASURED = [  # ranks, flags
     (2, "--dp 2 --pp 1 --shard gradients --micro-batches 3 --batch-size 3"),
     (2, "--dp 2 --pp 1 --shard weights --micro-batches 3 --batch-size 3"),
 ]
+SHARED = [
+    (2, "--dp 1 --pp 1 --cp 2 --cp-kind ring --micro-batches 3 --batch-size 6"),
+    (3, "--dp 1 --pp 1 --cp 3 --cp-kind gather --batch-size 2 --micro-batches 2 --seq-len 25"),
+    (2, "--dp 1 --pp 1 --cp 2 --cp-kind heads --micro-batches 2 --batch-size 2 --num-heads 4 --num-kv-heads 2"),
+    (3, "--dp 1 --pp 1 --cp 3 --cp-kind heads --num-heads 6 --num-kv-heads 2 --dmodel 48 --seq-len 25"),
+    (4, "--dp 1 --pp 2 --cp 2 --cp-order contiguous --recompute blocks --batch-size 4 --micro-batches 2 --seq-len 25"),
+    (4, "--dp 1 --pp 2 --cp 2 --cp-kind gather --recompute all --batch-size 4 --micro-batches 2 --seq-len 25"),
+    (4, "--dp 1 --cp 2 --tp 2 --pp 1 --schedule dapple --num-heads 4 --num-kv-heads 2"),
+    (4, "--dp 1 --pp 2 --cp 2 --schedule zb-h1 --batch-size 4 --micro-batches 4"),
+    (4, "--dp 2 --pp 1 --cp 2 --shard gradients --batch-size 4 --micro-batches 2"),
+]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), MEASURED)
+@pytest.mark.parametrize(("ranks", "flags"), MEASURED + SHARED)
 def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_path: Path) -> None:
     script, machine_file = "hybrid/intro_5d.py", tmp_path / "machine.json"
     write_machine(cluster(device="cpu"), machine_file)
@@ -206,6 +218,12 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
     counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "control")}
     assert sent_bytes(prediction.costs)[0] == pytest.approx(sum(counted.values()), rel=0.01), counted
     of_rank_0 = json.loads((out / "memory.json").read_text())[0]
+    if "--cp" in flags:
+        of_sequences = ("keys and values", "gradients of keys and values", "heads")
+        step, costs = graph_of(prediction.costs.layout), prediction.costs
+        shared = sum(count * costs.shared_bytes(step.examples[kind]) for kind, count in step.counts[0].items())
+        assert shared == sum(counted.get(kind, 0) for kind in of_sequences) > 0
+        assert held(costs, 0).activations == pytest.approx(of_rank_0["activations"], rel=0.02)
     holds = held(prediction.costs, 0)
     assert holds.parameters == pytest.approx(of_rank_0["parameters"], rel=0.01)
     assert holds.gradients == pytest.approx(of_rank_0["gradients"], rel=0.01)

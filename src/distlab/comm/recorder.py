@@ -43,7 +43,7 @@ class StepTime(NamedTuple):
 
     seconds: float
     waited: float  # for other ranks
-    in_collectives: float  # part of `waited`; the rest are messages from and to other stages
+    in_collectives: float  # part of `waited`; the rest are messages, of pipelines and rings
 
 
 class Event(NamedTuple):

@@ -26,6 +26,7 @@ from torch import Tensor
 from distlab.axes.grid import Axis
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
+from distlab.parallel.division import Kind, Order, padded_length
 from distlab.parallel.ring_attention import Block, Ring, ring_attention
 from distlab.parallel.tp_group import linear_map
 from distlab.parallel.vocabulary import vocabulary_parallel_next_token_loss
@@ -33,14 +34,13 @@ from simplellm.attention import (
     Attend,
     SequencePart,
     attend_to_earlier,
+    attend_with,
     document_ids,
     positions_in_documents,
     within_documents,
 )
 from simplellm.losses import next_token_loss
 
-Kind = Literal["gather", "ring", "heads"]
-Order = Literal["zigzag", "contiguous"]
 PADDING = -1  # in place of a document's number
 
 
@@ -125,7 +125,7 @@ class ContextParallel:
         Both are padded; None in place of documents that do not matter.
         """
         seq = ids.shape[1]
-        padded = -(-seq // self._chunks) * self._chunks
+        padded = padded_length(seq, self.axis.size, self.order)
         by_rank = [positions_of(rank, self.axis.size, padded, self.order).to(ids.device) for rank in self._all]
         if self.document_end is None:
             return by_rank, None
@@ -135,11 +135,6 @@ class ContextParallel:
     @property
     def _all(self) -> range:
         return range(self.axis.size)
-
-    @property
-    def _chunks(self) -> int:
-        """Number of chunks of equal length into which sequences are cut."""
-        return self.axis.size * (2 if self.order == "zigzag" else 1)
 
     def _attend(self, by_rank: list[Tensor], documents: Tensor | None) -> Attend:
         """Return the attention of this rank's positions.
@@ -152,11 +147,11 @@ class ContextParallel:
             return partial(ring_attention, ring=Ring(self.axis, self._blocks(by_rank, documents)))
         if self.kind == "gather":
             keys, queries = torch.cat(by_rank), by_rank[self.axis.rank]
-            return partial(_gathering, axis=self.axis, mask=_mask(queries, keys, documents))
+            return partial(_gathering, axis=self.axis, attend=attend_with(_mask(queries, keys, documents)))
         order = torch.cat(by_rank).argsort()
         whole = torch.arange(len(order), device=order.device)
-        mask = None if documents is None else _mask(whole, whole, documents)
-        return partial(_exchanging_heads, axis=self.axis, order=order, mask=mask)
+        attend = attend_to_earlier if documents is None else attend_with(_mask(whole, whole, documents))
+        return partial(_exchanging_heads, axis=self.axis, order=order, attend=attend)
 
     def _blocks(self, by_rank: list[Tensor], documents: Tensor | None) -> list[Block]:
         """Return this rank's work for the keys of each source, in the order in which they arrive."""
@@ -225,7 +220,7 @@ def _mask(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
     return mask
 
 
-def _gathering(q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Tensor) -> Tensor:
+def _gathering(q: Tensor, k: Tensor, v: Tensor, axis: Axis, attend: Attend) -> Tensor:
     """Compute attention to the keys and values of all ranks, which every rank collects; their gradients go back."""
     own = torch.stack([k, v])  # (2, batch, key heads, positions, head_dim)
 
@@ -243,10 +238,10 @@ def _gathering(q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Tensor) -> Ten
 
     gathered = linear_map(own, gather, scatter)
     k, v = torch.cat(gathered.unbind(), dim=-2)
-    return attend_to_earlier(q, k, v, mask)
+    return attend(q, k, v)
 
 
-def _exchanging_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Tensor, mask: Tensor | None) -> Tensor:
+def _exchanging_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Tensor, attend: Attend) -> Tensor:
     """Compute attention after an exchange of this rank's positions with all heads for all positions with some heads.
 
     Args:
@@ -269,7 +264,7 @@ def _exchanging_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Tensor
         return torch.cat(parts.unbind(), dim=1)
 
     q, k, v = (linear_map(part, to_heads, to_positions) for part in (q, k, v))
-    return linear_map(attend_to_earlier(q, k, v, mask), to_positions, to_heads)
+    return linear_map(attend(q, k, v), to_positions, to_heads)
 
 
 def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:

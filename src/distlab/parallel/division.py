@@ -1,12 +1,14 @@
-"""Words of the command line: styles of tensor parallelism, of sharding, and of compression."""
+"""Words of the command line: styles of tensor parallelism, of sharding, of compression, of sharing sequences."""
 
 from typing import Literal
 
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 Style = Literal["naive", "megatron"]
 Sharded = Literal["optimizer", "gradients", "weights"]
 Compression = Literal["none", "bf16", "int8", "int4"]
+Kind = Literal["ring", "gather", "heads"]  # how queries get the keys and values of the ranks that share a sequence
+Order = Literal["zigzag", "contiguous"]  # which positions each of these ranks holds
 
 
 def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:
@@ -15,3 +17,17 @@ def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None
         if heads is not None and heads % ranks:
             what = f"{flag} {heads} among {ranks} tensor-parallel ranks: all ranks must hold the same number of heads"
             raise InputError(f"{what}; give a multiple of {ranks}, or a number of ranks that divides {heads}")
+
+
+def padded_length(seq: int, ranks: int, order: Order) -> int:
+    """Return the length to which a sequence is padded, so that the ranks that share it hold chunks of equal length."""
+    chunks = 1 if ranks == 1 else ranks * (2 if order == "zigzag" else 1)
+    return -(-seq // chunks) * chunks
+
+
+def check_sharing(seq_len: int, heads: int, ranks: int, kind: Kind, flag: str = "--cp") -> None:
+    """Raise `InputError` unless `ranks`, which `flag` sets, can share sequences, with `heads` on each of them."""
+    least, given = 2 * ranks, f"{flag} {ranks}"
+    require(ranks == 1 or seq_len >= least, f"--seq-len {seq_len} with {given}: give at least {least} tokens")
+    advice = f"each rank gets as many of {heads} heads as the others; give a divisor, or another --cp-kind"
+    require(kind != "heads" or heads % ranks == 0, f"--cp-kind heads with {given}: {advice}")

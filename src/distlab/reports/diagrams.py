@@ -13,7 +13,8 @@ from distlab.axes.layout import Neighbors, coordinate
 from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.link import Link
-from distlab.parallel.context_parallel import Order, positions_of, work_shares
+from distlab.parallel.context_parallel import positions_of, work_shares
+from distlab.parallel.division import Order
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
 from distlab.pipeline.plan import simulate

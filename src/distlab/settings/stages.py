@@ -9,7 +9,7 @@ import tyro
 
 from distlab.axes.layout import Layout, Neighbors
 from distlab.checkpoints.format import Checkpoint
-from distlab.parallel.division import check_division
+from distlab.parallel.division import check_division, check_sharing, padded_length
 from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
 from distlab.pipeline.auto import Limit, read_limit
 from distlab.pipeline.plan import simulate
@@ -73,8 +73,13 @@ class StageSettings(TrainSettings):
     def pass_costs(self, vocab_size: int) -> ActionCosts:
         """Return estimates of the costs of each stage's passes, from `estimated_costs`."""
         split, again, tp = self.split(vocab_size), self.recompute == "blocks", self.layout.get("tp", 1)
-        tokens = self.batch_size // self.micro_batches * self.seq_len
+        tokens = self.batch_size // self.micro_batches * self.positions
         return estimated_costs(split, self._parts(vocab_size), again, tokens, tp)
+
+    @property
+    def positions(self) -> int:
+        """Positions of a sequence on each rank."""
+        return self.seq_len
 
     def _parts(self, vocab_size: int) -> PartCosts:
         return multiply_adds(
@@ -279,6 +284,10 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
         return {axis: sizes[axis] for axis in order if axis != "cp" or self.cp != 1}
 
     @property
+    def positions(self) -> int:
+        return padded_length(self.seq_len, self.cp, self.cp_order) // self.cp
+
+    @property
     def per_rank_optimizer_state(self) -> bool:
         return self.outer == "diloco" and self.optimizer != "sgd" and self.dp > 1
 
@@ -289,9 +298,7 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
         given = f"--shard {self.shard}"
         single = f"{given} with --dp 1: a single replica has no others to share with; give --dp 2 or more"
         require(self.shard == "none" or self.dp * self.cp > 1, single)
-        self.check_sequences(self.seq_len, self.num_heads // self.tp, self.cp, "--cp")
-        unknown = f"--machine with --cp {self.cp}: the planner does not know ranks that share sequences"
-        require(self.machine is None or self.cp == 1, f"{unknown}; leave one of them out")
+        check_sharing(self.seq_len, self.num_heads // self.tp, self.cp, self.cp_kind)
         gathers = f"{given} with --pp {self.pp}: each stage would be gathered again for every micro-batch"
         require(self.shard != "weights" or self.pp == 1, f"{gathers}; use --shard optimizer, or --pp 1 with --tp")
 

@@ -1,0 +1,86 @@
+"""The costs of attention where ranks share sequences, in each of the ways of `distlab.parallel.context_parallel`."""
+
+from dataclasses import dataclass
+
+from distlab.parallel.division import Kind, Order, padded_length
+from distlab_planner.model import NUMBER_BYTES, Sizes
+
+
+@dataclass(frozen=True)
+class SharedAttention:
+    """The attention of one block to a micro-batch, of which each rank holds some positions.
+
+    Attributes:
+        sizes: the sizes of the model.
+        rows: sequences of the micro-batch.
+        ranks: the ranks that share each sequence; with one, nothing here costs anything.
+        tp: the ranks that share the heads.
+    """
+
+    sizes: Sizes
+    rows: int
+    ranks: int = 1
+    kind: Kind = "ring"
+    order: Order = "zigzag"
+    tp: int = 1
+
+    @property
+    def seq(self) -> int:
+        """Length of the sequences, with padding."""
+        return padded_length(self.sizes.seq_len, self.ranks, self.order)
+
+    @property
+    def positions(self) -> int:
+        """Positions of a sequence on each rank."""
+        return self.seq // self.ranks
+
+    @property
+    def keys_bytes(self) -> int:
+        """Bytes of a rank's own keys and values."""
+        return 2 * self.rows * self.positions * self.sizes.kv_width // self.tp * NUMBER_BYTES
+
+    @property
+    def messages(self) -> tuple[int, int]:
+        """Number of messages that each rank sends in a row, forward and backward; of a collective, its parts."""
+        others = self.ranks - 1
+        return {"ring": (others, 2 * others), "gather": (others, others), "heads": (4 * others, 4 * others)}[self.kind]
+
+    @property
+    def message_bytes(self) -> float:
+        """Mean size of these messages."""
+        if self.kind != "heads":
+            return self.keys_bytes
+        heads, key_heads = self.sizes.num_heads // self.tp, self.sizes.num_kv_heads // self.tp
+        exchanged = 2 * heads + 2 * (key_heads if key_heads % self.ranks == 0 else heads)  # repeated until divisible
+        return exchanged * self.sizes.head_dim * self.rows * self.positions * NUMBER_BYTES / self.ranks / 4
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the backward pass needs, in addition to the block's own without other ranks."""
+        if self.ranks == 1 or self.kind == "ring":
+            return 0
+        if self.kind == "gather":  # the keys and values of the other ranks
+            return (self.ranks - 1) * self.keys_bytes
+        output = self.rows * self.positions * self.sizes.dmodel // self.tp * NUMBER_BYTES  # before it goes home
+        repeated = self.sizes.num_kv_heads // self.tp % self.ranks != 0
+        more = 2 * (self.sizes.dmodel - self.sizes.kv_width) // self.tp * repeated
+        return output + self.rows * self.positions * more * NUMBER_BYTES
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the mask for gathered keys, which all blocks of a stage share."""
+        return self.positions * self.seq * NUMBER_BYTES if self.ranks > 1 and self.kind == "gather" else 0
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the rows of the rotary tables, which all blocks of a stage share."""
+        return self.sizes.table_bytes() * self.positions // self.sizes.seq_len
+
+    @property
+    def work(self) -> float:
+        """Pairs of queries and keys that the busiest rank computes, to the mean of the ranks' causal pairs."""
+        if self.ranks == 1 or self.kind == "heads":
+            return 1.0
+        if self.kind == "gather":  # a mask does not shorten the computation
+            return 2.0
+        return 1.0 if self.order == "zigzag" else 2.0 - 1 / self.ranks
