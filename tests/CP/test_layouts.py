@@ -25,7 +25,7 @@ def merged(states: list[State]) -> State:
     ("layout", "flags"),
     [
         ("--dp 1 --pp 2 --cp 2", "--schedule gpipe --transport gloo"),
-        ("--dp 1 --pp 2 --cp 2", "--schedule dapple --recompute all"),
+        ("--dp 1 --pp 2 --cp 2", "--schedule dapple --recompute all --trace"),
         ("--dp 1 --pp 2 --cp 2", "--schedule interleaved --cp-kind gather"),
         ("--dp 1 --pp 2 --cp 2", "--schedule zb-h1 --run-on"),
         ("--dp 1 --pp 2 --cp 3", "--schedule zb-v"),
@@ -56,6 +56,16 @@ def test_slices_inside_of_parts(layout: str, one_process: OneProcess, tmp_path: 
     ranks, flags = sizes[1] * sizes[2] * sizes[3], "--batch-size 4 --micro-batches 2".split()
     _, _, own_losses = train_on(ranks, SCRIPT, tmp_path, *MODEL, *layout.split(), *flags)
     assert own_losses == pytest.approx(one_process(4, *MODEL)[2], rel=1e-6)
+
+
+def test_mixed_precision(one_process: OneProcess, tmp_path: Path) -> None:
+    """Merged in float32, the parts round like the whole."""
+    flags = [*MODEL, *"--dtype bfloat16 --batch-size 4".split()]
+    layout = "--dp 1 --pp 1 --cp 3 --micro-batches 1".split()
+    *_, expected = one_process(4, *flags[:-2])
+    *_, own_losses = train_on(3, SCRIPT, tmp_path, *flags, *layout)
+    assert own_losses == pytest.approx(expected, rel=1e-3)
+    assert own_losses != one_process(4, *MODEL)[2], "computed in bfloat16"
 
 
 def test_goes_on_with_other_parts(one_process: OneProcess, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ EVEN, DOCUMENTS = "--seq-len 24", "--seq-len 99 --lr 0.6 --document-mask"  # in 
         (PLAIN, 1, "", ""),
         (PLAIN, 3, EVEN, "--transport gloo"),
         (PLAIN, 2, EVEN, "--micro-batches 2"),
-        (RING, 2, "", "--micro-batches 2"),
+        (RING, 2, "", "--micro-batches 2 --trace"),
         (RING, 3, DOCUMENTS, "--transport gloo"),
         (RING, 4, "", "--cp-order contiguous --transport shared"),
         (RING, 2, DOCUMENTS, "--recompute all --micro-batches 2"),

@@ -12,6 +12,7 @@ import torch
 from distlab.machine.streams import StreamClock, passed
 
 STEP, COMPUTE, WAIT, MESSAGE, SEND = "step", "compute", "wait", "message", "send"
+PART = "part"  # of what a rank computes: inside of a `COMPUTE`, or of a step without any
 
 
 @dataclass
@@ -87,14 +88,14 @@ class Recorder:
         """
         if self.enabled and kind == STEP and self.is_over_nccl:
             self._clock = StreamClock()
-        if self._clock is not None and kind == COMPUTE:
+        if self._clock is not None and kind in (COMPUTE, PART):
             start = passed()
             yield
             self.add_on_stream(kind, name, start, passed())
             return
         started = time.perf_counter()
         yield
-        if self.enabled and kind == COMPUTE and torch.cuda.is_initialized():
+        if self.enabled and kind in (COMPUTE, PART) and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         self.add(kind, name, started)
 

@@ -21,9 +21,10 @@ from distlab.axes.grid import Axis
 from distlab.comm.context import context_of
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
-from distlab.comm.recorder import COMPUTE
+from distlab.comm.recorder import PART
 from simplellm.attention_blocks import Mask, attention_block, attention_block_backward, merge
 
+RING_STEP = "ring step "  # and its number: the name of a computation in a trace
 BLOCKS, GRADIENTS = "keys and values", "gradients of keys and values"  # the ledger's columns
 
 
@@ -89,7 +90,7 @@ def attend_around(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, 
         if block.seen is None:
             continue
         queries, keys = block.seen
-        with _span(ring, f"ring step {step}"):
+        with _span(ring, f"{RING_STEP}{step}"):
             k_seen, v_seen = visiting[..., keys, :]
             taken = attention_block(q[:, :, queries], k_seen, v_seen, block.mask)
             if step == 0:  # each query sees at least one of its own rank's keys
@@ -120,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
             grads = torch.zeros_like(own_grads) if step else own_grads
             if block.seen is not None:
                 queries, keys = block.seen
-                with _span(ring, f"ring step {step}, backward"):
+                with _span(ring, f"{RING_STEP}{step}, backward"):
                     k_seen, v_seen = visiting[..., keys, :]
                     of_q, of_k, of_v = attention_block_backward(
                         grad[:, :, queries].contiguous(),
@@ -171,4 +172,4 @@ def around(ring: Ring, own: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
 
 
 def _span(ring: Ring, name: str) -> contextlib.AbstractContextManager[None]:
-    return context_of(ring.axis.group).recorder.span(COMPUTE, name)
+    return context_of(ring.axis.group).recorder.span(PART, name)

@@ -3,13 +3,16 @@
 import itertools
 import json
 import math
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from distlab.comm.recorder import PART
+from distlab.parallel.ring_attention import RING_STEP
 from distlab.reports import style
 from distlab.reports.diagrams import (
     Png,
@@ -203,6 +206,46 @@ def _column(records: list[dict[str, Any]], name: Recorded, run: Path) -> list[fl
         raise InputError(f"{run / 'metrics.jsonl'}: its records have no {name}, which --of asks for{needed}") from error
 
 
+def ring_steps(png: Png, runs: NamedTraces, /) -> None:
+    """The time that each rank computes in each step of the ring, forward and backward, in a layer of each run.
+
+    Medians over layers and steps, so that few interruptions by other programs count.
+    """
+    traces = [(name, _read_trace(run)) for name, run in _named(runs)]
+    figure, grid = style.subplots(2.6, 1, len(traces), squeeze=False, sharey=True)
+    legend: dict[str, Any] = {}
+    for axes, (name, trace) in zip(grid[0], traces, strict=True):
+        ranks, work = range(len(trace.ranks)), []
+        for rank in ranks:
+            seconds = _seconds_in_ring(trace, rank)
+            work.append(sum(seconds.values()))
+            require(work[-1] > 0, f"{name}: rank {rank} was in no ring; give runs of cp-ring, or of 5d with --cp")
+            left = 0.0
+            for step, taken in sorted(seconds.items()):
+                color = style.SERIES[step % len(style.SERIES)]
+                legend[f"step {step}"] = axes.barh(rank, taken * 1e3, left=left * 1e3, color=color)
+                left += taken
+        most = max(work) / statistics.fmean(work)
+        title = f"{style.plain(name)}: busiest rank {most:.2f} \N{MULTIPLICATION SIGN} the mean"
+        axes.set(title=title, xlabel="ms in a layer", yticks=ranks, ylim=(len(ranks) - 0.5, -0.5))
+        axes.set_yticklabels([f"rank {rank}" for rank in ranks])
+    style.legend(figure, legend)
+    style.save(figure, png)
+
+
+def _seconds_in_ring(trace: Trace, rank: int) -> dict[int, float]:
+    """Return, by step of the ring, the median seconds of a rank's computation in a layer, forward and backward."""
+    taken = defaultdict[str, list[float]](list)
+    for step in trace.steps():
+        for event in trace.ranks[rank].within(step[rank], PART):
+            if event.name.startswith(RING_STEP):
+                taken[event.name].append(event.seconds)
+    seconds: dict[int, float] = defaultdict(float)
+    for name, times in taken.items():
+        seconds[int(name.removeprefix(RING_STEP).partition(",")[0])] += statistics.median(times)
+    return seconds
+
+
 def sharding(png: Png, runs: NamedRuns, /) -> None:
     """The bytes per weight that a rank of `dp-zero` holds with Adam; runs are named like "optimizer-2"."""
     stages = {"optimizer": (8, 8), "gradients": (4, 12), "weights": (0, 16)}  # a + b / n
@@ -305,6 +348,7 @@ FIGURES = (
     memory,
     holdings,
     sharding,
+    ring_steps,
     schedules,
     averaging,
     stages,

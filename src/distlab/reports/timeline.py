@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.comm.recorder import COMPUTE, WAIT, Event
+from distlab.comm.recorder import COMPUTE, PART, WAIT, Event
 from distlab.pipeline.actions import KINDS, stages_of
 from distlab.pipeline.plan import Plan
 from distlab.reports import style
 from distlab.reports.trace import Trace
 from simplellm.errors import require
 
-COLORS = {"compute": style.SKY, "wait": style.PALE}  # in addition to the colors of actions
+COLORS = {"compute": style.SKY, "ring step": style.PURPLE, "wait": style.PALE}  # in addition to the colors of actions
 ROW_INCHES, PLANNED_ROW_INCHES = 0.6, 0.17
 EDGE: dict[str, Any] = {"edgecolor": style.BACKGROUND, "linewidth": 0.5}
 WHOLE, PLANNED, MEASURED = (0.08, 0.92), (0.05, 0.35), (0.39, 0.95)  # edges of bars, as fractions of the row's height
@@ -50,12 +50,12 @@ def measured_panel(title: str, trace: Trace) -> Panel:
     plan, by_rank, bars = trace.plan(), [], []
     for step, rank in zip(trace.typical_step(), trace.ranks, strict=True):
         whole = [Event(COMPUTE, "compute", step.start, step.end)] if plan is None else []
-        by_rank.append([*whole, *rank.within(step, WAIT), *rank.within(step, COMPUTE)])
+        by_rank.append([*whole, *rank.within(step, WAIT), *rank.within(step, COMPUTE), *rank.within(step, PART)])
     origin = min(event.start for events in by_rank for event in events if event.kind == COMPUTE)
     edges = WHOLE if plan is None else MEASURED
     for row, events in enumerate(by_rank):
         for event in events:
-            label = "wait" if event.kind == WAIT else event.name
+            label = "wait" if event.kind == WAIT else event.name.partition(",")[0]  # not ", backward"
             bars.append(Bar(row, (event.start - origin) * 1e3, (event.end - origin) * 1e3, label, edges))
         if plan is not None:
             spans = plan.spans[trace.worker(row)]
@@ -142,12 +142,15 @@ def action_color(label: str) -> tuple[float, ...]:
 
 
 def _color(label: str) -> Any:
-    return COLORS.get(label) or action_color(label)
+    color = COLORS.get(_kind(label))
+    if color is None:
+        return action_color(label)
+    return style.lighter(color, 0.6 ** int(label.removeprefix(_kind(label)) or 0))  # of a ring's later steps
 
 
 def _kind(label: str) -> str:
     """Return the letter of an action's kind, or the label of a bar that is not an action."""
-    return label.rstrip("'0123456789")
+    return label.rstrip("' 0123456789")
 
 
 def _explain(kinds: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from distlab.axes.grid import Axis, Grid, all_ranks
 from distlab.comm.context import Options, Transport, context_of
 from distlab.parallel.context_parallel import ContextParallel, positions_of, work_shares
 from distlab.parallel.division import Kind, Order
+from distlab.pipeline.saved_activations import SavedActivations
 from simplellm.attention import attend_to_earlier, within_documents
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -38,6 +39,24 @@ def loss_of(net: CausalLLama, ids: Tensor, end: int | None) -> Tensor:
     """What one process computes."""
     part = None if end is None else within_documents(ids, end)
     return causalLLMLoss(net(ids, part=part), ids, VOCAB)
+
+
+def count_kept(rank: int, ranks: int, seq: int, port: int) -> int:
+    """Bytes that the blocks of a model keep for the backward pass."""
+    with process_group(rank, ranks, port):
+        net, part = model(12), ContextParallel(all_ranks("cp"), "ring").part(sequences(seq))
+        saved = SavedActivations(net.parameters())
+        with saved.counting():
+            net(part.ids, part=part.sequence).sum().backward()
+        return saved.peak_bytes
+
+
+def test_activations_fall_to_a_fraction_and_four_ranks_hold_four_times_the_sequence() -> None:
+    kept = {size: run_ranks(size[0], count_kept, *size, free_port()) for size in ((1, 64), (2, 64), (4, 64), (4, 256))}
+    [whole] = kept[1, 64]
+    assert kept[2, 64] == pytest.approx([whole / 2] * 2, rel=0.05)
+    assert kept[4, 64] == pytest.approx([whole / 4] * 4, rel=0.05)
+    assert kept[4, 256] == pytest.approx([whole] * 4, rel=0.05)
 
 
 def mean_over(axis: Axis, tensors: list[Tensor]) -> list[Tensor]:

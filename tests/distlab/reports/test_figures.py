@@ -12,7 +12,7 @@ import pytest
 from support.chapters import load
 from support.processes import LAB, run
 
-from distlab.comm.recorder import COMPUTE, STEP, Event
+from distlab.comm.recorder import COMPUTE, PART, STEP, Event
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
@@ -40,6 +40,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             [
                 Event(STEP, "step 0", 0.0, plan.makespan),
                 *(Event(COMPUTE, plan.labels[s.action], s.start, s.end) for s in spans),
+                *(
+                    Event(PART, f"ring step {step}{pass_}", 0.03, 0.04)
+                    for step in (0, 1)
+                    for pass_ in ("", ", backward")
+                ),
             ],
             [(s.end, 10**6) for s in spans],
         )
@@ -81,6 +86,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "timelines, compact": lambda png, run: figures.timelines(png, [f"DAPPLE={run}", f"again={run}"], compact=True),
     "memory": lambda png, run: figures.memory(png, [f"GPipe={run}", f"DAPPLE={run}"]),
     "holdings": lambda png, run: figures.holdings(png, [f"tp {n}={run}" for n in (1, 2, 3, 6)]),
+    "ring_steps": lambda png, run: figures.ring_steps(png, [f"zigzag={run}", f"contiguous={run}"]),
     "sharding": lambda png, run: figures.sharding(png, [f"{kind}-8={run}" for kind in ("optimizer", "weights")]),
     "schedules": lambda png, run: figures.schedules(png, stages=2, micro_batches=4),
     "layout": lambda png, run: figures.layout(png),
