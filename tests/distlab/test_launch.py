@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from support.processes import (
-    LAB,
     Ended,
     alive,
     children,
@@ -322,11 +321,6 @@ def test_ranks_started_with_different_flags_both_end(tmp_path: Path) -> None:
     for ended in [rank.finish() for rank in ranks]:
         assert ended.status == 2
         assert "--lr: rank 0 was started with 0.0008, rank 1 with 0.5" in ended.err.splitlines()[-1]
-
-
-def test_the_scripts_of_the_listing_exist() -> None:
-    for command in TOPOLOGIES.values():
-        assert (LAB / command.split()[0]).is_file()
 
 
 def test_quickstart_is_a_run_whose_model_tells_a_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
