@@ -63,6 +63,18 @@ def test_ranks_beyond_the_cores_share_them() -> None:
     assert predict(Costs(two_cores, MODEL, layout(pp=1, dp=2))).sharing == pytest.approx(0)
 
 
+def test_weights_are_gathered_for_both_passes_and_gradients_reduced_in_the_backward_pass() -> None:
+    machine, passes = cluster(device="cpu"), (Forward(0, 0), Backward(0, 0))
+    seconds = {
+        shard: [Costs(machine, MODEL, replace(layout(pp=1, dp=2), shard=shard)).exchanged(one) for one in passes]
+        for shard in SHARDS
+    }
+    assert seconds["none"] == seconds["optimizer"] == [0, 0]
+    assert seconds["gradients"][0] == 0 < seconds["gradients"][1]
+    forward, backward = seconds["weights"]
+    assert backward == pytest.approx(2 * forward) != 0
+
+
 def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
     machine = cluster(cores_per_host=2, device="cpu")
     alone = Costs(machine, MODEL, layout(pp=1))
