@@ -79,4 +79,4 @@ def compare(run: Run[RingSettings]) -> None:
 
 
 if __name__ == "__main__":
-    main(compare, DEFAULTS, __doc__, MORE)
+    main(compare, DEFAULTS, __doc__)

@@ -10,16 +10,15 @@ ranks that hold the same stage average its gradients once per step. With `--tp`,
 exchange activations within every layer. hybrid/intro_5d.py takes over for flags that this script does not have.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Axis
 from distlab.comm.names import named
+from distlab.parallel.data import flatten_gradients
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.pipeline.actions import stages_of
@@ -35,12 +34,10 @@ DEFAULTS = ThreeAxesSettings(batch_size=3)
 MORE = "intro_5d.py"  # has all axes and options
 
 
-def average(parameters: Sequence[nn.Parameter], replicas: Axis) -> None:
-    """Give the ranks that hold the same parameters, one in each pipeline, the mean of their gradients."""
-    gradients = torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None])
+def average(gradients: Tensor, replicas: Axis) -> None:
+    """Give the ranks that hold the same stage, one in each pipeline, the mean of their gradients, (elements,)."""
     with named("the gradients of this stage", "gradients"):
         dist.all_reduce(gradients, ReduceOp.AVG, replicas.group)
-    nn.utils.vector_to_parameters(gradients, [p.grad for p in parameters if p.grad is not None])
 
 
 def train(run: TrainingRun[ThreeAxesSettings]) -> None:
@@ -58,16 +55,16 @@ def train(run: TrainingRun[ThreeAxesSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
     optimizer = run.optimizer(nets)
     run.track(nets, optimizer, loss, owners=pipeline.owners)
-    parameters = [parameter for net in nets.values() for parameter in net.parameters()]
+    gradients = flatten_gradients(nn.ModuleList(nets.values()), replicas)  # every parameter.grad is a view of it
 
     for step, batch in run.steps(stories):
-        optimizer.zero_grad()
+        gradients.zero_()
         losses = pipeline.step(batch.chunk(args.micro_batches))
-        average(parameters, replicas)
+        average(gradients, replicas)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__, MORE)
+    main(train, DEFAULTS, __doc__)

@@ -1,9 +1,8 @@
 """One process trains the lab's Llama on stories.
 
-    python primer/intro.py                        or: ./launch.sh primer
-    python primer/intro.py --batch-size 6 --optimizer sgd
+    python primer/intro.py                          or: ./launch.sh primer
 
-This is the run that every other chapter repeats on many ranks: the same weights, the same stories, the same losses.
+The run that other chapters repeat on many ranks: the same weights, the same stories, the same losses.
 """
 
 from distlab.run.main import main

@@ -56,4 +56,4 @@ def train(run: TrainingRun[DiLoCoSettings]) -> None:
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__, MORE)
+    main(train, DEFAULTS, __doc__)

@@ -1,22 +1,18 @@
-"""Data parallelism: the ranks average their gradients at every step.
+"""Data parallelism: each rank takes its own sequences, and the ranks average their gradients at every step.
 
-    python DP/gradient_aggr/intro_DP_GA.py <rank>     in three terminals, with the ranks 0, 1 and 2
-    ./launch.sh dp-ga --world-size 4                  all ranks at once
+    python DP/gradient_aggr/intro_DP_GA.py <rank>   or all ranks at once: ./launch.sh dp-ga --world-size 4
 
-Each rank takes its own sequences. The mean of the ranks' gradients is the gradient of the global batch, so all ranks
-take the step that one process would take, and their weights stay the same. Compare it with primer/intro.py. (With
-`--compress` or `--all-reduce`, DP/buckets/intro_DP_buckets.py takes over.)
+The run that other chapters repeat on many ranks: the same weights, the same stories, the same losses.
 """
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
 from distlab.parallel.data import flatten_gradients
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import GradientAverageSettings
+from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -26,14 +22,7 @@ DEFAULTS = GradientAverageSettings(batch_size=1)
 MORE = "../buckets/intro_DP_buckets.py"  # sends them compressed, or in buckets
 
 
-def average(gradients: Tensor) -> None:
-    """Replace this rank's gradients, (elements,), by their mean over the ranks."""
-    with named("the gradients", "gradients"):  # in messages, and in the table of bytes
-        dist.all_reduce(gradients, ReduceOp.SUM)
-    gradients /= dist.get_world_size()
-
-
-def train(run: TrainingRun[GradientAverageSettings]) -> None:
+def train(run: TrainingRun[TrainSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
@@ -49,11 +38,13 @@ def train(run: TrainingRun[GradientAverageSettings]) -> None:
             loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
             loss.backward()
             losses.append(loss)
-        average(gradients)
+        with named("the gradients", "gradients"):  # in messages, and in the table of bytes
+            dist.all_reduce(gradients)
+        gradients /= run.world_size
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__, MORE)
+    main(train, DEFAULTS, __doc__)

@@ -72,4 +72,4 @@ def train(run: TrainingRun[ZeRO1Settings]) -> None:
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__, MORE)
+    main(train, DEFAULTS, __doc__)

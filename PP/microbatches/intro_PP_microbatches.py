@@ -97,4 +97,4 @@ def train(run: TrainingRun[PlainPipelineSettings]) -> None:
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__, MORE)
+    main(train, DEFAULTS, __doc__)

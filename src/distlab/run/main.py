@@ -23,13 +23,11 @@ from simplellm.errors import InputError
 from simplellm.streams import open_streams
 
 
-def main(
-    work: Callable[[Any], None], defaults: RunSettings, description: str | None, more: str | None = None
-) -> NoReturn:
+def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
     """Run a script's `work`, which takes a `TrainingRun` if the defaults are `TrainSettings`, else a `Run`; then exit.
 
-    A lesson's script has few flags. `more` is the path, from the script's folder, of a script that also has the flags
-    of later chapters: it runs instead if it exists and the script itself refuses its flags.
+    A lesson's script has few flags. Its `MORE` is the path, from the script's folder, of a script that also has the
+    flags of later chapters: it runs instead if it exists and the script itself refuses its flags.
 
     The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, else 1.
     """
@@ -45,6 +43,7 @@ def main(
         try:
             settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
         except InputError:
+            more = getattr(work, "__globals__", {}).get("MORE")
             if more is None or not (script.parent / more).exists():
                 raise
             become(script.parent / more)

@@ -146,17 +146,16 @@ EXERCISES = [
         chapter="hybrid/README.md, chapter 13",
         task="""Several pipelines work side by side, each with its own sequences. The ranks that hold the same stage of
         different pipelines must update it with the same gradient, the mean over the pipelines. Write `average`, which
-        is called after the last backward pass of a step, and leaves that mean in each `parameter.grad`.
+        is called after the last backward pass of a step, and leaves that mean in `gradients`.
 
-        Given: `parameters`, those of this rank; `dist.all_reduce(tensor, ReduceOp.AVG, replicas.group)` takes the mean
-        over the ranks that hold the same stage, in place. A loop over the parameters is right. The chapter's own
-        function puts the gradients side by side, so that one message carries them all.""",
+        Given: `gradients`, a flat tensor with the gradients of this rank's stages; every `parameter.grad` is a view of
+        it. `dist.all_reduce(tensor, ReduceOp.AVG, replicas.group)` takes the mean over the ranks that hold the same
+        stage, in place.""",
         hints=(
             "Over which ranks? Those of one pipeline hold different parameters; an average over all ranks would mix "
             "them.",
-            "Every rank of `replicas.group` calls `average` once in each step, with the same parameters in the same "
-            "order.",
-            "for parameter in parameters: dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
+            "Every rank of `replicas.group` calls `average` once in each step, with gradients of the same size.",
+            "dist.all_reduce(gradients, ReduceOp.AVG, replicas.group)",
         ),
         script="hybrid/intro_hybrid.py",
         takes=("average",),
@@ -175,14 +174,14 @@ EXERCISES = [
         hints=(
             "both_send: what if one of the two neighbors receives first? order: which stages use another order than "
             "the others? skipped: who waits for whom in the last step?",
-            "both_send: let the rank `lower + 1` receive first, then send. order: all stages need lists of one "
+            "both_send: let the higher rank of the two receive first, then send. order: all stages need lists of one "
             "schedule.",
             "skipped: a rank without data must still take part, with zeros, in every collective that the others start.",
         ),
         script="PP/deadlock/intro_deadlock.py",
         given=(
             (
-                """            if run.settings.cure and run.rank == lower + 1:  # one of the two receives first
+                """            if run.settings.cure and run.rank > other:  # one of the two receives first
                 dist.recv(theirs, other)
                 dist.send(mine, other)
             else:

@@ -30,7 +30,29 @@ EXERCISES = [
             "All-reduce `gradients` with ReduceOp.SUM, and divide it by `dist.get_world_size()`, in place.",
         ),
         script="DP/gradient_aggr/intro_DP_GA.py",
-        takes=("average",),
+        given=(
+            (
+                "import torch.distributed as dist\n",
+                "import torch.distributed as dist\nfrom torch import Tensor\nfrom torch.distributed import ReduceOp\n",
+            ),
+            ("from distlab.comm.names import named\n", ""),
+            (
+                """        with named("the gradients", "gradients"):  # in messages, and in the table of bytes
+            dist.all_reduce(gradients)
+        gradients /= run.world_size
+""",
+                "        average(gradients)\n",
+            ),
+            (
+                "def train(",
+                """def average(gradients: Tensor) -> None:
+    \"\"\"Replace this rank's gradients, (elements,), by their mean over the ranks.\"\"\"
+    raise NotImplementedError("write average")
+
+
+def train(""",
+            ),
+        ),
         trials=(_data_parallel(3, 2), _data_parallel(2, 1)),
     ),
     Exercise(

@@ -115,7 +115,7 @@ MORE = "more.py"
 def train(run):
     print(f"this is {name} of {{run.world_size}}")
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__, MORE)
+    main(train, DEFAULTS, __doc__)
 '''
 
 

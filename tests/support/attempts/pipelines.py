@@ -29,15 +29,13 @@ ATTEMPTS = [
         "hybrid",
         "deadlock",
         "waits",
-        "for parameter in parameters:\n"
-        "    dist.all_reduce(parameter.grad, group=replicas.group if dist.get_rank() else None)",
+        "dist.all_reduce(gradients, group=replicas.group if dist.get_rank() else None)",
     ),
     Attempt(
         "hybrid",
         "rank-missing",
         "pipeline 1's share was lost",
-        "for parameter in parameters:\n    parameter.grad *= 1 - replicas.rank\n"
-        "    dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas.group)",
+        "gradients *= 1 - replicas.rank\ndist.all_reduce(gradients, ReduceOp.AVG, replicas.group)",
     ),
     Attempt(
         "pp-1f1b",
@@ -86,7 +84,7 @@ ATTEMPTS = [
         "hybrid",
         "deadlock",
         "all ranks are in the same collective, and it cannot end: have their tensors different sizes?",
-        "for parameter in parameters:\n    dist.all_reduce(parameter.grad, ReduceOp.AVG)",
+        "dist.all_reduce(gradients[: len(gradients) // (1 + dist.get_rank())].clone(), ReduceOp.AVG)",
     ),
     Attempt(
         "pp-executor",
@@ -179,6 +177,6 @@ ATTEMPTS = [
         "deadlock",
         "left-out",
         "a cure must not leave out",
-        changes=(("for lower in range(run.world_size - 1):", "for lower in range(0):"),),
+        changes=(("(run.rank - 1, run.rank + 1)", "()"),),
     ),
 ]
