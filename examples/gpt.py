@@ -62,7 +62,7 @@ class GPT(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def keep_stage(self, stage: int, layers: Sequence[int]) -> "GPT":
-        """Keep a stage of a pipeline whose stages have so many layers."""
+        """Keep one stage of a pipeline, given the number of layers of each stage."""
         first = sum(layers[:stage])
         for name in list(self.blocks):
             if not first <= int(name) < first + layers[stage]:

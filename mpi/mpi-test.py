@@ -195,7 +195,7 @@ def timed(comm: Communicator, collective: Callable[..., None], *args: Any) -> fl
 
 
 def agree(got: Array, expected: Array) -> bool:
-    """Whether two results agree: integers must be equal; real numbers may differ by rounding."""
+    """Return whether two results agree: integers must be equal; real numbers may differ by rounding."""
     if np.issubdtype(got.dtype, np.integer):
         return np.array_equal(got, expected)
     return np.allclose(got, expected, rtol=100 * np.finfo(got.dtype).eps, atol=0)

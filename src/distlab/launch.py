@@ -70,8 +70,10 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
 QUICKSTART = "Start here: dp-ga with a small model, some minutes on two cores; then the model tells a story."
 
 
-def launch(args: list[str]) -> int:
+def launch(args: list[str], prog: str | None = None) -> int:
     """Start the topology named in `args`, or run the subcommand, and return the exit status.
+
+    `prog` is the command in the help text, by default launch.sh with the topology's name.
 
     Raises:
         InputError: there is no such topology, or its flags cannot work.
@@ -95,7 +97,7 @@ def launch(args: list[str]) -> int:
         raise_interrupts()
         return run_subcommand(args[0], args[1:])
     script, flags = find_script(args[0])
-    prog, args = f"{LAUNCHER} {args[0]}", [*flags, *args[1:]]
+    prog, args = prog or f"{LAUNCHER} {args[0]}", [*flags, *args[1:]]
     if re.search(rb"^(from|import) mpi4py", script.read_bytes(), re.MULTILINE):
         become_mpirun(script, args)
     unbind()

@@ -32,7 +32,7 @@ from simplellm.errors import require
 
 @dataclass
 class Request:
-    """What to show."""
+    """The schedule to show."""
 
     schedule: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="|".join(schedule_names()))]
     """name of the schedule, or a file that defines one"""

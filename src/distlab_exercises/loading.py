@@ -44,7 +44,7 @@ def join(
 
     Args:
         defaults: the file's, of the class `kind`.
-        values: settings besides those of the world.
+        values: the other settings, without those of the world.
     """
     world = {"device": "cpu", "out": submission.folder / "run", "master_port": submission.port}
     if ranks > 1:

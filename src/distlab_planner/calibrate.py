@@ -42,12 +42,12 @@ TINY = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro
 
 @dataclass
 class CalibrateSettings(WorldSize, RunSettings):
-    """What to measure."""
+    """The settings of the measurement."""
 
     machine_file: Path = Path("machine.json")
     """the file to write"""
     world_size: int = 4
-    """ranks: so many compute and communicate at the same time"""
+    """number of ranks that compute and communicate at the same time"""
     dmodel: int = 288
     """width of the model"""
     num_heads: int = 6
@@ -203,7 +203,7 @@ def command(args: Sequence[str], prog: str) -> int:
     given = [file] if file in ("-h", "--help") else ["--machine-file", file]
     if not file.startswith("-") and Path(file).exists():
         read_machine(Path(file))  # it would be overwritten
-    return launch([__file__, *given, *flags])
+    return launch([__file__, *given, *flags], prog)
 
 
 if __name__ == "__main__":

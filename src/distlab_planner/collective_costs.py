@@ -17,7 +17,7 @@ from simplellm.errors import require
 
 @dataclass
 class CollectivesRequest:
-    """What to predict."""
+    """The prediction that is asked for."""
 
     world_size: tyro.conf.Positional[int]
     """number of computers, with one rank each"""

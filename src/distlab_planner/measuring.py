@@ -108,7 +108,7 @@ class Passes:
 
 
 def now(device: torch.device) -> float:
-    """Return the time after waiting for all work that has begun on a device."""
+    """Return the time after waiting for all work that was started on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -38,7 +38,7 @@ WARM_UP = 3  # steps of a run to verify that do not count
 
 @dataclass
 class PlanRequest:
-    """What to plan for."""
+    """The model, machine and limits to plan for."""
 
     ranks: int = 3
     """ranks of the run"""
@@ -81,7 +81,7 @@ class PlanRequest:
     recompute: tuple[Recompute, ...] = ()
     """what to recompute, to choose from"""
     shard: tuple[Shard, ...] = ()
-    """what replicas share out, to choose from"""
+    """kinds of state that replicas may shard"""
     top: int = 10
     """how many layouts to show"""
     verify: int = 0

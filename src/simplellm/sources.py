@@ -73,7 +73,7 @@ class Source(ABC):
 
     @cached_property
     def has_text(self) -> bool:
-        """Whether any document is not blank. Reads only up to the first such document."""
+        """True if any document is not blank. Reads only up to the first such document."""
         return any(document.strip() for document in self.read(0))
 
     def no_text(self) -> InputError:

@@ -80,7 +80,7 @@ class SPTokenizer:
 
     @functools.cached_property
     def _is_cut_at_spaces(self) -> bool:
-        """Whether no piece has a space after another character, and a space at the beginning of a text is kept."""
+        """True if no piece has a space after another character, and a space at the beginning of a text is kept."""
         if not self._keeps_space_before(" a"):
             return False
         pieces = map(self._model.id_to_piece, range(self.vocab_size))

@@ -31,7 +31,7 @@ LONGEST_TEXT = 1 << 20  # bytes; SentencePiece skips longer texts
 
 @dataclass
 class Settings:
-    """What to train a tokenizer on."""
+    """The text to train a tokenizer on, and its size."""
 
     data: str
     """text: a .txt, .jsonl or .parquet file, all of it is used"""

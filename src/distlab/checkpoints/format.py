@@ -67,7 +67,7 @@ class Checkpoint:
 
     @property
     def per_rank_optimizer_state(self) -> bool:
-        """Whether each rank kept a separate optimizer state, which cannot be used in another layout."""
+        """True if each rank kept a separate optimizer state, which cannot be used in another layout."""
         return bool(self.record.get(PER_RANK_OPTIMIZER_STATE))
 
     @property

@@ -18,7 +18,7 @@ from simplellm.export import check_free, export
 
 @dataclass
 class Request:
-    """What to export."""
+    """The run to export, and the folder for it."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """folder of a run with checkpoints, or of one checkpoint"""

@@ -21,7 +21,7 @@ from simplellm.import_hf import read_llama, remarks
 
 @dataclass
 class Request:
-    """What to import."""
+    """The model to import, and the folder for it."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """folder with config.json, model.safetensors and tokenizer.model or tokenizer.json"""

@@ -22,7 +22,7 @@ LOST_NODE_0 = "the launcher of another machine, node 0, has exited or can no lon
 
 
 class ElsewhereError(RuntimeError):
-    """The run has ended on another machine; the message says why."""
+    """The run ended on another machine; the message says why."""
 
 
 class NodeRendezvous:
@@ -119,7 +119,7 @@ class NodeRendezvous:
         return self._shared.has(*(f"{key}/{node}" for node in self._others))
 
     def check_others(self) -> None:
-        """Raise `ElsewhereError` if the run has ended on another machine."""
+        """Raise `ElsewhereError` if the run ended on another machine."""
         for key, cause in self._shared.read(*(f"failed/{node}" for node in self._others)).items():
             raise ElsewhereError(f"on another machine, node {key.partition('/')[2]}, {cause}")
 

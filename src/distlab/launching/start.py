@@ -3,8 +3,10 @@
 import argparse
 import ast
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -141,6 +143,15 @@ def check_story(prompt: str, settings: RunSettings, script: str) -> TrainSetting
     return settings
 
 
+def whole_sentences(lines: Iterable[str]) -> Iterator[str]:
+    """Yield a story's lines; if it stopped at a limit, the last line ends with a whole sentence."""
+    held = ""
+    for line in lines:
+        yield re.sub(r"(?<=[.!?\"])[^.!?\"]+$", " …", held) if line.startswith("# stopped") else held
+        held = line
+    yield held
+
+
 def tell_story(run: Path, prompt: str, device: str) -> int:
     """Print a story told by a run's saved model, in lines that begin with `#`; return the exit status."""
     teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), f"--prompt={prompt}", "--device", device]
@@ -148,6 +159,6 @@ def tell_story(run: Path, prompt: str, device: str) -> int:
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}  # even if this process's output has a different encoding
     with subprocess.Popen(teller, stdout=subprocess.PIPE, env=environment, encoding="utf-8") as process:
         assert process.stdout is not None
-        for line in process.stdout:
+        for line in whole_sentences(process.stdout):
             print(line.rstrip() if line.startswith("#") else f"# {line}".rstrip(), flush=True)
     return process.returncode

@@ -112,7 +112,7 @@ class Order(Protocol):
         """
 
     def begun(self, index: int) -> None:
-        """Note that an action has begun."""
+        """Note the beginning of an action."""
 
 
 class InOrder:
@@ -240,7 +240,7 @@ class Engine:
             self._choose(worker)
 
     def _end(self, index: int, end: float) -> None:
-        """Set when an action that has begun ends, and thus when its messages arrive."""
+        """Set when an action in progress ends, and thus when its messages arrive."""
         self.ends[index] = self.free[self.graph.workers[index]] = end
         for message, link, receiver in self.graph.sends[index]:
             seconds, busy_seconds = self._ways[link]

@@ -56,7 +56,7 @@ def layout(png: Png, /, dp: int = 2, pp: int = 3, neighbors: Neighbors = "stages
 
 
 def averaging(png: Png, /, ranks: int = 3) -> None:
-    """What each rank of data parallelism holds in a step, and the one message; colors differ where the ranks do.
+    """The state of each rank of data parallelism in a step, and the one message; colors differ where the ranks do.
 
     Args:
         ranks: number of replicas.
@@ -92,7 +92,7 @@ def averaging(png: Png, /, ranks: int = 3) -> None:
 
 
 def stages(png: Png, /, pp: int = 3, layers: int = 6) -> None:
-    """What each stage of a pipeline holds, and what it sends to its neighbors.
+    """The layers of each stage of a pipeline, and the messages to its neighbors.
 
     Args:
         pp: stages of the pipeline.
@@ -285,7 +285,7 @@ def replicas(png: Png, /, ranks: int = 3) -> None:
 
 
 def schedules(png: Png, /, stages: int = 4, micro_batches: int = 8) -> None:
-    """What each schedule keeps and how long its workers idle, by the plan, beside what `auto` finds for each limit.
+    """Activations that each schedule keeps, and its idle time, by the plan; beside them, `auto` for each limit.
 
     Twice: with F = I = W, and with I = 1.2 and W = 0.8. Messages are free.
 

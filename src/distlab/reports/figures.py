@@ -164,8 +164,15 @@ def _named(runs: list[str]) -> list[tuple[str, Path]]:
         name, equals, folder = run.partition("=")
         is_named = equals and not Path(run).exists()  # a folder's name may contain "="
         pairs.append((name, Path(folder)) if is_named else ("", Path(run)))
+    pairs = [(name, newest_run(path)) for name, path in pairs]
     uses = Counter(path.name for name, path in pairs if not name)
     return [(name or (path.name if uses[path.name] == 1 else str(path)), path) for name, path in pairs]
+
+
+def newest_run(folder: Path) -> Path:
+    """Return a run's folder, or in a folder of runs, such as `runs/intro`, the run that began last."""
+    runs = [file.parent for file in folder.glob("*/config.json")] if not (folder / "config.json").exists() else []
+    return max(runs, key=lambda run: (run / "config.json").stat().st_mtime, default=folder)
 
 
 def _read_trace(run: Path) -> Trace:

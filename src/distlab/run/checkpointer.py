@@ -26,7 +26,7 @@ from distlab.checkpoints.format import (
 from distlab.checkpoints.saving import make_room, read_into, restore, save, state_of, tensors_in
 from distlab.comm.context import context_of
 from distlab.comm.together import texts_of_all, together
-from distlab.run.terminal import say
+from distlab.run.terminal import counted, say
 from distlab.settings.common import ResumableSettings, as_flag, as_json
 from distlab.settings.resume import check_data, per_step
 from simplellm.errors import InputError, require
@@ -148,7 +148,7 @@ class Checkpointer:
         """Print where the run resumes, and report a changed global batch."""
         if self.resumed is None:
             return
-        say(f"resuming from {self.resumed.folder}, after {self.resumed.step} steps")
+        say(f"resuming from {self.resumed.folder}, after {counted(self.resumed.step, 'steps')}")
         data = self.resumed.record.get("data") or {}
         if "bytes" in data and data["source"] == getattr(self._settings, "data", None):
             say(f"its data is in {data['source']}, a file of this machine that the checkpoint names")
@@ -239,7 +239,7 @@ def _check(
     settings.check_checkpoint(checkpoint)
     check_data(checkpoint, data_identity)
     continues, (asked, steps) = checkpoint.is_of_run(out), settings.length
-    sentence = f"{asked}: {checkpoint.folder} has taken {checkpoint.step} steps already; give more"
+    sentence = f"{asked}: {checkpoint.folder} has taken {counted(checkpoint.step, 'steps')} already; give more"
     require(steps >= checkpoint.step + (not continues), sentence)  # in its own folder, a run may be complete
     problem = ""
     if continues and not dist.get_rank():  # now: after a restart, the run resumes from the latest checkpoint

@@ -35,6 +35,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     run: Run[Any] | None = None
     open_streams()
     try:
+        warn_of_other_checkout(script)
         end_with_launcher()
         require_open_files()
         silence_torch_warnings()
@@ -61,6 +62,15 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
             run.summarize()
         failure.end()
     leave(0)
+
+
+def warn_of_other_checkout(script: Path) -> None:
+    """Print a line if the script is of one checkout of the lab, and this environment has the library of another."""
+    used = Path(__file__).resolve().parents[2]
+    for folder in script.resolve().parents:
+        own = folder / "src"
+        if own != used and (own / "distlab/run/main.py").exists() and os.environ.get("RANK", "0") == "0":
+            say(f"this run uses the library in {used}, not in {own}: start it with ./launch.sh, or PYTHONPATH={own}")
 
 
 def become(script: Path) -> NoReturn:

@@ -176,7 +176,7 @@ class Run(Generic[SettingsT]):
             after_step(step)
             self.records.record(step)
             if checkpointer and checkpointer.is_due(step, steps):
-                with self.records.timing_apart("checkpoints", f"saving after {step + 1:,} steps"):
+                with self.records.timing_apart("checkpoints", f"saving after {counted(step + 1, 'steps')}"):
                     checkpointer.save(step + 1, batches, self.records)
             progress.advance()
             step += 1

@@ -16,7 +16,7 @@ from distlab.run.failure import NotFiniteError
 from distlab.run.model import Loss, ModelParts, own_parameters
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
-from distlab.run.terminal import RankOutput, say
+from distlab.run.terminal import RankOutput, counted, say
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
@@ -180,10 +180,11 @@ class TrainingRun(Run[TrainSettingsT]):
         """With `--eval-every`, evaluate on the validation split."""
         if self.validator is not None and self._is_validation_due(step):
             model = self._outer.as_model() if self._outer else contextlib.nullcontext()
-            with self.records.timing_apart("validation", f"validation after {step + 1:,} steps"), model:
+            with self.records.timing_apart("validation", f"validation after {counted(step + 1, 'steps')}"), model:
                 loss = self.records.validation_loss = self.validator.loss(step)
             if self.rank == 0:
-                say(f"validation after {step + 1} steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}")
+                measured = f"loss {loss:.6f}, perplexity {perplexity(loss):,.2f}"
+                say(f"validation after {counted(step + 1, 'steps')}: {measured}")
 
     def _find_not_finite(self, parts: ModelParts, step: int) -> str:
         """Repeat the forward pass of a step and check every tensor."""

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -276,8 +276,12 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     """Read the command line, with a script's defaults, and check it; `InputError` for values that cannot work."""
 
     def read(defaults: SettingsT) -> SettingsT:
-        options: dict[str, Any] = {"default": defaults, "args": args, "prog": prog, "description": description}
-        return command_line.read(lambda: tyro.cli(type(defaults), **options))
+        options: dict[str, Any] = {"args": args, "prog": prog, "description": description}
+        if prog is not None and not {"-h", "--help"}.isdisjoint(args or ()):
+            shown = without_rank(type(defaults))
+            options["default"] = shown(**{part.name: getattr(defaults, part.name) for part in fields(shown)})
+            command_line.read(lambda: tyro.cli(shown, **options))  # prints and exits
+        return command_line.read(lambda: tyro.cli(type(defaults), default=defaults, **options))
 
     check_values(sys.argv[1:] if args is None else args)
     settings = read(defaults)
@@ -293,6 +297,11 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     except InputError as error:
         raise InputError(error.with_flags()) from error
     return settings
+
+
+def without_rank(kind: type[RunSettings]) -> Any:
+    """Return the flags of a script without RANK, which launch.sh gives each rank itself: for its help text."""
+    return make_dataclass(kind.__name__, [("rank", Annotated[int, tyro.conf.Suppress], -1)], bases=(kind,))
 
 
 def check_values(args: Sequence[str]) -> None:

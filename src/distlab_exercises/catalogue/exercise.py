@@ -1,4 +1,4 @@
-"""What an exercise is, and the layouts in which a training script is tried."""
+"""An exercise, and the layouts in which a training script is tried."""
 
 from dataclasses import dataclass, field
 
@@ -61,7 +61,7 @@ class Exercise:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """What is tried on its own before the script is trained."""
+        """Functions that are tried on their own before the script is trained."""
         return (self.cases or self.takes) if self.functions else ()
 
     @property

@@ -1,4 +1,4 @@
-"""The exercises on replicas: they average gradients or weights, and share out what they hold."""
+"""The exercises on replicas: they average gradients or weights, and shard the state that they hold."""
 
 from distlab_exercises.catalogue.exercise import Exercise, Trial
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -199,6 +200,14 @@ def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
     for figure in (losses, holdings, figures.timelines, figures.memory):
         with pytest.raises(InputError, match="give one or more runs"):
             figure(tmp_path / "a.png", [])
+
+
+def test_a_folder_of_runs_stands_for_the_one_that_began_last(tmp_path: Path, drawn: list[Any]) -> None:
+    for began, name in enumerate(("later", "earlier"), start=1):
+        (record(tmp_path / name, [float(began)]) / "config.json").write_text("{}")
+        os.utime(tmp_path / name / "config.json", (1000 - began, 1000 - began))
+    losses(tmp_path / "a.png", [str(tmp_path)], smooth=1)
+    assert curves(drawn[0]) == [([1], [1.0])]
 
 
 def test_figures_of_collectives_need_several_ranks_or_a_table(tmp_path: Path) -> None:

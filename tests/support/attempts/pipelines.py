@@ -84,7 +84,8 @@ ATTEMPTS = [
         "hybrid",
         "deadlock",
         "all ranks are in the same collective, and it cannot end: have their tensors different sizes?",
-        "dist.all_reduce(gradients[: len(gradients) // (1 + dist.get_rank())].clone(), ReduceOp.AVG)",
+        "largest = [len(gradients) for _ in range(dist.get_world_size())]\n"
+        "dist.all_reduce(gradients[: largest[0] if dist.get_rank() else 10], ReduceOp.AVG)",
     ),
     Attempt(
         "pp-executor",
