@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.context import Options
-from distlab.machine.devices import Place, keep_to_loopback, patient_threads
+from distlab.machine.devices import Place
 from distlab.machine.heap import set_up_heap
+from distlab.machine.network import keep_to_loopback, patient_threads
 from distlab.machine.processes import end_with_parent
 from distlab.rendezvous.ranks import open_store
 

@@ -20,7 +20,7 @@ from torch.optim import Adam
 from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.machine.heap import set_up_heap
-from distlab.pipeline.saved_activations import SavedActivations
+from distlab.machine.saved_activations import SavedActivations
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.options import Recompute

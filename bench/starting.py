@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.machine.processes import leaving_no_process
+from distlab.machine.supervision import leaving_no_process
 from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import InputError, require

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distlab.comm.context import SMALLEST_SHARED_BYTES, during
 from distlab.comm.group import empty, shares
 from distlab.comm.names import named
-from distlab.machine.devices import patient_threads
+from distlab.machine.network import patient_threads
 from distlab.run.logs import human_bytes
 from distlab.run.main import main
 from distlab.run.run import Run

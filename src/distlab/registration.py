@@ -31,13 +31,21 @@ def _register() -> None:
 
 
 def _create(group: Any, options: Any) -> Any:
-    from distlab.rendezvous.groups import WorldGroup, create
+    from torch.distributed import is_initialized
 
-    made = create(group, options)
-    if options is None and isinstance(made, WorldGroup):  # a run of the lab has options, and handles its failures
+    is_first = not is_initialized()
+    if group.group_size == 1:
+        from distlab.comm import alone
+
+        made: Any = alone.create(group, options)
+    else:
+        from distlab.rendezvous import groups
+
+        made = groups.create(group, options)
+    if is_first and options is None:  # a run of the lab has options, and handles its failures
         from distlab.launching.programs import look_after
 
-        look_after(made)
+        look_after(made.context)
     return made
 
 

@@ -12,8 +12,8 @@ from distlab.settings.common import RunSettings, WorldSize
 from distlab_exercises.loading import join, load
 from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.verdict import Wrong, expect, where
-from simplellm.attention import document_ids
 from simplellm.attention_blocks import attention_block
+from simplellm.documents import document_ids
 
 PARTS, SEQ, END = 3, 24, 0
 SHAPE = 2, 4, SEQ, 6  # (batch, heads, positions, head_dim)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.machine.forked import forked
-from distlab.machine.processes import leaving_no_process
+from distlab.machine.supervision import leaving_no_process
 from distlab_exercises.catalogue import Exercise
 from distlab_exercises.checker import check, prepare
 from distlab_exercises.submissions import HandedIn, shown, taken_from_the_lab

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.context import Options
-from distlab.comm.group import CONTROL, Group, empty, open_queues, shares
+from distlab.comm.context import Group, Options
+from distlab.comm.group import empty, open_queues, shares
 from distlab.comm.link import Link
-from distlab.comm.names import named
+from distlab.comm.names import CONTROL, named
 from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import KINDS
 from distlab.pipeline.activations import MicroBatch, Stage

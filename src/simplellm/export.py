@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from sentencepiece import SentencePieceProcessor
 
 from simplellm.errors import InputError
-from simplellm.hub_tokenizer import HubTokenizer, is_json, original
+from simplellm.hub_tokenizer import HubTokenizer, original
 from simplellm.saved_model import SavedModel
 from simplellm.tokenizer_json import as_tokenizer_json
-from simplellm.tokenizers import SPTokenizer
+from simplellm.tokenizers import SPTokenizer, is_json
 
 
 def export(model: SavedModel, folder: Path) -> None:

@@ -102,11 +102,6 @@ def original(content: bytes) -> dict[str, Any]:
     return fields
 
 
-def is_json(content: bytes) -> bool:
-    """Return whether a file seems to be a tokenizer.json; a SentencePiece model does not begin with a brace."""
-    return content.lstrip()[:1] == b"{" and b'"model"' in content
-
-
 def _fields_of(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

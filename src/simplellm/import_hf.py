@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from simplellm.errors import InputError
-from simplellm.hub_tokenizer import is_json, standalone
+from simplellm.hub_tokenizer import standalone
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import RopeScaling
 from simplellm.saved_model import SavedModel
-from simplellm.tokenizers import SPTokenizer, with_unused_pieces
+from simplellm.tokenizers import SPTokenizer, is_json, with_unused_pieces
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

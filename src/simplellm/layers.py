@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from simplellm.autograd import use_of_gradient
 from simplellm.mixed_precision import widen
 from simplellm.options import RopeScaling
-from simplellm.weight_gradients import DeferredWeightGradients, current, gradient_of, is_by_hand
+from simplellm.weight_gradients import current, gradient_of, is_by_hand
 
 ROPE_THETA = 1e4  # the base of rotary positions in the models of the lab
 OutputPlace = Callable[[Sequence[int], Tensor], Tensor | None]
@@ -35,8 +34,7 @@ class Linear(nn.Linear):
     def _product(self, x: Tensor) -> Tensor:
         by_hand = torch.is_grad_enabled() and is_by_hand(self.weight)
         weight_gradients = current() if by_hand and x.requires_grad else None
-        if isinstance(weight_gradients, DeferredWeightGradients):
-            defer = partial(weight_gradients.add, self.weight, gradient_of)
+        if weight_gradients is not None and (defer := weight_gradients.deferred(self.weight)) is not None:
             return _Linear.apply(x, self.weight.detach(), defer, False)
         if by_hand or x.dtype != self.weight.dtype:
             return _Linear.apply(x, self.weight, None, by_hand)

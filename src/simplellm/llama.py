@@ -9,46 +9,24 @@ With `dtype` bfloat16 the model computes in mixed precision: parameters, their g
 statistics of the norms and the logits are float32; everything between a norm and the next residual sum is bfloat16.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplellm.attention import Attend, SequencePart, attend_to_earlier, within_documents
+from simplellm.attention import Attend, SequencePart, attend_to_earlier
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
 from simplellm.layers import ROPE_THETA, Linear, RMSNorm, Rotate, rotary_tables
 from simplellm.mixed_precision import widen
 from simplellm.options import Recompute, RopeScaling, check_heads
-from simplellm.recomputation import Recomputed
 
-
-class LayerCache:
-    """The keys and values that one layer's attention has computed so far, so that each token is computed only once.
-
-    Args:
-        ctx_size: number of positions to allocate.
-    """
-
-    def __init__(self, ctx_size: int) -> None:
-        self.ctx_size = ctx_size
-        self.length = 0  # positions so far
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the next positions' keys and values, (batch, heads, seq, head_dim); return all positions' so far."""
-        if self._keys is None or self._values is None:
-            batch, heads, _, head_dim = keys.shape
-            self._keys, self._values = keys.new_empty(2, batch, heads, self.ctx_size, head_dim)
-        start, self.length = self.length, self.length + keys.shape[2]
-        self._keys[:, :, start : self.length] = keys
-        self._values[:, :, start : self.length] = values
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+if TYPE_CHECKING:
+    from simplellm.cache import LayerCache
 
 
 class Attention(nn.Module):
@@ -72,7 +50,7 @@ class Attention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
         attend: Attend = attend_to_earlier,
     ) -> Tensor:
         """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
@@ -130,7 +108,7 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: LayerCache | None = None,
+        cache: "LayerCache | None" = None,
         attend: Attend = attend_to_earlier,
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attend)
@@ -279,7 +257,7 @@ class LLamaPart(nn.Module):
             )
         return rank
 
-    def forward(self, x: Tensor, cache: list[LayerCache] | None = None, part: SequencePart | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: "list[LayerCache] | None" = None, part: SequencePart | None = None) -> Tensor:
         """Token ids (batch, seq) or float32 activations (batch, seq, dmodel) -> logits or activations, float32.
 
         With a `cache` (see `new_cache`), `x` continues the inputs of earlier calls with the same cache. With a `part`,
@@ -299,11 +277,18 @@ class LLamaPart(nn.Module):
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.model.layers)
         for layer, layer_cache in zip(self.model.layers.values(), caches, strict=True):
             block = partial(layer, cache=layer_cache, attend=attend)
-            x = block(x, cos, sin) if self.recompute == "none" else Recomputed(block)(x, cos, sin)
+            x = self._recomputed(block, ("blocks", "all"))(x, cos, sin)
         if self.lm_head is not None:
-            head = Recomputed(self._logits) if self.recompute == "all" else self._logits
-            x = head(x)
+            x = self._recomputed(self._logits, ("all",))(x)
         return x.contiguous()
+
+    def _recomputed(self, function: Callable[..., Tensor], kinds: Collection[str]) -> Callable[..., Tensor]:
+        """Return the function; if the model recomputes one of these kinds, such that it keeps only its inputs."""
+        if self.recompute not in kinds:
+            return function
+        from simplellm.recomputation import Recomputed
+
+        return Recomputed(function)
 
     def part_of(self, ids: Tensor) -> SequencePart | None:
         """Return how token ids (batch, seq) attend within documents; None if the model ignores documents.
@@ -315,6 +300,8 @@ class LLamaPart(nn.Module):
             return None
         if ids.is_floating_point():
             raise InputError("a stage without the embedding needs the part of the sequence (part=) to mask documents")
+        from simplellm.documents import within_documents
+
         return within_documents(ids, self.document_end)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -322,8 +309,10 @@ class LLamaPart(nn.Module):
         assert self.lm_head is not None
         return self.lm_head(self.model.norm(x)).float()
 
-    def new_cache(self) -> list[LayerCache]:
+    def new_cache(self) -> "list[LayerCache]":
         """Return an empty cache of keys and values for each layer, for generating text without gradients."""
+        from simplellm.cache import LayerCache
+
         return [LayerCache(self.ctx_size) for _ in self.model.layers]
 
 

@@ -7,29 +7,14 @@ arXiv 1604.06174).
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from simplellm.autograd import observers
 from simplellm.weight_gradients import current
 
-
-class Observer(Protocol):
-    """Counts activations. A method's result is held for as long as the tensor is, or would be, in memory."""
-
-    def keep(self, tensor: Tensor) -> object:
-        """Count a tensor that would also be kept without recomputation."""
-
-    def keep_again(self, tensor: Tensor) -> object:
-        """Count a tensor that is kept because of recomputation: an input, or a tensor that has been computed again."""
-
-    def leave_out(self, tensor: Tensor) -> object:
-        """Count a tensor that is not kept but would be without recomputation."""
-
-
-observers: list[Observer] = []  # the observers that count now
 _is_inside = False  # whether a call with recomputed activations is running
 
 

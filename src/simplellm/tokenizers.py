@@ -15,7 +15,6 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 
 from simplellm.errors import InputError
-from simplellm.hub_tokenizer import HubTokenizer, is_json
 
 SHIPPED_MODEL = Path(__file__).with_name("tokenizer.model")
 
@@ -44,6 +43,7 @@ class SPTokenizer:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._model = _load(SHIPPED_MODEL if path is None else Path(path))
+        self._is_sentencepiece = isinstance(self._model, SentencePieceProcessor)
         self.vocab_size: int = self._model.vocab_size()
         self.bos_id: int = self._model.bos_id()
         self.eos_id: int = self._model.eos_id()
@@ -88,8 +88,7 @@ class SPTokenizer:
 
     def _keeps_space_before(self, text: str) -> bool:
         """Return whether the first piece of a text begins with a space; False for a tokenizer.json."""
-        is_json = isinstance(self._model, HubTokenizer)
-        return not is_json and self._model.encode(text, out_type=str)[0].startswith(_META_SPACE)
+        return self._is_sentencepiece and self._model.encode(text, out_type=str)[0].startswith(_META_SPACE)
 
     def decode(self, ids: Sequence[int] | Any) -> str:
         """Return the text of ids (a list, or a one-dimensional tensor or array). Special tokens give no text."""
@@ -102,7 +101,7 @@ class SPTokenizer:
         It cannot if it has no pieces for bytes, or if it puts a space before a text, so that a text cannot be encoded
         in parts.
         """
-        if isinstance(self._model, HubTokenizer):
+        if not self._is_sentencepiece:
             return None
         ids: list[int] = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
         return ids if all(map(self._model.is_byte, ids)) and not self._adds_space else None
@@ -119,6 +118,8 @@ def _load(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"tokenizer {path}: cannot be read ({error.strerror}); {wanted}", "tokenizer") from None
     if is_json(model):
+        from simplellm.hub_tokenizer import HubTokenizer
+
         try:
             return HubTokenizer(model, path.parent)
         except InputError:
@@ -132,6 +133,11 @@ def _load(path: Path) -> Any:
         return SentencePieceProcessor(model_proto=model or b"?")
     except RuntimeError:
         raise InputError(f"tokenizer {path}: is no SentencePiece model; {wanted}", "tokenizer") from None
+
+
+def is_json(content: bytes) -> bool:
+    """Return whether a file seems to be a tokenizer.json; a SentencePiece model does not begin with a brace."""
+    return content.lstrip()[:1] == b"{" and b'"model"' in content
 
 
 def with_unused_pieces(model: bytes, count: int) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from simplellm import command_line
 from simplellm.errors import InputError, require
-from simplellm.sources import open_file
+from simplellm.sources.files import open_file
 from simplellm.stories import story
 from simplellm.tokenizers import SPTokenizer
 

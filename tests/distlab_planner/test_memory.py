@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
+from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.activations import MicroBatch, Stage
-from distlab.pipeline.saved_activations import SavedActivations
 from distlab.pipeline.stages import build_stage
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout, default_split

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplellm.attention import within_documents
 from simplellm.attention_blocks import (
     Mask,
     attention_block,
@@ -13,6 +12,7 @@ from simplellm.attention_blocks import (
     plain_backward,
     plain_forward,
 )
+from simplellm.documents import within_documents
 from simplellm.llama import CausalLLama, LLama
 
 END = 7

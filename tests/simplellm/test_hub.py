@@ -23,7 +23,7 @@ from support.processes import run_ranks
 from simplellm import sources
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
-from simplellm.sources import choose_source
+from simplellm.sources import choose_source, hub
 from simplellm.tokenizers import SPTokenizer
 
 pytestmark = pytest.mark.waits
@@ -48,7 +48,7 @@ def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pq.write_table(
         pa.table({"text": TEXTS[40:]}), folder / "data" / "validation-00000-of-00001-0123456789abcdef.parquet"
     )
-    monkeypatch.setattr(sources, "HUB_REPOSITORY", str(folder))
+    monkeypatch.setattr(hub, "HUB_REPOSITORY", str(folder))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     return folder
@@ -56,7 +56,7 @@ def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_streaming_from_the_hub(local_hub: Path) -> None:
     source = sources.open_source("tinystories", "train", seed=0)
-    assert isinstance(source, sources.Hub)
+    assert isinstance(source, hub.Hub)
     assert list(islice(source.documents(0), 90)) == (TEXTS[:40] * 3)[:90]
     assert list(islice(source.documents(33), 10)) == (TEXTS[:40] * 2)[33:43]
     assert list(islice(source.documents(85), 3)) == TEXTS[5:8]
@@ -86,7 +86,7 @@ def test_a_hub_that_breaks_off(local_hub: Path) -> None:
 def test_the_local_cache_serves_without_a_network(
     local_hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreachable_hub: None
 ) -> None:
-    monkeypatch.setattr(sources, "HUB_REPOSITORY", "roneneldan/TinyStories")
+    monkeypatch.setattr(hub, "HUB_REPOSITORY", "roneneldan/TinyStories")
     snapshot = (
         tmp_path
         / "cache"
@@ -166,7 +166,7 @@ def test_auto_takes_the_generator_if_names_cannot_be_looked_up(monkeypatch: pyte
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: time.sleep(10))
     started = time.perf_counter()
-    problem = sources.hub_problem(seconds=0.5)
+    problem = hub.hub_problem(seconds=0.5)
     assert time.perf_counter() - started < 1
     assert problem == "no answer within 0.5 seconds"
 
@@ -285,7 +285,7 @@ def test_a_revision_is_the_one_that_is_asked_for(cache: Path) -> None:
     for revision in ("abc", "def"):  # "def" is newer
         put_revision(cache, revision, [f"{revision} {text}" for text in TEXTS])
         os.utime(cache / revision, (0, {"abc": 1, "def": 2}[revision]))
-    assert sources.hub_revision() == "def"
+    assert hub.hub_revision() == "def"
     first = [next(sources.open_source("tinystories", "train", 0, which).documents(0)) for which in (None, "abc", "def")]
     assert [text[:3] for text in first] == ["def", "abc", "def"]
     with pytest.raises(InputError, match="its revision fff is not cached: HF_HUB_OFFLINE is set"):

@@ -14,6 +14,7 @@ import torch
 from simplellm import sources
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
+from simplellm.sources import files, parquet
 from simplellm.tokenizers import SPTokenizer
 
 TOKENIZER = SPTokenizer()
@@ -57,7 +58,7 @@ def test_a_start_within_a_large_row_group(tmp_path: Path) -> None:
     path = tmp_path / "large.parquet"
     pq.write_table(pa.table({"text": texts}), path, row_group_size=1000)
     for start in (0, 255, 256, 300, 700, 999, 1000, 1300):
-        assert list(islice(sources.Parquet([path]).documents(start), 300)) == (texts * 2)[start : start + 300]
+        assert list(islice(parquet.Parquet([path]).documents(start), 300)) == (texts * 2)[start : start + 300]
 
 
 def test_text_between_blank_lines(tmp_path: Path) -> None:
@@ -91,8 +92,8 @@ def test_text_between_markers_keeps_its_paragraphs(tmp_path: Path) -> None:
 def test_a_marker_ends_a_document_wherever_it_stands_on_a_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "marked.txt"
     path.write_bytes(content.encode())
-    assert [*sources.open_file(str(path)).read(0)] == ["One.", "Two.\n\nStill two.", "Three."]
-    assert [*sources.open_file(str(path)).read(1)] == ["Two.\n\nStill two.", "Three."]
+    assert [*files.open_file(str(path)).read(0)] == ["One.", "Two.\n\nStill two.", "Three."]
+    assert [*files.open_file(str(path)).read(1)] == ["Two.\n\nStill two.", "Three."]
 
 
 @pytest.mark.parametrize("between", ["<|endoftext|>", ""])

@@ -177,11 +177,11 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
             patch(f"torch.Tensor.{read}", zeros(getattr(Tensor, read), nccl.calls))
         patch("distlab.run.training.build_optimizer", lambda _, parameters, lr, *others: PlainSGD(parameters, lr))
         patch("distlab.machine.devices.pick_device_type", lambda _: "cuda")
-        patch("distlab.machine.devices.own_place", lambda *_: None)
+        patch("distlab.machine.network.own_place", lambda *_: None)
         patch("distlab.machine.devices.pick_device", lambda *_: GPU)
         patch("distlab.rendezvous.ranks.open_store", lambda *_: dist.HashStore())
         patch("distlab.rendezvous.ranks.agree", lambda store, rank, size, place, same, decide, *_: decide())
-        patch("distlab.run.joining.Claim", mock.Mock())  # each rank decides alone, about one folder
+        patch("distlab.run.starting.Claim", mock.Mock())  # each rank decides alone, about one folder
         patch("distlab.rendezvous.ranks.read_places", lambda *_: [Place("here", (f"GPU-{r}",)) for r in range(size)])
         patch("distlab.rendezvous.groups.NoticeBoard", mock.Mock())
         yield nccl

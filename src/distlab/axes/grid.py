@@ -15,8 +15,7 @@ from distlab.axes.layout import (
     pipelines_on_host,
     ranks_along,
 )
-from distlab.comm.context import during, group_timeout
-from distlab.comm.group import Group, connect
+from distlab.comm.context import Group, during, group_timeout
 
 
 class Axis:
@@ -71,6 +70,8 @@ class Axis:
             # Every rank must take part in creating every group, including those that it is not in.
             groups = [list(ranks) for ranks in ranks_along(self.layout, self.names)]
             self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
+        from distlab.comm.group import connect  # here, because one process has no use for it
+
         connect(self._group)
 
     def __str__(self) -> str:

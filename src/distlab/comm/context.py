@@ -1,22 +1,29 @@
 """The state that a rank's process groups share: the ledger, the trace, the names of waits, the hosts of the ranks."""
 
 import contextlib
+import json
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from distlab.comm.hosts import Hosts
 from distlab.comm.recorder import Ledger, Recorder
-from distlab.comm.waits import SECONDS_FOR_THE_WATCH, Wait, Waits
+from distlab.machine import devices
 from distlab.machine.devices import Place, cores
 from simplellm.errors import InputError
 
+if TYPE_CHECKING:
+    from distlab.comm.waits import Wait, Waits
+
+Group = dist.ProcessGroup | None  # None: all ranks
 Transport = Literal["auto", "shared", "gloo"]
 # With "auto", smaller tensors go over gloo: they are not worth a mapping, and on several hosts gloo is as fast.
 SMALLEST_SHARED_BYTES, SMALLEST_OF_HOSTS_BYTES = 1_000, 250_000
@@ -60,9 +67,20 @@ class Context:
     def __post_init__(self) -> None:
         self.describe = self.options.describe
         self.recorder.is_over_nccl = self.is_over_nccl
-        self.waits = Waits(self.rank, self.world_size, self.ledger, lambda rank: self.describe(rank))
+
+    @cached_property
+    def waits(self) -> "Waits":
+        """This rank's waits for other ranks; a rank that is alone has none."""
+        from distlab.comm.waits import Waits
+
+        waits = Waits(self.rank, self.world_size, self.ledger, lambda rank: self.describe(rank))
         if self.options.timeout_seconds is not None:
-            self.waits.timeout_seconds = self.options.timeout_seconds
+            waits.timeout_seconds = self.options.timeout_seconds
+        return waits
+
+    def waited_so_far(self) -> float:
+        """Return the seconds that this rank has waited for others."""
+        return self.waits.waited_so_far() if self.world_size > 1 else 0.0
 
     @property
     def is_over_nccl(self) -> bool:
@@ -72,7 +90,8 @@ class Context:
     @property
     def group_timeout(self) -> timedelta:
         """The deadline of torch's own groups: over NCCL it is later, because NCCL ends the process when it passes."""
-        return timedelta(seconds=self.waits.timeout_seconds + SECONDS_FOR_THE_WATCH * self.is_over_nccl)
+        seconds = self.waits.timeout_seconds
+        return timedelta(seconds=seconds + self.waits.seconds_for_the_watch if self.is_over_nccl else seconds)
 
     @property
     def has_own_core(self) -> bool:
@@ -106,9 +125,38 @@ class ContextGroup(dist.ProcessGroup):
     context: Context
     key: str
 
-    def held_back(self) -> list[Wait]:
+    def held_back(self) -> "list[Wait]":
         """Return the collectives in shared memory of which this rank has yet to compute its part."""
         raise NotImplementedError
+
+
+def first_context(made: Any, options: Options | None) -> Context:
+    """Return the context of a default group; without places in `options`, all ranks exchange theirs.
+
+    Args:
+        made: torch's description of the group.
+        options: from `pg_options`.
+    """
+    asked = options or Options()
+    if asked.timeout_seconds is None:
+        asked.timeout_seconds = made.timeout.total_seconds()
+    if asked.places is None:
+        from distlab.machine.network import own_place
+
+        address = os.environ.get("MASTER_ADDR", "localhost")
+        own = own_place("cuda" if torch.cuda.is_available() else "cpu", address)
+        asked.places = exchange_places(made.store, made.group_rank, made.group_size, own)
+    library = devices.pick_backend(asked.library, asked.places)
+    hosts = Hosts([place.host for place in asked.places], made.store)
+    device = devices.pick_device(asked.places, made.group_rank)
+    return Context(made.group_rank, made.group_size, asked, library, hosts, device)
+
+
+def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:
+    """Return every rank's host and GPUs, after waiting until all ranks have reported theirs."""
+    store.set(f"place/{rank}", json.dumps([own.host, own.gpus]))
+    told = store.multi_get([f"place/{other}" for other in range(world_size)])
+    return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
 
 
 def context_of(group: dist.ProcessGroup | None = None) -> Context:

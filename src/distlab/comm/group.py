@@ -25,32 +25,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Context, ContextGroup
+from distlab.comm.context import Context, ContextGroup, Group
 from distlab.comm.context import Transport as AskedTransport
-from distlab.comm.names import counted_as, name_of, named
+from distlab.comm.names import CONTROL, counted_as, name_of, named
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND
+from distlab.comm.transports.library import Library
+from distlab.comm.transports.one_host import OneHost
+from distlab.comm.transports.queues import Queues
+from distlab.comm.transports.several_hosts import SeveralHosts
 from distlab.comm.transports.transport import Carried, Members, Transport, overlapping, ring_bytes
 from distlab.comm.waits import Wait, group_key
-from distlab.machine.devices import patient_threads
-from distlab.machine.torch_patches import group_of_one
+from distlab.machine.network import patient_threads
 
-if TYPE_CHECKING:
-    from distlab.comm.transports.one_host import OneHost
-    from distlab.comm.transports.queues import Queues
-    from distlab.comm.transports.several_hosts import SeveralHosts
-
-__all__ = ["CONTROL", "LabGroup", "overlapping"]
-
-Group = dist.ProcessGroup | None  # None: all ranks
-CONTROL = "control"  # the ledger's column for messages that are not part of training
+__all__ = ["LabGroup", "overlapping"]
 
 
 class LabGroup(ContextGroup):
@@ -86,14 +81,12 @@ class LabGroup(ContextGroup):
         size, library = len(self.ranks), self.context.library
         store = dist.PrefixStore(f"epoch{self._epoch}", self._store)
         kinds = dist.ProcessGroup.BackendType
-        kind = kinds.CUSTOM
         with patient_threads():
-            if size == 1:
-                self._library: Any = group_of_one()
-            elif library == "nccl":
+            if library == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._timeout
-                self._library, kind = dist.ProcessGroupNCCL(store, self._members.rank, size, options), kinds.NCCL
+                self._library: Any = dist.ProcessGroupNCCL(store, self._members.rank, size, options)
+                kind = kinds.NCCL
             else:
                 self._library = dist.ProcessGroupGloo(store, self._members.rank, size, self._timeout)
                 kind = kinds.GLOO
@@ -104,21 +97,10 @@ class LabGroup(ContextGroup):
         self._transports = list(self._choose_transports())
 
     def _choose_transports(self) -> Iterator[Transport]:
-        """Yield the transports in the order in which they are asked. A rank that is alone needs only the first."""
+        """Yield the transports in the order in which they are asked."""
         members, takes_all = self._members, self._transport == "shared"
-        if members.size == 1:
-            from distlab.comm.transports.alone import Alone
-
-            yield Alone()
-            return
-        from distlab.comm.transports.library import Library
-
         hosts = len(members.by_host)
         if self._transport != "gloo" and not self.context.is_over_nccl and hosts < members.size:
-            from distlab.comm.transports.one_host import OneHost
-            from distlab.comm.transports.queues import Queues
-            from distlab.comm.transports.several_hosts import SeveralHosts
-
             self._queues = Queues(members, self._tell, self._ask)
             yield self._queues
             is_one = hosts == 1
@@ -397,7 +379,7 @@ class LabGroup(ContextGroup):
         """
         with self.context.waits.during(wait):
             carried = next(answer for by in self._transports if (answer := ask(by)) is not None)
-        if sent_bytes is not None and self.size() > 1:
+        if sent_bytes is not None:
             columns: Mapping[str, int] = carried.sent_bytes or {"": sent_bytes}
             for column, count in columns.items():
                 self.context.ledger.count(f"{wait.kind}{column}", count)
@@ -457,8 +439,8 @@ def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Gro
 
 def device_of(group: Group = None) -> torch.device:
     """Return the device from which a tensor is sent without a copy: this rank's GPU over NCCL, else host memory."""
-    found = _lab_group(group)
-    if found is None:
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, ContextGroup):
         return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
     return found.context.device if found.context.is_over_nccl else torch.device("cpu")
 

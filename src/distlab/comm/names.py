@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+CONTROL = "control"  # the ledger's column for messages that are not part of training
+
 
 class Name(NamedTuple):
     """The name of a message or collective, and its column in the ledger."""

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.context import Context, context_of
-from distlab.comm.group import CONTROL
-from distlab.comm.names import named
+from distlab.comm.names import CONTROL, named
 
 SHORTEST_ROUND, LONGEST_ROUND = 0.01, 1.0  # seconds
 ResultT = TypeVar("ResultT")

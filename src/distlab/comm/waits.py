@@ -18,8 +18,6 @@ import torch
 
 from distlab.comm.recorder import Ledger
 
-SECONDS_FOR_THE_WATCH = 60.0  # time to find out which rank waits for which, before NCCL ends the process
-
 
 @dataclass(frozen=True)
 class Wait:
@@ -103,6 +101,7 @@ class Waits:
     def __init__(self, rank: int, world_size: int, ledger: Ledger, describe: Callable[[int], str]) -> None:
         self._rank, self._ranks, self._ledger, self._describe = rank, range(world_size), ledger, describe
         self.timeout_seconds = 120.0
+        self.seconds_for_the_watch = 60.0  # to find out which rank waits for which, before NCCL ends the process
         self.in_libraries: dict[int, tuple[Wait, float]] = {}  # waits of libraries with their starts, oldest first
         self.of_stream = StreamWaits()
         self._waiting: tuple[Wait, float] | None = None

@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from types import TracebackType
 
+from distlab.comm.context import Context
 from distlab.machine.torch_patches import silence_torch_warnings
-from distlab.rendezvous.groups import WorldGroup
 from distlab.run.failure import Failure
 from distlab.run.logs import sent_by_kind
 from distlab.run.terminal import say
@@ -28,10 +28,9 @@ class ProgramSettings(WorldSize, RunSettings):
     """ranks"""
 
 
-def look_after(world: WorldGroup) -> None:
+def look_after(context: Context) -> None:
     """Make an exception of this process end as a failure of a run does, and print a summary when the process exits."""
     silence_torch_warnings()
-    context = world.context
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, Exception | KeyboardInterrupt):
@@ -41,7 +40,7 @@ def look_after(world: WorldGroup) -> None:
 
     def summarize() -> None:
         if context.rank == 0:
-            say(f"rank 0 waited {context.waits.waited_so_far():.1f} s for other ranks")
+            say(f"rank 0 waited {context.waited_so_far():.1f} s for other ranks")
             for line in sent_by_kind(0, context.ledger):
                 say(line)
 

@@ -1,16 +1,8 @@
-"""A rank's device, backend, network interface and number of threads."""
+"""A rank's device, backend and number of threads."""
 
-import array
-import fcntl
-import ipaddress
 import os
-import socket
-import struct
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -45,10 +37,10 @@ def pick_device_type(name: str) -> str:
     return "cuda" if is_there else "cpu"
 
 
-def own_place(device_type: str, master_addr: str) -> Place:
-    """Return this rank's host, and the GPUs that it sees."""
+def visible_gpus(device_type: str) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs that this process sees; none on the CPU."""
     gpus = range(torch.cuda.device_count() if device_type == "cuda" else 0)
-    return Place(host_name(master_addr), tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus))
+    return tuple(str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus)
 
 
 def local_ranks(places: Sequence[Place], rank: int) -> list[int]:
@@ -113,86 +105,3 @@ def threads_per_rank(local_ranks: int) -> int:
 def cores_to_share(parties: int) -> int | None:
     """Return this host's cores for each of `parties`, at least 1; None if OMP_NUM_THREADS sets the threads."""
     return None if asked_threads() else max(1, cores() // parties)
-
-
-@contextmanager
-def patient_threads() -> Iterator[None]:
-    """Start threads that do not preempt a running thread when they wake up (SCHED_BATCH).
-
-    Meant for gloo's thread. While another thread of the rank writes to a connection, gloo's thread spins on its lock.
-    Where ranks share cores, gloo's thread often wakes up on the core of the writing thread. If it preempted that thread
-    it would spin until the end of its time slice: milliseconds, for a message that takes a tenth of one. (NCCL's
-    threads only monitor, so this does not slow them down.)
-    """
-    try:
-        is_changed = os.sched_getscheduler(0) == os.SCHED_OTHER  # do not override a policy that the user has set
-        if is_changed:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    except (AttributeError, OSError):  # not Linux, or a container that forbids it
-        is_changed = False
-    try:
-        yield
-    finally:
-        if is_changed:
-            with suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
-def keep_to_loopback() -> None:
-    """Make gloo listen only on the loopback interface, whatever this host's name resolves to."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
-
-
-def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
-    """Make gloo and NCCL listen only on the interface that leads to the master; on one host, on loopback.
-
-    `master_addr` is where rank 0, or torchrun's rendezvous, listens. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
-    override the choice if they are set.
-    """
-    address = "127.0.0.1" if on_one_host else own_address(master_addr)
-    if address is not None and ipaddress.ip_address(address).is_loopback:
-        keep_to_loopback()
-    elif address is not None and (name := interface_of(address)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one; a bare name is a prefix
-
-
-def own_address(towards: str) -> str | None:
-    """Return this host's address on the route to another host, from the routing table; nothing is sent."""
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0]).partition("%")[0]
-    except (OSError, UnicodeError):
-        return None
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this address; None if there is none, or if the system is not Linux."""
-    if sys.platform != "linux":
-        return None
-    wanted = ipaddress.ip_address(address)
-    if wanted.version == 6:
-        try:
-            lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        except OSError:  # /proc is missing
-            return None
-        return next((line.split()[-1] for line in lines if int(line.split()[0], 16) == int(wanted)), None)
-    get_configuration, entry = 0x8912, 40  # SIOCGIFCONF; sizeof(struct ifreq): a name of 16 bytes, a sockaddr
-    buffer = array.array("B", bytes(entry * 1024))
-    start, capacity = buffer.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, get_configuration, struct.pack("iP", capacity, start))
-    used, _ = struct.unpack("iP", answer)
-    for at in range(0, used, entry):
-        if bytes(buffer[at + 20 : at + 24]) == wanted.packed:
-            return bytes(buffer[at : at + 16]).partition(b"\0")[0].decode()
-    return None
-
-
-def host_name(master_addr: str) -> str:
-    """Return this host's name, and the address from which it reaches the master."""
-    return f"{socket.gethostname()} ({own_address(master_addr) or 'no route to the master'})"

@@ -30,15 +30,8 @@ from distlab.parallel.division import Kind, Order, padded_length
 from distlab.parallel.ring_attention import Block, Ring, ring_attention
 from distlab.parallel.tp_group import linear_map
 from distlab.parallel.vocabulary import vocabulary_parallel_next_token_loss
-from simplellm.attention import (
-    Attend,
-    SequencePart,
-    attend_to_earlier,
-    attend_with,
-    document_ids,
-    positions_in_documents,
-    within_documents,
-)
+from simplellm.attention import Attend, SequencePart, attend_to_earlier, attend_with
+from simplellm.documents import document_ids, positions_in_documents, within_documents
 from simplellm.losses import next_token_loss
 
 PADDING = -1  # in place of a document's number

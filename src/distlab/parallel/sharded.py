@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis, all_ranks
+from distlab.axes.shards import ReplicaShards
 from distlab.comm.group import empty, shares
 from distlab.comm.pending import Pending
 from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, broadcast_weights, split_into_buckets
 from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import Gathered, GradientShard
-from distlab.parallel.shards import ReplicaShards
 from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_gradient
 
 

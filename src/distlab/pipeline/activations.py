@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from distlab.pipeline.saved_activations import SavedActivations
+from distlab.machine.saved_activations import SavedActivations
 from simplellm.attention import SequencePart
-from simplellm.autograd import backward
-from simplellm.recomputation import Observer, Recomputed, observers
-from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients
+from simplellm.autograd import Observer, backward, observers
+from simplellm.deferred_gradients import DeferredWeightGradients
+from simplellm.recomputation import Recomputed
+from simplellm.weight_gradients import WeightGradients
 
 
 class Part(Protocol):

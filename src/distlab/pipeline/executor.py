@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
-from distlab.comm.group import CONTROL
-from distlab.comm.names import counted_as
+from distlab.comm.names import CONTROL, counted_as
 from distlab.comm.recorder import COMPUTE
+from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.actions import Action, ActionCosts, Programs, stages_of
 from distlab.pipeline.activations import Loss, PartOf, Stage
 from distlab.pipeline.flow import Flow
 from distlab.pipeline.links import Links
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
-from distlab.pipeline.saved_activations import SavedActivations
 from simplellm.errors import require
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage

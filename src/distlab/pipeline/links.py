@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.context import context_of
-from distlab.comm.group import CONTROL, Group, close_queues, has_queue, open_queues
-from distlab.comm.names import named
+from distlab.comm.context import Group, context_of
+from distlab.comm.group import close_queues, has_queue, open_queues
+from distlab.comm.names import CONTROL, named
 from distlab.pipeline.actions import Programs, Result
 from distlab.pipeline.plan import Link, Plan, acknowledged, most_on_the_way
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from distlab.machine.devices import Place
+from distlab.machine.processes import is_store_in_launcher, started_by_torchrun
 from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
-from distlab.rendezvous.torchrun import is_store_in_launcher, started_by_torchrun
 from simplellm.errors import InputError, require
 
 ResultT = TypeVar("ResultT")

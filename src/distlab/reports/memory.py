@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distlab.axes.shards import ReplicaShards
 from distlab.comm.context import Context
-from distlab.comm.group import CONTROL
-from distlab.comm.names import named
-from distlab.parallel.shards import ReplicaShards
-from distlab.pipeline.saved_activations import SavedActivations
+from distlab.comm.names import CONTROL, named
+from distlab.machine.saved_activations import SavedActivations
 from simplellm.errors import InputError
 
 KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered", "activations")

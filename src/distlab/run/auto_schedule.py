@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis, Grid
-from distlab.comm.group import CONTROL, open_queues
-from distlab.comm.names import counted_as, named
+from distlab.comm.group import open_queues
+from distlab.comm.names import CONTROL, counted_as, named
+from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
 from distlab.pipeline.activations import Loss, MicroBatch, Part, PartOf, Stage
 from distlab.pipeline.plan import simulate
-from distlab.pipeline.saved_activations import SavedActivations
 from distlab.pipeline.schedules import all_stages
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun

@@ -28,7 +28,7 @@ from distlab.comm.context import context_of
 from distlab.comm.together import texts_of_all, together
 from distlab.run.terminal import counted, say
 from distlab.settings.common import ResumableSettings, as_flag, as_json
-from distlab.settings.resume import check_data, per_step
+from distlab.settings.resuming import check_data, per_step
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:

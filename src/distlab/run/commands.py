@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from distlab.axes.layout import layout_size
 from distlab.checkpoints import LLAMA
-from distlab.rendezvous.torchrun import started_by_torchrun
+from distlab.machine.processes import started_by_torchrun
 
 if TYPE_CHECKING:
     from distlab.settings.common import ResumableSettings

@@ -13,19 +13,15 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from distlab.comm.waits import TrafficError
-from distlab.machine.processes import leave
+from distlab.machine.processes import leave, started_by_torchrun
 from distlab.rendezvous.groups import world_group
-from distlab.rendezvous.torchrun import started_by_torchrun
 from distlab.run.logs import human_bytes
+from distlab.run.loss_sum import NotFiniteError
 from distlab.run.terminal import RankOutput, say
 from simplellm.errors import InputError, about_system, tell
 
 if TYPE_CHECKING:
     from distlab.rendezvous.notices import NoticeBoard
-
-
-class NotFiniteError(RuntimeError):
-    """A loss, or a norm of gradients, is infinite or NaN; all ranks raise this, with the same words."""
 
 
 @dataclass(frozen=True)

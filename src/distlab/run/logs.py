@@ -32,7 +32,7 @@ class RunLog:
         self, out: Path, context: Context, *, tensorboard: bool = False, status: StatusLine | None = None
     ) -> None:
         self._out, self._rank, self._device = out, context.rank, context.device
-        self._ledger, self._waits, self._status = context.ledger, context.waits, status or StatusLine(None)
+        self._ledger, self._waited, self._status = context.ledger, context.waited_so_far, status or StatusLine(None)
         # A missing TensorBoard is an error now; its file is opened in `begin`.
         self._new_tensorboard = tensorboard_writer() if tensorboard and self._rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
@@ -73,11 +73,11 @@ class RunLog:
     @contextlib.contextmanager
     def timing_a_step(self) -> Iterator[None]:
         """Time the step that runs inside, from its batch to its update."""
-        started, waited = time.perf_counter(), self._waits.waited_so_far()
+        started, waited = time.perf_counter(), self._waited()
         in_collectives = self._ledger.collective_seconds
         self.loss, self.loss_is_late, self.values = math.nan, False, {}
         yield
-        seconds, waited = time.perf_counter() - started, self._waits.waited_so_far() - waited
+        seconds, waited = time.perf_counter() - started, self._waited() - waited
         self.times.append(StepTime(seconds, waited, self._ledger.collective_seconds - in_collectives))
         self.count += self._per_step
 

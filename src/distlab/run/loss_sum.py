@@ -1,9 +1,13 @@
-"""The loss of the global batch."""
+"""The loss of the global batch, and the error of a value that is not finite."""
 
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
+
+
+class NotFiniteError(RuntimeError):
+    """A loss, or a norm of gradients, is infinite or NaN; all ranks raise this, with the same words."""
 
 
 @dataclass

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distlab.machine.processes import end_with_parent, leave, require_open_files
+from distlab.machine.processes import end_with_parent, leave, require_open_files, started_by_torchrun
 from distlab.machine.torch_patches import silence_torch_warnings
-from distlab.rendezvous.torchrun import started_by_torchrun
-from distlab.run.failure import Failure
-from distlab.run.joining import identity
 from distlab.run.run import Run
+from distlab.run.starting import identity
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, WorldSize, parse
@@ -55,6 +53,8 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     except BrokenPipeError:
         leave(1)  # the reader of this output has exited, as `head` does
     except (Exception, KeyboardInterrupt) as error:
+        from distlab.run.failure import Failure
+
         failure = Failure.of(error, rank)
         if run is not None and run.running_on is not None:
             run.running_on.keep_arrived()

@@ -6,14 +6,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
-from distlab.comm.group import open_queues
-from distlab.comm.names import named
-from distlab.parallel.shards import ReplicaShards
+from distlab.axes.shards import ReplicaShards
 from simplellm.layers import Linear
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
@@ -102,49 +98,3 @@ class ModelParts:
         for part in self.sharded.values():
             part.gather_weights()
         self.gather()
-
-    def open_queues(self, batches: Sequence[Tensor]) -> None:
-        """Make queues for later `forward_passes` of batches of these sizes (`open_queues`)."""
-        like = next(iter(self.parameters().values())).detach().new_empty(0, dtype=torch.float32)
-        most = max((ids.numel() for ids in batches), default=0) * self.sizes["dmodel"] * like.itemsize
-        open_queues([self.grid.axis("pp").ranks[owner] for owner in self.owners], most, like)
-
-    @torch.no_grad()
-    def forward_passes(self, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:
-        """Pass batches through the whole model, without gradients.
-
-        All ranks of a replica must call this method with the same batches.
-
-        Args:
-            batches: token ids, each (batch, seq), on the model's device.
-            what: name of a batch's activations in waits and errors, given the batch's number.
-            kind: the ledger's column.
-
-        Returns:
-            On the rank of the last stage, the sum of the batches' losses, each weighted by its number of rows; on other
-            ranks 0; float64.
-        """
-        own = self.grid.axis("pp").rank
-        device = next(iter(self.parameters().values())).device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        sent: list[dist.Work | None] = []
-        for number, ids in enumerate(batches):
-            x = ids
-            for stage, owner in enumerate(self.owners):
-                before = self.owners[stage - 1] if stage else owner
-                if owner == own:
-                    if before != owner:
-                        x = torch.empty(*ids.shape, self.sizes["dmodel"], device=device)  # (batch, seq, dmodel)
-                        with named(what(number), kind):
-                            dist.recv(x, self.grid.axis("pp").ranks[before])
-                    net = self.stages[stage]
-                    x = net(x, part=net.part_of(ids)) if isinstance(net, LLamaPart) else net(x)
-                elif before == own and stage:
-                    with named(what(number), kind):
-                        sent.append(dist.isend(x, self.grid.axis("pp").ranks[owner]))
-            if self.owners[-1] == own:
-                total += self.loss(x, ids).double() * len(ids)
-        for work in sent:
-            if work is not None:
-                work.wait()
-        return total

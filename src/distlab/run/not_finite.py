@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
-from distlab.comm.group import CONTROL
-from distlab.comm.names import named
+from distlab.comm.names import CONTROL, named
 
 NAME_BYTES = 200  # of the message about a rank's tensor
 STAGE = 6  # the first bytes of it are the number of the stage

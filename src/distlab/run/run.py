@@ -4,28 +4,23 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.comm.group import CONTROL
-from distlab.comm.names import named
+from distlab.comm.names import CONTROL, named
 from distlab.comm.recorder import STEP
-from distlab.comm.waits import TrafficError
 from distlab.machine import devices
-from distlab.machine.processes import leave
-from distlab.rendezvous.groups import world_group
-from distlab.rendezvous.torchrun import started_by_torchrun
+from distlab.machine.processes import started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import next_commands
-from distlab.run.failure import Failure, NotFiniteError
-from distlab.run.joining import identity, join
 from distlab.run.logs import RunLog
-from distlab.run.loss_sum import LossSum
+from distlab.run.loss_sum import LossSum, NotFiniteError
 from distlab.run.progress import Progress
+from distlab.run.starting import identity, start_alone
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import CONFIG
@@ -51,12 +46,13 @@ class Run(Generic[SettingsT]):
         self.rank, self.world_size = identity(settings)
         self.has_terminal = self.rank == 0 or not started_by_torchrun()  # a separate one, or as the first rank
         self.terminal = Terminal(self.rank, self.has_terminal)
-        self.joined = joined = join(settings, script)
+        if settings.layout:
+            from distlab.run.joining import join
+
+            self.joined = joined = join(settings, script)
+        else:
+            self.joined = joined = start_alone(settings, script)
         self.grid, self.device, self.context, self.decided = joined.grid, joined.device, joined.context, joined.decided
-        if self.context.is_over_nccl:
-            self.context.waits.watch(_end)
-            if (world := world_group()) is not None:
-                world.connect()
         self.out = Path(self.decided["out"])
         if isinstance(settings, ResumableSettings) and settings.has_checkpoints:
             from distlab.run.checkpointer import Checkpointer
@@ -257,11 +253,3 @@ class Run(Generic[SettingsT]):
                 saved = self.checkpointer.saved if self.checkpointer else None
                 for command in next_commands(self.settings, self.out, saved):
                     say(command)
-
-
-def _end(error: TrafficError) -> NoReturn:
-    """End this rank from another thread, whatever its main thread is doing."""
-    try:
-        Failure.of(error).end()
-    finally:
-        leave(1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.reports.memory import MemoryReport
-from distlab.run.failure import NotFiniteError
+from distlab.run.loss_sum import NotFiniteError
 from distlab.run.model import Loss, ModelParts, own_parameters
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
@@ -188,11 +188,12 @@ class TrainingRun(Run[TrainSettingsT]):
 
     def _find_not_finite(self, parts: ModelParts, step: int) -> str:
         """Repeat the forward pass of a step and check every tensor."""
+        from distlab.run.forward_passes import forward_passes
         from distlab.run.not_finite import find_cause
 
         name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
         micro_batches = self._batch.chunk(self.settings.micro_batches)
-        forward = partial(parts.forward_passes, micro_batches, name, kind="control")
+        forward = partial(forward_passes, parts, micro_batches, name, kind="control")
         return f": {find_cause(parts.stages, parts.by_stage(), forward, self.grid, self.device)}"
 
     def clip(self, optimizer: Optimizer) -> None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.names import counted_as, named
+from distlab.run.forward_passes import forward_passes, queues_for_passes
 from distlab.run.model import ModelParts
 
 
@@ -30,9 +31,9 @@ class Validator:
         """Return the mean loss over all sequences after a step, on every rank; all ranks must call this method."""
         name = f"the activations of validation batch {{}} after step {step}".format
         with counted_as("validation"):
-            self._parts.open_queues([*self._batches, *self._not_counted])
-            total = self._parts.forward_passes(self._batches, name, kind="validation")
-            self._parts.forward_passes(self._not_counted, name, kind="validation")
+            queues_for_passes(self._parts, [*self._batches, *self._not_counted])
+            total = forward_passes(self._parts, self._batches, name, kind="validation")
+            forward_passes(self._parts, self._not_counted, name, kind="validation")
             with named(f"the validation loss after step {step}", "validation"):
                 dist.all_reduce(total)
         grid = self._parts.grid

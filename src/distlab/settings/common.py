@@ -13,12 +13,9 @@ import tyro
 
 from distlab.axes.layout import Layout, layout_flags, layout_size
 from distlab.checkpoints import FOLDER
-from distlab.settings import resume
-from distlab.settings.folders import check_out
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line
 from simplellm.errors import InputError, as_flag, require, require_text
-from simplellm.tokenizers import SHIPPED_MODEL
 
 if TYPE_CHECKING:
     from distlab.checkpoints.format import Checkpoint
@@ -179,26 +176,9 @@ class ResumableSettings(RunSettings):
 
     def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
         """Return the settings whose defaults come from the checkpoint, by name; `InputError` for a wrong type."""
-        self._check_architecture(checkpoint)
-        model, saved, layout = checkpoint.record["model"], checkpoint.record["settings"], checkpoint.layout
-        values = {name: model[name] for name in resume.marked(self, ResumePolicy.MODEL) if name in model}
-        policies, kinds = [ResumePolicy.FIXED, ResumePolicy.DEFAULT], get_type_hints(type(self))
-        if layout == self.layout:
-            policies.append(ResumePolicy.PER_REPLICA)
-            # Another script may have a setting of this name with other choices.
-            same = [name for name in resume.marked(self, ResumePolicy.SAME_LAYOUT) if name in saved]
-            values |= {name: saved[name] for name in same if resume.is_choice(saved[name], kinds[name])}
-        values |= {name: saved[name] for name in resume.marked(self, *policies) if name in saved}
-        replicas = max(1, self.layout.get("dp", 1))  # the layout has not been checked yet
-        for name, total in resume.per_step(checkpoint, self).items():
-            if layout != self.layout and total % replicas == 0:
-                values[name] = total // replicas
-        if checkpoint.record.get("data") and hasattr(self, "data"):
-            values["data"] = checkpoint.record["data"]["source"]
-        for name, value in values.items():
-            sentence = f"{checkpoint.folder}: its record has {value!r:.50} for {as_flag(name)}"
-            require(resume.fits(value, kinds[name]), sentence)
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        from distlab.settings.resuming import saved_values
+
+        return saved_values(self, checkpoint)
 
     def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
         """Return lines to print about settings that change the course of the resumed run."""
@@ -206,34 +186,13 @@ class ResumableSettings(RunSettings):
 
     def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
         """Raise `InputError` if a run with these settings would not continue the run that wrote the checkpoint."""
-        self._check_architecture(checkpoint)
-        flag, record = f"--resume {self.resume}", checkpoint.record
-        for name in resume.marked(self, ResumePolicy.MODEL):
-            resume.require_same(f"{flag}: its model has", name, record["model"].get(name), getattr(self, name))
-        for name in resume.marked(self, ResumePolicy.FIXED):
-            own = getattr(self, name)
-            resume.require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
-        for name, value in self.lacks.items():
-            saved = record["settings"].get(name, value)
-            given = f"{flag}: it was trained with {as_flag(name)} {saved}"
-            require(
-                saved == value, f"{given}, which this script does not have; resume it with the script that wrote it"
-            )
-        tokenizer = self.tokenizer_model
-        is_same = tokenizer is None or checkpoint.has_tokenizer(tokenizer)
-        given = f"--tokenizer {tokenizer}; leave --tokenizer out"
-        given = "the one that comes with the lab" if tokenizer == SHIPPED_MODEL else given
-        require(is_same, f"{flag}: it was trained with another tokenizer than {given}")
-        resume.check_data(checkpoint, self.data_identity)
+        from distlab.settings.resuming import check_checkpoint
 
-    def _check_architecture(self, checkpoint: "Checkpoint") -> None:
-        own, its = self.architecture, checkpoint.architecture
-        sentence = f"its model is of the architecture {its}, not {own}; give a run of the same model"
-        require(own == its, f"--resume {self.resume}: {sentence}")
+        check_checkpoint(self, checkpoint)
 
     def check_folders(self) -> None:
         """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run."""
-        if self.resume is None and self.out is None:
+        if self.resume is None and (self.out is None or not has_folders(self.out)):
             return
         from distlab.checkpoints.format import has_checkpoints, in_the_way, latest_valid, numbered
 

@@ -1,16 +1,10 @@
-"""The settings that a resumed run inherits from its checkpoint, and the ones that must match; the layout may change."""
+"""The treatment of settings in a resumed run: the ones that it inherits, and the ones that must match."""
 
 import hashlib
 import os
 from enum import Enum
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
-
-from simplellm.errors import InputError, require
-
-if TYPE_CHECKING:
-    from distlab.checkpoints.format import Checkpoint
+from typing import Any, get_type_hints
 
 
 class ResumePolicy(Enum):
@@ -34,46 +28,6 @@ def marked(settings: object, *policies: ResumePolicy) -> list[str]:
     return [name for name, policy in found.items() if policy in policies]
 
 
-def per_step(checkpoint: "Checkpoint", settings: Any) -> dict[str, int]:
-    """Return the consumption of a step of the checkpoint's run on all replicas, by the setting for one replica."""
-    saved = checkpoint.record["settings"]
-    counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
-    replicas = checkpoint.layout.get("dp", 1)
-    return {name: count * replicas for name, count in counts.items() if isinstance(count, int)}
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from a checkpoint's record has the type of a field."""
-    if get_origin(hint) is tuple:
-        parts = get_args(hint)
-        return isinstance(value, list) and len(value) == len(parts) and all(map(fits, value, parts))
-    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
-    if any(get_origin(kind) is Literal for kind in kinds):
-        kinds.add(str)  # `RunSettings.check` checks the choices
-    if float in kinds:
-        kinds.add(int)
-    return type(value) in kinds
-
-
-def is_choice(value: Any, hint: Any) -> bool:
-    """Return whether a value is a choice of a field, if the field lists choices."""
-    return get_origin(hint) is not Literal or value in get_args(hint)
-
-
-def require_same(what: str, name: str, saved: Any, own: Any) -> None:
-    """Raise `InputError` unless a setting has the checkpoint's value; `what` is the beginning of the message."""
-    require(saved == own, f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")
-
-
-def check_data(checkpoint: "Checkpoint", own: dict[str, Any] | None) -> None:
-    """Raise `InputError` if a run's data are known to differ from the checkpoint's."""
-    data = checkpoint.record.get("data")
-    if data and own and _content(data) != _content(own):
-        seed = f" and --seed {data['seed']}" if "seed" in data else ""
-        source = f"--data {data['source']}{seed}"
-        raise InputError(f"{checkpoint.folder}: it was trained on {source}; leave out the flags that differ")
-
-
 def file_identity(data: str) -> dict[str, Any]:
     """Return a record that identifies a file, or a folder of files."""
     path = Path(os.path.expanduser(data))  # unchanged where there is no home folder
@@ -86,20 +40,3 @@ def file_identity(data: str) -> dict[str, Any]:
             beginnings.update(file.read(1 << 20))
     size_bytes = sum(part.stat().st_size for part in files)
     return {"source": str(path.absolute()), "bytes": size_bytes, "sha256_of_first_mib": beginnings.hexdigest()}
-
-
-def content_of(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and contents of a folder's files; hexadecimal."""
-    from distlab.checkpoints.format import checksum
-
-    if not path.is_dir():
-        return checksum(path)
-    digest = hashlib.sha256()
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        digest.update(f"{file.relative_to(path)} {checksum(file)} ".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def _content(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of data without the path: a file or folder that was moved is still the same."""
-    return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}

@@ -23,10 +23,10 @@ from distlab.pipeline.schedules import (
     stages_per_worker,
 )
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
-from distlab.settings import resume
 from distlab.settings.common import WorldSize, as_flag, require_positive, shown_as
 from distlab.settings.replicas import OuterSettings, check_no_clipping
 from distlab.settings.resume import ResumePolicy
+from distlab.settings.resuming import require_same
 from distlab.settings.sequences import SharedSequences
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require
@@ -339,9 +339,7 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
             saved = {"neighbors": "stages"} | saved  # older checkpoints do not have it
             # Otherwise a rank would hold different layers.
             for name in ("schedule", "chunks_per_stage", "layers_per_stage", "neighbors"):
-                resume.require_same(
-                    f"--resume {self.resume}: it was trained with", name, saved[name], getattr(self, name)
-                )
+                require_same(f"--resume {self.resume}: it was trained with", name, saved[name], getattr(self, name))
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
         outer = self.remarks_on_exchanges(self.steps, self.optimizer) if self.outer != "none" else []

@@ -16,13 +16,12 @@ import tyro
 
 from distlab.axes.layout import layout_flags, layout_size
 from distlab.checkpoints import LLAMA
-from distlab.settings import resume
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
 from distlab.settings.learning_rate import LRSchedule, learning_rate
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.resume import ResumePolicy, file_identity
 from simplellm.errors import InputError, require
 from simplellm.options import Recompute, check_heads
-from simplellm.sources import choose_source, hub_revision, open_source
+from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ class TrainSettings(ResumableSettings):
     def data_identity(self) -> dict[str, Any] | None:
         if self.data in ("sample", "tinystories"):
             return {"source": self.data} | ({"seed": self.seed} if self.data == "sample" else {})
-        return None if self.data == "auto" else resume.file_identity(self.data)
+        return None if self.data == "auto" else file_identity(self.data)
 
     def decide(self) -> dict[str, Any]:
         source, why = choose_source(self.data)
@@ -139,7 +138,11 @@ class TrainSettings(ResumableSettings):
         if self.prediction is not None:
             self.prediction.check_device(self.device)
         decided = {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
-        return decided | ({"data_revision": hub_revision()} if source == "tinystories" else {})
+        if source == "tinystories":
+            from simplellm.sources.hub import hub_revision
+
+            decided["data_revision"] = hub_revision()
+        return decided
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
         predicted = [self.prediction.sentence] if self.prediction else []
@@ -191,10 +194,12 @@ class TrainSettings(ResumableSettings):
         return values
 
     def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
+        from distlab.settings.resuming import require_same
+
         super().check_checkpoint(checkpoint)
         flag, model = f"--resume {self.resume}", checkpoint.record["model"]
         num_kv_heads = self.num_kv_heads or self.num_heads
-        resume.require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
+        require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
         most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(self.tokenizer).vocab_size
         require(self.seq_len <= most, f"{flag}: its model reads {most} tokens at most, not --seq-len {self.seq_len}")
         require(has == reads, f"{flag}: its model has {has} tokens but its tokenizer has {reads}")

@@ -12,8 +12,8 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Options, Transport, context_of
-from distlab.comm.group import Group, empty
+from distlab.comm.context import Group, Options, Transport, context_of
+from distlab.comm.group import empty
 
 SIZES = [0, 1, 3, 1000, 300_001]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]

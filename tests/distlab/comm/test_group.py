@@ -15,7 +15,7 @@ from torch.distributed import ReduceOp
 from distlab.axes.grid import Grid
 from distlab.collectives.algorithms import allreduce_ring
 from distlab.comm.context import Options, Transport, context_of
-from distlab.comm.group import empty, open_queues
+from distlab.comm.group import all_gather_single, empty, open_queues, reduce_scatter_single
 from distlab.comm.names import counted_as, named
 from distlab.comm.waits import TrafficError
 
@@ -51,6 +51,21 @@ def test_a_rank_alone_sends_nothing_and_counts_nothing() -> None:
     dist.barrier()
     assert tensor.tolist() == [1.0, 2.0]
     assert dict(context_of().ledger.messages) == before
+
+
+def test_a_rank_alone_receives_its_own_tensors() -> None:
+    own = torch.tensor([1.0, 2.0])
+    outputs = [torch.zeros(2) for _ in range(6)]
+    all_gather_single(outputs[0], own)
+    reduce_scatter_single(outputs[1], own)
+    dist.all_to_all_single(outputs[2], own)
+    dist.all_gather([outputs[3]], own)
+    dist.gather(own, [outputs[4]])
+    dist.scatter(outputs[5], [own])
+    assert [output.tolist() for output in outputs] == [[1.0, 2.0]] * 6
+    pending = dist.all_reduce(own, async_op=True)
+    assert pending.is_completed()
+    assert pending.get_future().wait()[0] is own
 
 
 def count_by_hand(rank: int, port: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -18,7 +18,8 @@ from support.processes import free_port, wait_for
 from distlab.launching.launcher_flags import Nodes, assign_ranks, read_flags
 from distlab.launching.local_ranks import run_ranks
 from distlab.launching.nodes import NodeRendezvous
-from distlab.machine.devices import Place, interface_of, own_address
+from distlab.machine.devices import Place
+from distlab.machine.network import interface_of, own_address
 from distlab.rendezvous.ranks import say_hosts
 from distlab.rendezvous.store import StoreError, listen_at, listens
 from distlab.settings.common import RunSettings

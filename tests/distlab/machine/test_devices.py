@@ -19,12 +19,12 @@ from distlab.machine.devices import (
     check_transport,
     cores,
     local_ranks,
-    patient_threads,
     pick_backend,
     pick_device,
     pick_device_type,
     threads_per_rank,
 )
+from distlab.machine.network import patient_threads
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from simplellm.errors import InputError

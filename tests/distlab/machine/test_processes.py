@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from distlab.machine.processes import within
+from distlab.machine.supervision import within
 
 # Threads that are always about to come back from torch. With `sys.exit`, ten of twelve such processes aborted.
 ASKS_WITHOUT_END = """

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from distlab.axes.grid import Axis, Grid, all_ranks
 from distlab.comm.context import Options, Transport, context_of
+from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.context_parallel import ContextParallel, positions_of, work_shares
 from distlab.parallel.division import Kind, Order
-from distlab.pipeline.saved_activations import SavedActivations
-from simplellm.attention import attend_to_earlier, within_documents
+from simplellm.attention import attend_to_earlier
+from simplellm.documents import within_documents
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 

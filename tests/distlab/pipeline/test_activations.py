@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.activations import Stage
-from distlab.pipeline.saved_activations import SavedActivations
 from simplellm.llama import CausalLLama, LLama
 
 pytestmark = pytest.mark.quick

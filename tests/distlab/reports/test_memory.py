@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.chapters import train_on
 
-from distlab.pipeline.saved_activations import SavedActivations
+from distlab.machine.saved_activations import SavedActivations
 from distlab.reports import memory
 from distlab.reports.figures import holdings
 from simplellm.errors import InputError

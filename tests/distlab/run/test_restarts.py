@@ -65,7 +65,7 @@ def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_us
 FAILING = """
 '''A script whose rank 0 fails.'''
 from distlab.run.main import main
-from distlab.run.failure import NotFiniteError
+from distlab.run.loss_sum import NotFiniteError
 from distlab.settings.replicas import DataParallelSettings
 from simplellm.errors import InputError
 DEFAULTS = DataParallelSettings()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distlab.checkpoints.format import latest_valid
 from distlab.pipeline.executor import Pipeline
-from distlab.run.failure import NotFiniteError
+from distlab.run.loss_sum import NotFiniteError
 from distlab.run.run_on import LossSum, RunningOn
 from distlab.run.training import TrainingRun
 

@@ -23,7 +23,7 @@ from distlab.comm.transports.memory import SharedMemory, from_rank_0
 from distlab.comm.transports.one_host import MemoryTransport
 from distlab.comm.transports.signals import SECONDS_MORE
 from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
-from distlab.machine.devices import patient_threads
+from distlab.machine.network import patient_threads
 
 
 class SeveralHosts(MemoryTransport["MemoryOfHosts"]):

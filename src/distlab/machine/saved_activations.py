@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from simplellm.recomputation import observers
+from simplellm.autograd import observers
 
 
 class SavedActivations:

@@ -1,0 +1,101 @@
+"""Calls with a time limit, and the child processes and files of a process that starts others.
+
+A call to a store or through gloo may never return, and signals do not interrupt it. So the call runs in a thread that
+can be abandoned; `leave` exits without waiting for that thread.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+SECONDS_OF_A_CALL = 0.5  # a call usually takes less; how often to check whether to keep waiting
+MOST_DESCRIPTORS = 65536  # checked one by one; the limit may be a thousand million
+
+
+def within(
+    seconds: float, call: Callable[[], ResultT], meanwhile: Callable[[], object] = lambda: None
+) -> ResultT | None:
+    """Return `call()`, or raise its exception; None if it has not returned after `seconds` (its thread is abandoned).
+
+    `meanwhile` is called about every half second during the wait; an exception that it raises ends the wait.
+    """
+    deadline = time.monotonic() + seconds
+    answer: futures.Future[ResultT] = futures.Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not futures.wait([answer], min(SECONDS_OF_A_CALL, deadline - time.monotonic())).done:
+        if time.monotonic() >= deadline:
+            return None
+        meanwhile()
+    return answer.result()
+
+
+def name_process(name: str) -> None:
+    """Name this process for `ps -o comm`, `top` and `py-spy` on Linux; call it in the main thread."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME; /proc may be missing or read-only
+
+
+def open_descriptors() -> list[int]:
+    """Return the numbers of this process's open files; where /proc is missing, of those below the limit."""
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return [number for number in range(min(most % 2**64, MOST_DESCRIPTORS)) if _is_open(number)]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def leaving_no_process() -> Iterator[None]:
+    """Kill at the end all processes that the processes started in this context left behind, whatever their group.
+
+    Linux gives them to this process when their parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
+    """
+    before = _children()
+    _adopt(True)
+    try:
+        yield
+    finally:
+        while left := _children() - before:  # their children appear when they have died
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+        _adopt(False)
+
+
+def _adopt(orphans: bool) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, int(orphans))  # PR_SET_CHILD_SUBREAPER
+
+
+def _children() -> set[int]:
+    """Return this process's child processes; none where the system does not list them."""
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found |= {int(pid) for pid in file.read_text().split()}
+    return found

@@ -1,0 +1,117 @@
+"""The settings that a resumed run takes from its checkpoint, and the comparison with it; the layout may change."""
+
+import hashlib
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from distlab.checkpoints.format import Checkpoint, checksum
+from distlab.settings.resume import ResumePolicy, marked
+from simplellm.errors import InputError, as_flag, require
+from simplellm.tokenizers import SHIPPED_MODEL
+
+
+def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the settings whose defaults come from the checkpoint, by name; `InputError` for a wrong type."""
+    _check_architecture(settings, checkpoint)
+    model, saved, layout = checkpoint.record["model"], checkpoint.record["settings"], checkpoint.layout
+    values = {name: model[name] for name in marked(settings, ResumePolicy.MODEL) if name in model}
+    policies, kinds = [ResumePolicy.FIXED, ResumePolicy.DEFAULT], get_type_hints(type(settings))
+    if layout == settings.layout:
+        policies.append(ResumePolicy.PER_REPLICA)
+        # Another script may have a setting of this name with other choices.
+        same = [name for name in marked(settings, ResumePolicy.SAME_LAYOUT) if name in saved]
+        values |= {name: saved[name] for name in same if is_choice(saved[name], kinds[name])}
+    values |= {name: saved[name] for name in marked(settings, *policies) if name in saved}
+    replicas = max(1, settings.layout.get("dp", 1))  # the layout has not been checked yet
+    for name, total in per_step(checkpoint, settings).items():
+        if layout != settings.layout and total % replicas == 0:
+            values[name] = total // replicas
+    if checkpoint.record.get("data") and hasattr(settings, "data"):
+        values["data"] = checkpoint.record["data"]["source"]
+    for name, value in values.items():
+        sentence = f"{checkpoint.folder}: its record has {value!r:.50} for {as_flag(name)}"
+        require(fits(value, kinds[name]), sentence)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def check_checkpoint(settings: Any, checkpoint: Checkpoint) -> None:
+    """Raise `InputError` if a run with these settings would not continue the run that wrote the checkpoint."""
+    _check_architecture(settings, checkpoint)
+    flag, record = f"--resume {settings.resume}", checkpoint.record
+    for name in marked(settings, ResumePolicy.MODEL):
+        require_same(f"{flag}: its model has", name, record["model"].get(name), getattr(settings, name))
+    for name in marked(settings, ResumePolicy.FIXED):
+        own = getattr(settings, name)
+        require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
+    for name, value in settings.lacks.items():
+        saved = record["settings"].get(name, value)
+        given = f"{flag}: it was trained with {as_flag(name)} {saved}"
+        require(saved == value, f"{given}, which this script does not have; resume it with the script that wrote it")
+    tokenizer = settings.tokenizer_model
+    is_same = tokenizer is None or checkpoint.has_tokenizer(tokenizer)
+    given = f"--tokenizer {tokenizer}; leave --tokenizer out"
+    given = "the one that comes with the lab" if tokenizer == SHIPPED_MODEL else given
+    require(is_same, f"{flag}: it was trained with another tokenizer than {given}")
+    check_data(checkpoint, settings.data_identity)
+
+
+def _check_architecture(settings: Any, checkpoint: Checkpoint) -> None:
+    own, its = settings.architecture, checkpoint.architecture
+    sentence = f"its model is of the architecture {its}, not {own}; give a run of the same model"
+    require(own == its, f"--resume {settings.resume}: {sentence}")
+
+
+def per_step(checkpoint: Checkpoint, settings: Any) -> dict[str, int]:
+    """Return the consumption of a step of the checkpoint's run on all replicas, by the setting for one replica."""
+    saved = checkpoint.record["settings"]
+    counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
+    replicas = checkpoint.layout.get("dp", 1)
+    return {name: count * replicas for name, count in counts.items() if isinstance(count, int)}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return whether a value from a checkpoint's record has the type of a field."""
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        return isinstance(value, list) and len(value) == len(parts) and all(map(fits, value, parts))
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+    if any(get_origin(kind) is Literal for kind in kinds):
+        kinds.add(str)  # `RunSettings.check` checks the choices
+    if float in kinds:
+        kinds.add(int)
+    return type(value) in kinds
+
+
+def is_choice(value: Any, hint: Any) -> bool:
+    """Return whether a value is a choice of a field, if the field lists choices."""
+    return get_origin(hint) is not Literal or value in get_args(hint)
+
+
+def require_same(what: str, name: str, saved: Any, own: Any) -> None:
+    """Raise `InputError` unless a setting has the checkpoint's value; `what` is the beginning of the message."""
+    require(saved == own, f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")
+
+
+def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
+    """Raise `InputError` if a run's data are known to differ from the checkpoint's."""
+    data = checkpoint.record.get("data")
+    if data and own and _content(data) != _content(own):
+        seed = f" and --seed {data['seed']}" if "seed" in data else ""
+        source = f"--data {data['source']}{seed}"
+        raise InputError(f"{checkpoint.folder}: it was trained on {source}; leave out the flags that differ")
+
+
+def content_of(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and contents of a folder's files; hexadecimal."""
+    if not path.is_dir():
+        return checksum(path)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(path)} {checksum(file)} ".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _content(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity of data without the path: a file or folder that was moved is still the same."""
+    return {key: value for key, value in data.items() if key != "source" or "bytes" not in data}

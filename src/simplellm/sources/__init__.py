@@ -1,0 +1,57 @@
+"""Sources of documents: the generator, the hub's TinyStories, or a file; each has a fixed order and two splits.
+
+A kind of source is imported when it is asked for.
+"""
+
+from importlib.util import find_spec
+
+from simplellm.sources.source import Source
+
+SPLITS = ("train", "validation")
+
+
+def choose_source(data: str) -> tuple[str, str]:
+    """Return the source that `data` stands for, and a phrase about it.
+
+    Args:
+        data: as for `TinyStories`.
+
+    Returns:
+        "sample", "tinystories" or a path, never "auto"; and a phrase for the log that names the source and, for "auto",
+        the reason for it.
+        "auto" is the hub's TinyStories if it is cached or can be reached, else the generator; without a network, this
+        function takes at most 2 seconds.
+    """
+    if data == "sample":
+        return data, "the generator"
+    if data == "tinystories":
+        return data, "the hub's TinyStories"
+    if data != "auto":
+        return data, data
+    if find_spec("datasets") is None:
+        return "sample", "the generator: the hub's TinyStories needs datasets, which is not installed"
+    from simplellm.sources.hub import choose_hub
+
+    return choose_hub()
+
+
+def open_source(data: str, split: str, seed: int, revision: str | None = None) -> Source:
+    """Return the documents of a split, from a source that `choose_source` returned.
+
+    Args:
+        revision: revision of the hub's data set; by default the newest in the local cache, if any, else the newest.
+
+    Raises:
+        InputError: `data` cannot be read.
+    """
+    if data == "sample":
+        from simplellm.sources.generator import Generator
+
+        return Generator(split, seed)
+    if data == "tinystories":
+        from simplellm.sources.hub import open_hub
+
+        return open_hub(split, revision)
+    from simplellm.sources.files import open_split
+
+    return open_split(data, split)
