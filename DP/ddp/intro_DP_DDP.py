@@ -5,7 +5,7 @@
 
 The wrapper does what `intro_DP_buckets.py` spells out: it collects gradients in buckets, and starts the all-reduce of
 each bucket when it is full (Li et al., arXiv 2006.15704). Over gloo or NCCL, that goes on during the backward pass; in
-shared memory, the wrapper waits for each bucket at once. The loop is that of one process.
+shared memory, the ranks average the buckets at its end. The loop is that of one process.
 """
 
 from torch.nn.parallel import DistributedDataParallel

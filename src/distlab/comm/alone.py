@@ -33,7 +33,7 @@ class GroupOfOne(ContextGroup):
 
 
 class _Done(dist.Work):
-    """An operation that has ended."""
+    """An operation that is complete."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from torch import Tensor
 from distlab.comm.recorder import MESSAGE, WAIT
 from distlab.comm.waits import StreamWait, Wait
 from distlab.machine.streams import passed
+from distlab.machine.torch_patches import call_after_backward_pass
 
 if TYPE_CHECKING:
     from distlab.comm.context import Context
@@ -133,15 +134,17 @@ class Pending(dist.Work):
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """Return a future of the tensors, for torch's DDP and others that wait themselves.
 
-        Work that the waiting thread performs is performed now.
+        Work that the waiting thread performs is performed at the end of the backward pass that runs, else now. So ranks
+        need not reach each bucket of DDP's at the same time.
         """
         tensors = self._tensors
         future: torch.futures.Future[list[Tensor]]
         future = torch.futures.Future(devices=[tensors[0].device] if tensors and tensors[0].is_cuda else None)
         if not isinstance(self._carrier, dist.Work):
-            self.wait()
-            future.set_result(tensors)
-            return future
+            late = _Late(self)
+            if self.was_waited_for() or not call_after_backward_pass(late.complete):
+                late.complete()
+            return late
         ended = self._carrier.get_future()
         waits = self._context.waits
 
@@ -200,3 +203,20 @@ class Pending(dist.Work):
         recorder.add_on_stream(WAIT, name, reached, done)
         if self._wait.way != "send":
             recorder.add_on_stream(MESSAGE, name, self._posted, done)
+
+
+class _Late(torch.futures.Future[list[Tensor]]):
+    """A future that is completed at the end of the backward pass, or when Python code waits for it before."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def complete(self) -> None:
+        if not self.done():
+            self._pending.wait()
+            self.set_result(self._pending.result())
+
+    def wait(self) -> list[Tensor]:
+        self.complete()
+        return super().wait()

@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,18 @@ def running_backward_pass() -> int | None:
     """Return the number of the backward pass that runs on this thread, different for each; None if none runs."""
     number = torch._C._current_graph_task_id()
     return None if number < 0 else number
+
+
+def call_after_backward_pass(function: Callable[[], None]) -> bool:
+    """Call a function after the backward pass of this thread; False if no node of a pass runs here.
+
+    In calls after the pass there is no node: what they wait for must not be left for another call. (DDP with a static
+    graph starts its first all-reduces there, and waits for them at once.)
+    """
+    if torch._C._current_autograd_node() is None:
+        return False
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+    return True
 
 
 def group_of_one() -> Any:

@@ -1,4 +1,4 @@
-"""What all sources of documents have in common."""
+"""The base of all sources of documents, and their errors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

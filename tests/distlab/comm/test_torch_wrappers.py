@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
@@ -99,6 +100,31 @@ def replicate(rank: int, context: Context, _: Path) -> None:
     assert f"the gradients from rank {1 - rank}" in messages_of(context)
 
 
+def replicate_in_buckets(rank: int, context: Context, _: Path) -> None:
+    """Several buckets, awaited at the end of the backward pass; with a static graph, DDP also starts them there."""
+    for is_static in (False, True):
+        net = Net()
+        wrapped = DistributedDataParallel(net, bucket_cap_mb=0.001, static_graph=is_static)
+        context.ledger.messages.clear()
+        train(wrapped, own_rows(rank))
+        assert_trained(net)
+        assert context.ledger.messages["gradients"] > STEPS
+    net = Net()
+    wrapped = DistributedDataParallel(net)
+    wrapped.register_comm_hook(None, average_at_once)
+    train(wrapped, own_rows(rank))
+    assert_trained(net)
+
+
+def average_at_once(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook that waits for a future during the backward pass."""
+    work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(work.get_future().wait()[0])
+    return future
+
+
 def shard(rank: int, context: Context, _: Path) -> None:
     net = Net()
     for layer in (net.up, net.down):
@@ -172,7 +198,7 @@ def work_with(rank: int, port: int, transport: Transport, work: Callable[..., No
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-@pytest.mark.parametrize("work", [replicate, shard, split, pipe, save_and_load])
+@pytest.mark.parametrize("work", [replicate, replicate_in_buckets, shard, split, pipe, save_and_load])
 def test_results_are_those_of_one_process(work: Callable[..., None], transport: Transport, tmp_path: Path) -> None:
     shares_memory = run_ranks(2, work_with, free_port(), transport, work, tmp_path)
     assert shares_memory == [transport == "shared" and work is not pipe] * 2
