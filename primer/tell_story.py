@@ -78,8 +78,13 @@ def pick(logits: Tensor, args: Settings, generator: torch.Generator) -> int:
 
 
 @torch.inference_mode()
-def tell(net: CausalLLama, ids: list[int], args: Settings, end: int, device: torch.device) -> Iterator[int]:
-    """Yield the tokens after `ids`, until the `end` of the document, `--max-tokens`, or the model's context is full."""
+def tell(
+    net: CausalLLama, ids: list[int], args: Settings, end: int, device: torch.device, document_mask: bool = False
+) -> Iterator[int]:
+    """Yield the tokens after `ids`, until the `end` of the document, `--max-tokens`, or the model's context is full.
+
+    With `document_mask`, as in training, an `end` that predicts the first token is not seen by the tokens after it.
+    """
     generator = torch.Generator().manual_seed(args.seed)
     room = net.ctx_size - len(ids)
     cache = net.new_cache() if args.cache else None
@@ -91,6 +96,8 @@ def tell(net: CausalLLama, ids: list[int], args: Settings, end: int, device: tor
         yield token
         if token == end:
             return
+        if document_mask and text == [end]:
+            text, cache = [], net.new_cache() if args.cache else None
         text.append(token)
         # The cache has the keys and values of the text, so the model needs only the last token.
         x = text if cache is None else [token]
@@ -109,7 +116,7 @@ def main(args: Settings) -> None:
     stream, told = TextStream(tokenizer), 0
     print(*(stream.add(id) for id in ids), sep="", end="", flush=True)
     started, token = time.perf_counter(), None
-    for token in tell(net, ids, args, tokenizer.eos_id, device):
+    for token in tell(net, ids, args, tokenizer.eos_id, device, saved.document_mask):
         told += 1
         print(stream.add(token), end="", flush=True)
     seconds = time.perf_counter() - started

@@ -307,7 +307,8 @@ class LLamaPart(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         assert self.model.norm is not None
         assert self.lm_head is not None
-        return self.lm_head(self.model.norm(x)).float()
+        logits = self.lm_head(self.model.norm(x))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def new_cache(self) -> "list[LayerCache]":
         """Return an empty cache of keys and values for each layer, for generating text without gradients."""

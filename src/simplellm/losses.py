@@ -49,7 +49,8 @@ def next_token_loss(
     Returns:
         A float32 scalar.
     """
-    loss: Tensor = _NextTokenLoss.apply(logits.float(), next_tokens.to(logits.device), ignored, predictions)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss: Tensor = _NextTokenLoss.apply(wide, next_tokens.to(logits.device), ignored, predictions)
     return loss
 
 

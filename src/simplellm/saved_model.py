@@ -20,12 +20,14 @@ class SavedModel:
         parameters: by name, float32.
         tokenizer: path of the tokenizer, as `SPTokenizer` reads it.
         step: number of training steps so far; None if unknown.
+        document_mask: whether it was trained with tokens that attend only within their documents.
     """
 
     options: dict[str, Any]
     parameters: dict[str, Tensor]
     tokenizer: Path
     step: int | None = None
+    document_mask: bool = False
 
     @property
     def after_steps(self) -> str:

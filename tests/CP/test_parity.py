@@ -9,6 +9,8 @@ from support.chapters import OneProcess, assert_equal, train_on
 from support.processes import LAB
 from support.terminals import terminals
 
+from distlab.exchange import read_saved
+
 PLAIN, RING = "CP/intro_CP.py", "CP/intro_CP_ring.py"
 MODEL = (
     "--lr 0.2 --dmodel 48 --num-heads 12 --num-kv-heads 6 --n-layers 2 --seq-len 25".split()
@@ -59,13 +61,13 @@ def test_one_rank_is_one_process_bit_for_bit(one_process: OneProcess, tmp_path: 
 
 def test_clipping_validation_and_another_number_of_ranks(one_process: OneProcess, tmp_path: Path) -> None:
     """A run of two ranks goes on with three, and then as one process: the losses are those of an unbroken run."""
-    recipe = [*MODEL, *"--clip-norm 0.3 --eval-every 2 --eval-sequences 3 --batch-size 2".split()]
+    recipe = [*MODEL, *DOCUMENTS.split(), *"--clip-norm 0.3 --eval-every 2 --eval-sequences 3 --batch-size 2".split()]
     alone = train_on(1, RING, tmp_path / "alone", *recipe, "--world-size", "1")[2]
     first = train_on(2, RING, tmp_path / "run", *recipe, *"--world-size 2 --steps 2 --save-every 2".split())[2]
     more = ["--resume", str(tmp_path / "run"), "--steps"]
     second = train_on(3, RING, tmp_path / "second", *recipe, "--world-size", "3", *more, "3", "--save-every", "1")[2]
     more[1] = str(tmp_path / "second")
-    third = train_on(1, "primer/intro.py", tmp_path / "third", *recipe, *more, "4")[2]
+    third = train_on(1, "primer/intro.py", tmp_path / "third", *recipe, *more, "4", "--save-every", "1")[2]
     assert [*first, *second, *third] == pytest.approx(alone, rel=1e-6)
 
     def validated(run: str) -> list[float]:
@@ -73,6 +75,7 @@ def test_clipping_validation_and_another_number_of_ranks(one_process: OneProcess
         return [record["validation_loss"] for record in map(json.loads, lines) if "validation_loss" in record]
 
     assert validated("run") + validated("third") == pytest.approx(validated("alone"), rel=1e-6)
+    assert read_saved(tmp_path / "third").document_mask
 
 
 IN_THE_RING = """

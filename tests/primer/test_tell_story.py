@@ -108,6 +108,18 @@ def test_without_the_cache_the_story_is_the_same(args: Settings) -> None:
     assert story(dataclasses.replace(args, cache=False)) == told
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_story_after_the_end_of_another_is_told_as_the_mask_was_trained(cache: bool) -> None:
+    saved, end = saved_model(num_kv_heads=2), SPTokenizer().eos_id
+    args = dataclasses.replace(GREEDY, cache=cache)
+    plain, masked = (list(tell(saved.build(), [end], args, end, CPU, mask)) for mask in (False, True))
+    net = dataclasses.replace(saved, options={**saved.options, "document_end": end}).build()
+    with torch.no_grad():
+        expected = net(torch.tensor([[end, *masked[:-1]]]))[0].argmax(-1).tolist()
+    assert masked == expected
+    assert masked != plain
+
+
 @torch.inference_mode()
 @pytest.mark.alone
 def test_with_the_cache_a_token_is_several_times_faster(one_thread: None) -> None:

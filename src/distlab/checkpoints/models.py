@@ -25,7 +25,9 @@ def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedM
         if RANDOM not in name and OPTIMIZER not in name
     }
     read_into(parameters, checkpoint)
-    return SavedModel(checkpoint.record["model"], parameters, checkpoint.tokenizer, checkpoint.step)
+    record = checkpoint.record
+    has_mask = record["settings"].get("document_mask", False)
+    return SavedModel(record["model"], parameters, checkpoint.tokenizer, checkpoint.step, has_mask)
 
 
 def write_model(run: Path, model: SavedModel) -> None:

@@ -1,6 +1,7 @@
 """Ranks that share sequences compute what one process computes of the whole ones, forward and backward."""
 
 import itertools
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -16,6 +17,7 @@ from distlab.parallel.context_parallel import ContextParallel, positions_of, wor
 from distlab.parallel.division import Kind, Order
 from simplellm.attention import attend_to_earlier
 from simplellm.documents import within_documents
+from simplellm.layers import RMSNorm
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 
@@ -40,6 +42,41 @@ def loss_of(net: CausalLLama, ids: Tensor, end: int | None) -> Tensor:
     """What one process computes."""
     part = None if end is None else within_documents(ids, end)
     return causalLLMLoss(net(ids, part=part), ids, VOCAB)
+
+
+def exact_model(key_heads: int) -> CausalLLama:
+    """The model in float64, whose norms would else return float32."""
+    net = model(key_heads).double()
+    for module in net.modules():
+        if isinstance(module, RMSNorm):
+            module.dtype = torch.float64
+    return net
+
+
+def train_exactly(rank: int, ranks: int, port: int) -> None:
+    """Loss and gradients of the whole model in float64; with labels shifted within the parts, they are others."""
+    with process_group(rank, ranks, port):
+        alone, axis = Grid(0, {}).axis("cp"), all_ranks("cp")
+        for kind, end, seq in itertools.product(KINDS, (None, END), (24, 13)):
+            results = []
+            for among in (alone, axis):
+                net, part = exact_model(4), ContextParallel(among, kind, "zigzag", end).part(sequences(seq))
+                logits = net(part.ids, part=part.sequence)
+                loss = part.loss(logits)
+                loss.backward()
+                rolled = replace(part, next_tokens=part.ids.roll(-1, dims=1)).loss(logits.detach())
+                own = [loss.detach(), rolled, *(p.grad for p in net.parameters() if p.grad is not None)]
+                results.append(own if among is alone else mean_over(axis, own))
+            (expected, _, *gradients), (loss, rolled, *averages) = results
+            torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+            for average, gradient in zip(averages, gradients, strict=True):
+                assert (average - gradient).abs().max() <= 1e-13 * gradient.abs().max() > 0, (kind, end, seq)
+            assert (rolled - expected).abs() > 1e-3, "the control: these labels are wrong"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_losses_and_gradients_are_exact_and_those_of_wrong_labels_are_not(ranks: int) -> None:
+    run_ranks(ranks, train_exactly, ranks, free_port(), deadline=120)
 
 
 def count_kept(rank: int, ranks: int, seq: int, port: int) -> int:
