@@ -110,8 +110,12 @@ def diagnose(
         return Diagnosis(picture, f"deadlock: {describe(start)}{chain} waits for {describe(start)}")
     if ends:
         answer = "answers, but has" if len(ends) == 1 else "answer, but have"
-        late = f"{names(ends)} {answer} not reached this point, and the others wait: {too_long}"
-        return Diagnosis(picture, late)
+        return Diagnosis(picture, f"{names(ends)} {answer} not reached this point, and the others wait: {too_long}")
+    for rank, wait in waits.items():
+        if _is_met(rank, wait, waits):
+            sending = f"{describe(rank)} is sending {wait.what} to {list_ranks(wait.peers)}, where it has not arrived"
+            why = f"it was {too_long}, or the network between them is slow"
+            return Diagnosis(picture, f"{sending}, and the others wait: {why}")
     what = next(iter(waits.values())).what if waits else "each other"
     stuck = f"all ranks take part in {what}, but it does not finish: is the network between them up?"
     return Diagnosis(picture, stuck)
@@ -119,6 +123,8 @@ def diagnose(
 
 def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mapping[int, Notice]) -> Iterator[int]:
     """Yield the ranks that `rank` waits for, which have not done their part."""
+    if _is_met(rank, wait, waits):
+        return
     group = group_key([rank, *wait.peers])
     for peer in wait.peers:
         if wait.way == "other" and peer in waits:
@@ -131,6 +137,14 @@ def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mappi
             if notices[peer].begun.get(group, 0) > wait.number and not (same_ranks and elsewhere) and not is_held_back:
                 continue
         yield peer
+
+
+def _is_met(rank: int, wait: Wait, waits: Mapping[int, Wait]) -> bool:
+    """Return whether `rank` waits to send a message to a rank that waits for it, so that neither blocks the other."""
+    return wait.way == "send" and any(
+        peer in waits and waits[peer].way == "receive" and rank in waits[peer].peers and waits[peer].what == wait.what
+        for peer in wait.peers
+    )
 
 
 def list_causes(ended: Mapping[int, str], describe: Callable[[int], str]) -> str:

@@ -73,6 +73,13 @@ def test_two_ranks_that_both_send_first_are_a_cycle() -> None:
     ]
 
 
+def test_a_message_that_its_receiver_waits_for_is_late_and_no_cycle() -> None:
+    found = explain(receives(0, 1), sends(1, 0), receives(2, 0, "the rest"))
+    assert not is_deadlock(found)
+    assert found.sentence.startswith("rank 1 is sending the tensor to rank 0, where it has not arrived")
+    assert is_deadlock(explain(receives(0, 1), sends(1, 0, "the rest"), receives(2, 0)))
+
+
 def test_a_longer_cycle_names_all_its_ranks() -> None:
     found = explain(receives(0, 2), receives(1, 0), receives(2, 1))
     assert found.sentence == "deadlock: rank 0 waits for rank 2, which waits for rank 1, which waits for rank 0"
