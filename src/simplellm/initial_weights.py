@@ -25,7 +25,7 @@ def initial_weight(seed: int, name: str, shape: Sequence[int]) -> Tensor:
         A float32 tensor of that shape on the CPU, the same for every device that the model may run on.
     """
     if len(shape) == 1:
-        fill = torch.zeros if name.endswith(".bias") else torch.ones
+        fill = torch.zeros if name.endswith("bias") else torch.ones
         return fill(*shape, dtype=torch.float32, device="cpu")
     key = f"{seed} {name} {tuple(shape)}".encode()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big"))

@@ -1,9 +1,10 @@
 """Llama, whole or as the stages of a pipeline.
 
 The model is from Touvron et al. (arXiv 2302.13971): pre-norm blocks with RMSNorm, rotary positions, causal
-attention (optionally grouped-query) and SwiGLU, usually without biases, and with an untied head. Parameters have the
-names of Hugging Face's ``LlamaForCausalLM``. A stage's parameters have the same names as in the whole model: state
-dicts load in both directions, and the state dicts of all stages together make up the whole model's.
+attention (optionally grouped-query) and SwiGLU, usually without biases, and with an untied head. In place of a SwiGLU,
+a block may have a mixture of experts (`simplellm.feed_forward`). Parameters have the names of Hugging Face's
+``LlamaForCausalLM``. A stage's parameters have the same names as in the whole model: state dicts load in both
+directions, and the state dicts of all stages together make up the whole model's.
 
 With `dtype` bfloat16 the model computes in mixed precision: parameters, their gradients, the residual stream, the
 statistics of the norms and the logits are float32; everything between a norm and the next residual sum is bfloat16.
@@ -15,15 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from simplellm.attention import Attend, SequencePart, attend_to_earlier
 from simplellm.errors import InputError
+from simplellm.feed_forward import MLP, MixtureOfExperts
 from simplellm.initial_weights import initialize
 from simplellm.layers import ROPE_THETA, Linear, RMSNorm, Rotate, rotary_tables
 from simplellm.mixed_precision import widen
-from simplellm.options import Recompute, RopeScaling, check_heads
+from simplellm.options import Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
 
 if TYPE_CHECKING:
     from simplellm.cache import LayerCache
@@ -69,19 +70,6 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1).to(x.dtype))
 
 
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
-
-    def __init__(self, dmodel: int, hidden_dim: int, bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj = Linear(dmodel, hidden_dim, bias=bias)
-        self.up_proj = Linear(dmodel, hidden_dim, bias=bias)
-        self.down_proj = Linear(hidden_dim, dmodel, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream (batch, seq, dmodel)."""
 
@@ -96,12 +84,13 @@ class Block(nn.Module):
         head_dim: int | None = None,
         attention_bias: bool = False,
         mlp_bias: bool = False,
+        mixture: Mixture | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(dmodel, norm_eps, dtype)
         self.self_attn = Attention(dmodel, num_heads, num_kv_heads, head_dim, attention_bias)
         self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        self.mlp = MLP(dmodel, hidden_dim, mlp_bias)
+        self.mlp = MixtureOfExperts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
 
     def forward(
         self,
@@ -153,6 +142,10 @@ class LLamaPart(nn.Module):
         head_dim: width of a head, even; dmodel / num_heads if None.
         rope_scaling: the fields of `RopeScaling`, for rotary positions that are scaled as in Llama 3.1.
         attention_bias, mlp_bias: whether the linear layers there have biases.
+        experts: networks, each `hidden_dim` wide, in place of one MLP in each block, of which a router chooses
+            `experts_per_token` for each token; 0 for no experts.
+        experts_per_token, shared_expert, router_scores: see `Mixture`.
+        own_experts: the numbers of the experts that this process holds; all if None.
 
     Attributes:
         options: the arguments that make the same model again, except for weights and device.
@@ -188,6 +181,11 @@ class LLamaPart(nn.Module):
         rope_scaling: Mapping[str, Any] | None = None,
         attention_bias: bool = False,
         mlp_bias: bool = False,
+        experts: int = 0,
+        experts_per_token: int = 2,
+        shared_expert: bool = False,
+        router_scores: RouterScores = "softmax",
+        own_experts: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -222,13 +220,19 @@ class LLamaPart(nn.Module):
             "mlp_bias": mlp_bias,
         }
         self.options |= {name: value for name, value in unusual.items() if value}
+        mixture = None
+        if experts:
+            check_mixture(experts, experts_per_token)
+            mixture = Mixture(experts, experts_per_token, shared_expert, router_scores, own_experts)
+            self.options |= mixture.options
         self.ctx_size = ctx_size
         self.head_dim = head_dim or dmodel // num_heads
         self.rope_theta, self._rope_scaling = rope_theta, scaling
         self.document_end = document_end
         self.recompute = recompute
         device = torch.get_default_device() if device is None else torch.device(device)
-        sizes = dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype, head_dim, attention_bias, mlp_bias
+        biases = attention_bias, mlp_bias
+        sizes = dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype, head_dim, *biases, mixture
         with device:
             layers: dict[str, nn.Module] = {
                 str(index): Block(*sizes) for index in range(first_layer, first_layer + n_layers)

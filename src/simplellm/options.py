@@ -1,11 +1,38 @@
 """Options of a model, and checks of their combinations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from simplellm.errors import InputError
 
 Recompute = Literal["none", "blocks", "all"]
+RouterScores = Literal["softmax", "sigmoid"]
+
+
+class Mixture(NamedTuple):
+    """The sizes of a mixture of experts."""
+
+    experts: int
+    per_token: int  # experts that the router chooses for each token
+    shared: bool = False  # whether a further expert sees all tokens
+    scores: RouterScores = "softmax"  # how scores follow from logits: as in Mixtral, or as in DeepSeek-V3
+    own: Sequence[int] | None = None  # the experts that this process holds; None for all
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a model in `simplellm.llama` with such mixtures, in any number of processes."""
+        names = "experts", "experts_per_token", "shared_expert", "router_scores"
+        return dict(zip(names, self, strict=False))
+
+
+def check_mixture(experts: int, experts_per_token: int) -> None:
+    """Raise `InputError` unless each token can have different experts."""
+    if experts < 0:
+        raise InputError(f"experts {experts}: give 0 for none, or how many each block has")
+    if not 1 <= experts_per_token <= max(1, experts):
+        raise InputError(
+            f"experts_per_token {experts_per_token} with experts {experts}: give a number from 1 to {max(1, experts)}"
+        )
 
 
 class RopeScaling(NamedTuple):

@@ -15,7 +15,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from simplellm.autograd import observers
 from simplellm.weight_gradients import current
 
+Kept = list[Tensor]
+_kept: tuple[Kept, Iterator[Tensor] | None] | None = None  # of the running call; in a second run, what is left of them
 _is_inside = False  # whether a call with recomputed activations is running
+
+
+def kept(compute: Callable[[], Tensor]) -> Tensor:
+    """Return `compute()`; in the second run of a `Recomputed` call, the result of the first run.
+
+    For a choice that depends on the last digit, such as the experts of a token: a second run on another number of
+    threads could choose differently.
+    """
+    if _kept is None:
+        return compute()
+    results, again = _kept
+    if again is not None:
+        return next(again)
+    results.append(compute())
+    return results[-1]
 
 
 class _CompleteError(Exception):
@@ -51,7 +68,8 @@ class Recomputed:
         self._random_states = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
         self._observers, self._weight_gradients = list(observers), current()
         self._observed = [observer.keep_again(x) for x in inputs for observer in self._observers]
-        with saved_tensors_hooks(self._number, self._take), _inside():
+        self._kept: Kept = []
+        with saved_tensors_hooks(self._number, self._take), _inside(self._kept, None):
             return self._function(*inputs)
 
     def compute(self) -> None:
@@ -69,7 +87,7 @@ class Recomputed:
             self._restore_random_states()
             contexts.enter_context(torch.enable_grad())
             contexts.enter_context(saved_tensors_hooks(keep, self._take))
-            contexts.enter_context(_inside())
+            contexts.enter_context(_inside(self._kept, iter(self._kept)))
             if self._weight_gradients is not None:  # under which layers save different tensors
                 contexts.enter_context(self._weight_gradients.applied())
             # In here: in Python 3.10, an exception that leaves a generator's context becomes part of a reference cycle,
@@ -95,11 +113,11 @@ class Recomputed:
 
 
 @contextlib.contextmanager
-def _inside() -> Iterator[None]:
+def _inside(results: Kept, again: Iterator[Tensor] | None) -> Iterator[None]:
     """Inside, nested calls run as without recomputation, because the outer call is recomputed as a whole."""
-    global _is_inside
-    outer, _is_inside = _is_inside, True
+    global _is_inside, _kept
+    outer, _is_inside, _kept = (_is_inside, _kept), True, (results, again)
     try:
         yield
     finally:
-        _is_inside = outer
+        _is_inside, _kept = outer

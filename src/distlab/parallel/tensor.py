@@ -19,8 +19,9 @@ from distlab.parallel.division import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.errors import InputError, require
+from simplellm.feed_forward import MLP, MixtureOfExperts
 from simplellm.layers import Linear
-from simplellm.llama import MLP, Attention
+from simplellm.llama import Attention
 
 Exchange = Callable[[Tensor, TPGroup], Tensor]
 
@@ -60,9 +61,12 @@ class _Parts:
         self.net = net
         modules = dict(net.named_modules())
         self.linears = {name: module for name, module in modules.items() if isinstance(module, Linear)}
+        # The slices of a layer compute all experts: only whole experts are divided, among other ranks.
+        mixed = {part for found in modules.values() if isinstance(found, MixtureOfExperts) for part in found.modules()}
+        modules = {name: module for name, module in modules.items() if module not in mixed}
         self.pairs = {name: module for name, module in modules.items() if isinstance(module, Attention | MLP)}
         inner = {layer for pair in self.pairs.values() for layer in pair.modules()}
-        self.heads = {name: linear for name, linear in self.linears.items() if linear not in inner}
+        self.heads = {n: linear for n, linear in self.linears.items() if linear not in inner | mixed}
         self.embeddings = {name: module for name, module in modules.items() if isinstance(module, nn.Embedding)}
 
     def check(self, style: Style, ranks: int, sequence_parallel: bool) -> None:

@@ -1,0 +1,143 @@
+"""The feed-forward part of a block: one network for all tokens, or a mixture of experts.
+
+In a mixture, a router sends each token to a few of many networks, the experts, so that a model can have many more
+weights than it multiplies for a token (Shazeer et al., arXiv 1701.06538; Mixtral: arXiv 2401.04088). The names of its
+parameters are those of Hugging Face's Qwen3-MoE and GLM-4-MoE.
+
+The choice of experts is a step function: a difference of 1e-7 in a score can send a token elsewhere. So ties go to the
+expert with the lower number, the router computes in float32, and the order of every sum is fixed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from simplellm.layers import Linear
+from simplellm.options import Mixture
+
+# (rows (rows, dmodel), sorted by expert; rows of each expert, (experts,); the experts of this process)
+# -> what the experts make of the rows, in the same order
+Passage = Callable[[Tensor, Tensor, Callable[[Tensor, Sequence[int]], Tensor]], Tensor]
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, dmodel: int, hidden_dim: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = Linear(dmodel, hidden_dim, bias=bias)
+        self.up_proj = Linear(dmodel, hidden_dim, bias=bias)
+        self.down_proj = Linear(hidden_dim, dmodel, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(Linear):
+    """The scores of each expert for each token, and a correction of them that balances the load.
+
+    The correction is a parameter without a gradient: it is a part of the model's state, and training changes it.
+    """
+
+    def __init__(self, dmodel: int, experts: int) -> None:
+        super().__init__(dmodel, experts, bias=False)
+        self.e_score_correction_bias = nn.Parameter(torch.empty(experts), requires_grad=False)
+
+
+class Permute(torch.autograd.Function):
+    """x[order]; the backward pass applies the inverse order, instead of adding up in an order that is not fixed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """Return the permutation that undoes a permutation (elements,)."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of the outputs of the experts that a router chooses for each token.
+
+    No token is dropped. Rows are sorted by expert, so that each expert does one matrix product on contiguous rows, and
+    an expert without tokens does one on no rows: every parameter has a gradient in each backward pass.
+
+    Attributes:
+        load: tokens of each expert in the forward passes of training since it was set to zero, (experts,), int64.
+        smallest_gap: in these passes, the smallest difference between a chosen score and the best that was not chosen.
+        routes: called in these passes with the choice (tokens, per_token) and each token's gap, (tokens,); returns the
+            choice to use.
+        passage: how rows reach the experts; by default they are all here.
+    """
+
+    def __init__(self, dmodel: int, hidden_dim: int, sizes: Mixture) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.gate = Router(dmodel, sizes.experts)
+        own = range(sizes.experts) if sizes.own is None else sizes.own
+        self.experts = nn.ModuleDict({str(number): MLP(dmodel, hidden_dim) for number in own})
+        self.shared_experts = MLP(dmodel, hidden_dim) if sizes.shared else None
+        self.load = torch.zeros(sizes.experts, dtype=torch.int64)
+        self.smallest_gap = float("inf")
+        self.routes: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.passage: Passage = lambda rows, counts, compute: compute(rows, counts.tolist())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, dmodel) -> the same shape, in float32."""
+        tokens, k = x.reshape(-1, x.shape[-1]), self.sizes.per_token
+        ids, weights = self._route(tokens)
+        order = ids.flatten().argsort(stable=True)  # by expert, and for each expert by token
+        inverse, counts = inverse_of(order), self._counts(ids)
+        rows = Permute.apply(tokens.repeat_interleave(k, dim=0), order, inverse)
+        placed = Permute.apply(self.passage(rows, counts, self.compute), inverse, order)
+        by_choice = placed.view(len(tokens), k, tokens.shape[1]).unbind(dim=1)
+        y = sum(weight.unsqueeze(1) * part for weight, part in zip(weights.unbind(dim=1), by_choice, strict=True))
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)
+        assert isinstance(y, Tensor)
+        return y.view(x.shape)
+
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Apply the experts of this process to their rows: the first `counts[0]` belong to its first expert, …"""
+        parts = zip(self.experts.values(), rows.split(list(counts)), strict=True)
+        return torch.cat([expert(part) for expert, part in parts])
+
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts of each token, the best first, and their weights: (tokens, per_token) each."""
+        from simplellm.recomputation import kept
+
+        logits = self.gate(tokens.to(self.gate.weight.dtype))
+        scores = logits.softmax(dim=1) if self.sizes.scores == "softmax" else logits.sigmoid()
+        ids = kept(lambda: self._choose(scores.detach()))
+        chosen = scores.gather(1, ids)  # the correction takes part in the choice, not in the weights
+        return ids, chosen / chosen.sum(dim=1, keepdim=True)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        k = self.sizes.per_token
+        ranked, order = (scores + self.gate.e_score_correction_bias).sort(dim=1, descending=True, stable=True)
+        ids = order[:, :k]
+        if torch.is_grad_enabled():  # not in validation
+            following = ranked[:, k] if k < self.sizes.experts else ranked.new_full((len(ranked),), -torch.inf)
+            gaps = ranked[:, k - 1] - following
+            ids = ids if self.routes is None else self.routes(ids, gaps)
+            self.load = self.load.to(ids.device) + self._counts(ids)
+            if len(gaps):
+                self.smallest_gap = min(self.smallest_gap, gaps.min().item())
+        return ids
+
+    def _counts(self, ids: Tensor) -> Tensor:
+        return ids.flatten().bincount(minlength=self.sizes.experts)

@@ -1,0 +1,123 @@
+"""A mixture of experts: against its formula, its ties, its balance, and what a second forward pass keeps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplellm.feed_forward import MLP, MixtureOfExperts
+from simplellm.initial_weights import initialize
+from simplellm.llama import CausalLLama, LLama
+from simplellm.options import Mixture, Recompute
+
+DMODEL, HIDDEN, TOKENS = 8, 12, 50
+
+
+def mixture_of(sizes: Mixture) -> MixtureOfExperts:
+    """A mixture in float64, with weights as after training."""
+    net = MixtureOfExperts(DMODEL, HIDDEN, sizes)
+    initialize(net, seed=3)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(20)
+    return net.double()
+
+
+def by_formula(net: MixtureOfExperts, x: Tensor) -> Tensor:
+    """One token after another, and one expert after another."""
+    sizes, rows = net.sizes, []
+    for row in x:
+        logits = net.gate.weight @ row
+        scores = logits.softmax(0) if sizes.scores == "softmax" else logits.sigmoid()
+        choice = (scores + net.gate.e_score_correction_bias).tolist()
+        ids = sorted(range(sizes.experts), key=lambda number: (-choice[number], number))[: sizes.per_token]
+        weights = scores[ids] / scores[ids].sum()
+        y = sum(weight * net.experts[str(number)](row) for weight, number in zip(weights, ids, strict=True))
+        rows.append(y + (net.shared_experts(row) if net.shared_experts else 0))
+    return torch.stack(rows)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "sizes", [Mixture(5, 2), Mixture(5, 1, True, "sigmoid"), Mixture(3, 3, False, "sigmoid"), Mixture(1, 1)]
+)
+def test_is_its_formula(sizes: Mixture) -> None:
+    net = mixture_of(sizes)
+    with torch.no_grad():
+        net.gate.e_score_correction_bias[0] = -9 if sizes.experts > sizes.per_token else 0  # without tokens
+    x = torch.randn(TOKENS, DMODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    leaves = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    outputs: list[Tensor] = []
+    gradients: list[list[Tensor]] = []
+    ways: list[Callable[[Tensor], Tensor]] = [net, lambda x: by_formula(net, x)]
+    for forward in ways:
+        own = x.clone().requires_grad_()
+        outputs.append(forward(own))
+        found = torch.autograd.grad(outputs[-1].square().sum(), [own, *leaves], allow_unused=True)
+        gradients.append([torch.zeros_like(p) if g is None else g for p, g in zip([own, *leaves], found, strict=True)])
+    assert outputs[1].std() > 0.1
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
+    assert net.load.sum() == TOKENS * sizes.per_token, "no token is lost"
+    assert net.load.numel() == sizes.experts
+    assert (net.load[0] == 0) == (sizes.experts > sizes.per_token)
+
+
+def test_equal_experts_are_a_dense_layer() -> None:
+    net, dense = mixture_of(Mixture(4, 4)), MLP(DMODEL, HIDDEN).double()
+    for expert in net.experts.values():
+        dense.load_state_dict(expert.state_dict()) if expert is net.experts["0"] else expert.load_state_dict(
+            dense.state_dict()
+        )
+    x = torch.randn(2, TOKENS, DMODEL, dtype=torch.float64)
+    torch.testing.assert_close(net(x), dense(x), rtol=1e-13, atol=1e-13)
+
+
+def test_ties_go_to_the_lower_number() -> None:
+    net = mixture_of(Mixture(7, 3))
+    with torch.no_grad():
+        net.gate.weight.zero_()
+    net(torch.randn(TOKENS, DMODEL, dtype=torch.float64))
+    assert net.load.tolist() == [TOKENS] * 3 + [0] * 4
+    assert net.smallest_gap == 0
+
+
+def test_validation_is_not_counted() -> None:
+    net = mixture_of(Mixture(4, 2))
+    with torch.no_grad():
+        net(torch.randn(TOKENS, DMODEL, dtype=torch.float64))
+    assert net.load.sum() == 0
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "all"])
+def test_recomputation_keeps_the_routes(recompute: Recompute) -> None:
+    """Also if the router has changed its mind, as it may on another number of threads; and it counts once."""
+    sizes: dict[str, Any] = {"dmodel": 8, "num_heads": 2, "n_layers": 2, "hidden_dim": 12, "experts": 6, "ctx_size": 16}
+    ids = torch.randint(0, 99, (2, 16), generator=torch.Generator().manual_seed(1))
+    gradients, loads = [], []
+    for way in ("none", recompute):
+        net = LLama(CausalLLama, 99, **sizes, recompute=way)
+        mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]
+        loss = net(ids).logsumexp(-1).mean()
+        for mixture in mixtures:
+            mixture.gate.e_score_correction_bias.data.copy_(torch.arange(6.0))
+        loss.backward()
+        gradients.append([parameter.grad for parameter in net.parameters() if parameter.requires_grad])
+        loads.append([mixture.load.tolist() for mixture in mixtures])
+    assert loads[0] == loads[1]
+    for expected, own in zip(*gradients, strict=True):
+        assert own.equal(expected)
+        assert own.abs().max() > 0
+
+
+def test_an_expert_starts_the_same_wherever_it_is() -> None:
+    sizes: dict[str, Any] = {"dmodel": 8, "num_heads": 2, "n_layers": 1, "hidden_dim": 12, "experts": 6, "ctx_size": 16}
+    whole = LLama(CausalLLama, 99, **sizes).state_dict()
+    part = LLama(CausalLLama, 99, **sizes, own_experts=[4, 5]).state_dict()
+    assert sum("experts." in name for name in part) == 6
+    assert all(tensor.equal(whole[name]) for name, tensor in part.items())
+    assert not whole["model.layers.0.mlp.experts.4.up_proj.weight"].equal(
+        whole["model.layers.0.mlp.experts.5.up_proj.weight"]
+    )
