@@ -3,7 +3,7 @@
     AutoModelForCausalLM.from_pretrained("DIR"), AutoTokenizer.from_pretrained("DIR")
 
 These compute the same logits and token ids as the lab. The weights need no conversion, because the parameters already
-have the names of that library.
+have the names of that library; for models with experts, see `simplellm.hub_mixtures`.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from sentencepiece import SentencePieceProcessor
 
 from simplellm.errors import InputError
+from simplellm.hub_mixtures import CORRECTION, hub_name, mixture_config
 from simplellm.hub_tokenizer import HubTokenizer, original
 from simplellm.saved_model import SavedModel
 from simplellm.tokenizer_json import as_tokenizer_json
@@ -32,21 +33,26 @@ def export(model: SavedModel, folder: Path) -> None:
         folder: a new or an empty folder.
 
     Raises:
-        InputError: the folder is not empty or cannot be written to, or the tokenizer cannot be exported.
+        InputError: the folder is not empty or cannot be written to, or the tokenizer or the experts cannot be exported.
     """
     content = model.tokenizer.read_bytes()
     tokenizer = original(content) if is_json(content) else as_tokenizer_json(model.tokenizer)
     ids = token_ids(SPTokenizer(model.tokenizer))
+    config = llama_config(model.options)
+    if model.options.get("experts"):
+        config = mixture_config(config, model.options, model.parameters)
     check_free(folder)
     try:
         with _all_or_nothing(folder) as place:
-            _write(place / "config.json", llama_config(model.options) | ids)
+            _write(place / "config.json", config | ids)
             _write(place / "generation_config.json", {"_from_model_config": True} | ids)
             _write(place / "tokenizer.json", tokenizer)
             _write(place / "tokenizer_config.json", tokenizer_config(model.tokenizer, model.options["ctx_size"]))
             if not is_json(content):
                 shutil.copyfile(model.tokenizer, place / "tokenizer.model")
-            weights = {name: parameter.contiguous() for name, parameter in model.parameters.items()}
+            weights = {hub_name(name, config["model_type"]): p.contiguous() for name, p in model.parameters.items()}
+            if config["model_type"] == "mixtral":
+                weights = {name: weight for name, weight in weights.items() if not name.endswith(CORRECTION)}
             save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
             # safetensors makes its file unreadable for other users; an export is meant to be shared.
             (place / "model.safetensors").chmod((place / "config.json").stat().st_mode)

@@ -1,4 +1,4 @@
-"""Read a Llama in Hugging Face's format.
+"""Read a Llama in Hugging Face's format, or a Mixtral or GLM-4-MoE: its relatives with experts.
 
 The folder contains config.json, model.safetensors (or its parts and their index) and tokenizer.model, or tokenizer.json
 alone. The lab refuses models with features that its Llama does not have, and a config.json with fields that it does not
@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from simplellm.errors import InputError
+from simplellm.hub_mixtures import CORRECTION, FIRST_GATE, FIXED, hub_name, mixture_options
+from simplellm.hub_mixtures import KNOWN as MIXTURE_FIELDS
 from simplellm.hub_tokenizer import standalone
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import RopeScaling
@@ -57,14 +59,15 @@ def read_llama(folder: Path) -> SavedModel:
     _check_kind(path, config)
     options = _options(path, config)
     stored = _stored(folder)
-    _check_sizes(path, options, stored)
+    kind = config["model_type"]
+    _check_sizes(path, options, stored, FIRST_GATE.get(kind, GATE))
     tokenizer, content = _tokenizer(folder, options["vocab_size"], rows=stored[EMBEDDING][1][0])
     options["padding_idx"] = tokenizer.pad_id if tokenizer.pad_id >= 0 else None
     empty = LLama(CausalLLama, **options, device="meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
     # As in transformers 5, a separate head is used even if the configuration says that there is none.
     tied = config.get("tie_word_embeddings") is True and HEAD not in stored
-    parameters = _parameters(folder, stored, shapes, tied)
+    parameters = _parameters(folder, stored, shapes, tied, kind)
     if content is None:
         return SavedModel(options, parameters, folder / "tokenizer.model")
     temporary = Path(tempfile.mkdtemp())
@@ -111,8 +114,15 @@ KNOWN = set(
 
 def _check_kind(path: Path, config: dict[str, Any]) -> None:
     """Raise `InputError` for features that the lab's Llama does not have, and for fields that are not understood."""
-    if config.get("model_type") != "llama":
-        raise _refuse(path, "model_type", config.get("model_type"), 'only a "llama" can be imported')
+    kind = config.get("model_type")
+    if kind != "llama" and kind not in FIXED:
+        wanted = 'only a "llama" can be imported, and with experts a "mixtral" and a "glm4_moe"'
+        raise _refuse(path, "model_type", kind, wanted)
+    for key, value in FIXED.get(kind, {}).items():
+        found = config.get(key, (config.get("rope_parameters") or {}).get(key))
+        if found != value and (found or value):
+            raise _refuse(path, key, found, f"the lab's model has {json.dumps(value)}")
+    known = KNOWN | FIXED.get(kind, {}).keys() | MIXTURE_FIELDS.get(kind, set())
     if config.get("hidden_act", "silu") != "silu":
         raise _refuse(path, "hidden_act", config["hidden_act"], 'the lab\'s Llama computes "silu"')
     for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
@@ -124,7 +134,7 @@ def _check_kind(path: Path, config: dict[str, Any]) -> None:
         raise _refuse(path, "quantization_config", config["quantization_config"], "give a model that is not quantized")
     for key, value in config.items():
         is_off = value is None or value is False  # absent, or not used
-        if key not in KNOWN and not is_off and not WITHOUT_EFFECT.fullmatch(key):
+        if key not in known and not is_off and not WITHOUT_EFFECT.fullmatch(key):
             wanted = "the lab does not know what it changes; remove it from a copy of the file if that is nothing"
             raise _refuse(path, key, value, wanted)
 
@@ -190,17 +200,22 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": config.get("attention_bias"),
         "mlp_bias": config.get("mlp_bias"),
     }
-    return {name: value for name, value in unusual.items() if value} | {
-        "vocab_size": size("vocab_size"),
-        "dmodel": dmodel,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "hidden_dim": size("intermediate_size"),
-        "n_layers": size("num_hidden_layers"),
-        "ctx_size": ctx_size,
-        "rope_theta": positive("rope_theta", rope["rope_theta"], 1e4),
-        "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps"), 1e-6),
-    }
+    mixture = mixture_options(config, size) if config["model_type"] in FIXED else {}
+    return (
+        {name: value for name, value in unusual.items() if value}
+        | mixture
+        | {
+            "vocab_size": size("vocab_size"),
+            "dmodel": dmodel,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "hidden_dim": size("moe_intermediate_size" if config["model_type"] == "glm4_moe" else "intermediate_size"),
+            "n_layers": size("num_hidden_layers"),
+            "ctx_size": ctx_size,
+            "rope_theta": positive("rope_theta", rope["rope_theta"], 1e4),
+            "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps"), 1e-6),
+        }
+    )
 
 
 def _tokenizer(folder: Path, vocab_size: int, rows: int) -> tuple[SPTokenizer, bytes | None]:
@@ -264,15 +279,18 @@ def _stored(folder: Path) -> dict[str, tuple[Path, Shape]]:
     return stored
 
 
-def _check_sizes(path: Path, options: dict[str, Any], stored: dict[str, tuple[Path, Shape]]) -> None:
-    """Raise `InputError` if the sizes do not match the tensors, before a model of these sizes is built."""
+def _check_sizes(path: Path, options: dict[str, Any], stored: dict[str, tuple[Path, Shape]], gate: str) -> None:
+    """Raise `InputError` if the sizes do not match the tensors, before a model of these sizes is built.
+
+    `gate` is the name of a tensor with a row for each hidden unit.
+    """
     layers = len({name.removeprefix(LAYERS).partition(".")[0] for name in stored if name.startswith(LAYERS)})
     if options["n_layers"] != layers:
         wanted = f"the files have the tensors of {layers} layers"
         raise _refuse(path, "num_hidden_layers", options["n_layers"], wanted)
     for key, option, name, dimension in (
         ("hidden_size", "dmodel", EMBEDDING, 1),
-        ("intermediate_size", "hidden_dim", GATE, 0),
+        ("intermediate_size", "hidden_dim", gate, 0),
     ):
         if name not in stored:
             raise InputError(f"{path.parent}: has no tensor {name}, which must be there")
@@ -291,21 +309,25 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _parameters(
-    folder: Path, stored: dict[str, tuple[Path, Shape]], shapes: dict[str, Shape], tied: bool
+    folder: Path, stored: dict[str, tuple[Path, Shape]], shapes: dict[str, Shape], tied: bool, kind: str
 ) -> dict[str, Tensor]:
     """Return the tensors of all parameters, read from their files and converted to float32."""
-    parameters: dict[str, Tensor] = {}
+    names = {hub_name(name, kind): name for name in shapes}  # the parameters', by those in the files
+    # A Mixtral does not correct the scores of its experts.
+    is_mixtral = kind == "mixtral"
+    parameters = {name: torch.zeros(shapes[name]) for name in shapes if name.endswith(CORRECTION) and is_mixtral}
     for path in dict.fromkeys(path for path, _ in stored.values()):
         with _opened(path) as file:
             for name in (name for name, (holder, _) in stored.items() if holder == path):
-                if _is_ours(path, name, shapes):
-                    parameters[name] = _widened(path, name, file.get_tensor(name), shapes[name])
+                if _is_ours(path, name, names):
+                    own = names[name]
+                    parameters[own] = _widened(path, name, file.get_tensor(name), shapes[own])
     if tied and EMBEDDING in parameters:
         # A separate tensor: in a pipeline, embedding and head are on different ranks.
         parameters[HEAD] = parameters[EMBEDDING].clone()
-    for name, shape in shapes.items():
-        if name not in parameters:
-            raise InputError(f"{folder}: has no tensor {name}, which must be there in the shape {list(shape)}")
+    for name, own in names.items():
+        if own not in parameters:
+            raise InputError(f"{folder}: has no tensor {name}, which must be there in the shape {list(shapes[own])}")
     return {name: parameters[name] for name in shapes}
 
 
@@ -330,11 +352,11 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return {name: folder / file_name for name, file_name in weight_map.items()}
 
 
-def _is_ours(path: Path, name: str, shapes: dict[str, Shape]) -> bool:
+def _is_ours(path: Path, name: str, names: dict[str, str]) -> bool:
     """Return whether to read a tensor; raise `InputError` for one that would change the result of the model."""
     if name.endswith(".rotary_emb.inv_freq"):
         return False  # frequencies in old files, which follow from rope_theta
-    if name not in shapes:
+    if name not in names:
         raise InputError(f"{path}: has a tensor {name}, for which the lab's Llama has no place")
     return True
 

@@ -1,0 +1,82 @@
+"""Models with experts to Hugging Face's format and back, against transformers itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.small_models import saved_model
+
+from simplellm.errors import InputError
+from simplellm.export import export
+from simplellm.import_hf import read_llama
+from simplellm.saved_model import SavedModel
+from simplellm.stories import story
+from simplellm.tokenizers import SPTokenizer
+
+EXPERTS = {
+    "experts": 5,
+    "experts_per_token": 2,
+    "shared_expert": False,
+    "router_scores": "softmax",
+    "num_kv_heads": 2,
+    "hidden_dim": 40,
+    "rope_theta": 5e5,
+}
+LIKE_DEEPSEEK = {"shared_expert": True, "router_scores": "sigmoid"}
+
+
+def without_corrections(model: SavedModel) -> SavedModel:
+    zeros = {name: torch.zeros_like(p) for name, p in model.parameters.items() if "correction" in name}
+    return SavedModel(model.options, model.parameters | zeros, model.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "name"),
+    [
+        ({}, "MixtralForCausalLM", "model.layers.1.block_sparse_moe.experts.4.w3.weight"),
+        (LIKE_DEEPSEEK, "Glm4MoeForCausalLM", "model.layers.1.mlp.gate.e_score_correction_bias"),
+    ],
+    ids=["mixtral", "glm4-moe"],
+)
+def test_transformers_computes_the_same_and_back(options: dict[str, Any], kind: str, name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_model(**EXPERTS | options)
+    saved = saved if options else without_corrections(saved)
+    export(saved, tmp_path / "there")
+    assert name in load_file(tmp_path / "there/model.safetensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
+    assert type(theirs).__name__ == kind
+    ids = torch.tensor([SPTokenizer().encode(story(index))[:60] for index in range(3)])
+    with torch.no_grad():
+        expected, own = theirs(ids).logits, saved.build()(ids)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=5e-5)
+    theirs.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved/tokenizer.model").write_bytes(saved.tokenizer.read_bytes())
+    back = read_llama(tmp_path / "saved")
+    assert all(tensor.equal(saved.parameters[name]) for name, tensor in back.parameters.items())
+    assert back.parameters.keys() == saved.parameters.keys()
+    assert {name: back.options[name] for name in saved.options if name != "padding_idx"} == {
+        name: value for name, value in saved.options.items() if name != "padding_idx"
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_expert": True}, {"router_scores": "sigmoid"}], ids=str)
+def test_experts_that_transformers_does_not_have(options: dict[str, Any], tmp_path: Path) -> None:
+    """The first has corrections."""
+    with pytest.raises(InputError, match="do not export: transformers has softmax scores without"):
+        export(saved_model(**EXPERTS | options), tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+def test_generation_with_a_cache() -> None:
+    """One token after another computes what all together compute."""
+    net = saved_model(**EXPERTS | LIKE_DEEPSEEK).build()
+    ids = torch.tensor([SPTokenizer().encode(story(1))[:20]])
+    with torch.no_grad():
+        expected, cache = net(ids), net.new_cache()
+        own = torch.cat([net(ids[:, at : at + 1], cache=cache) for at in range(20)], dim=1)
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=5e-5)
