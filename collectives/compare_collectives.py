@@ -1,4 +1,4 @@
-"""Broadcast, reduce, all-reduce, gather: each in several topologies, counted, predicted and measured.
+"""Broadcast, reduce, all-reduce, gather, all-to-all: each in several topologies, counted, predicted and measured.
 
     python collectives/compare_collectives.py <rank>  in four terminals, with the ranks 0 to 3
     ./launch.sh compare-collectives --world-size 8    all ranks at once

@@ -62,7 +62,7 @@ def operations(
     """
     rank, size = endpoint.get_rank(), endpoint.get_world_size()
     whole = torch.ones(size, whole_numbers(size_bytes, size) // (NUMBER_BYTES * size), device=device)
-    part, parts = whole[0].clone(), list(whole)
+    part, parts, other = whole[0].clone(), list(whole), torch.empty_like(whole)
     at_root = (whole, parts) if rank == 0 else (None, None)
     table: list[tuple[str, str, tuple[Any, ...], TimedWork]] = [
         ("broadcast", "naive tree ring", (whole, 0), lambda: dist.broadcast(whole, 0, group)),
@@ -71,6 +71,12 @@ def operations(
         ("gather", "naive tree", (part, at_root[0], 0), lambda: dist.gather(part, at_root[1], 0, group)),
         ("all-gather", "naive tree ring", (part, whole), lambda: dist.all_gather(parts, part, group)),
         ("reduce-scatter", "naive ring", (whole, part), lambda: dist.reduce_scatter(part, parts, group=group)),
+        (
+            "all-to-all",
+            "naive pairwise",
+            (parts, list(other)),
+            lambda: dist.all_to_all_single(other, whole, group=group),
+        ),
     ]
     works: dict[str, dict[str, TimedWork]] = {}
     for operation, topologies, arguments, library in table:

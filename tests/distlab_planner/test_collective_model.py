@@ -29,6 +29,7 @@ MESSAGE, ADDITION, LATENCY = 0.005, 0.001, 0.001
         ("all-reduce", "ring", 7 * (LATENCY + 0.0005 + ADDITION / 8) + 7 * (LATENCY + 0.0005)),
         ("all-gather", "ring", 7 * (LATENCY + 0.0005)),  # all give and take at the same time
         ("reduce-scatter", "ring", 7 * (LATENCY + 0.0005 + ADDITION / 8)),
+        ("all-to-all", "pairwise", 7 * (LATENCY + 0.0005)),
         ("gather", "naive", 7 * (LATENCY + 0.0005)),
         ("gather", "tree", 3 * LATENCY + (1 + 2 + 4) * 0.0005),
     ],

@@ -12,6 +12,8 @@ from distlab.collectives.algorithms import (
     allreduce_naive,
     allreduce_ring,
     allreduce_tree,
+    alltoall_naive,
+    alltoall_pairwise,
     broadcast_naive,
     broadcast_ring,
     broadcast_tree,

@@ -1,4 +1,4 @@
-"""Handwritten collectives: broadcast, reduce, all-reduce, gather and reduce-scatter over several topologies.
+"""Handwritten collectives: broadcast, reduce, all-reduce, gather, reduce-scatter, all-to-all, in several topologies.
 
 All of them work in place on the caller's tensor, of any dtype and shape, for every world size and root. They send and
 receive through an endpoint. The default endpoint is `torch.distributed` itself, whose functions are looked up at each
@@ -13,7 +13,7 @@ For the latency and bandwidth of these algorithms see Thakur, Rabenseifner and G
 communication operations in MPICH", 2005.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -224,6 +224,34 @@ def reducescatter_ring(tensor: Tensor, scattered: Tensor, op: Op = ReduceOp.SUM,
             partial = combine(received, tensor[(rank - turn - 2) % size], out=block if is_last else received)
         if size == 1:
             block.copy_(partial)
+
+
+def alltoall_naive(parts: Sequence[Tensor], received: Sequence[Tensor], endpoint: Endpoint = dist) -> None:
+    """Send `parts[r]` to rank r, and receive its part for this rank in `received[r]`; one rank sends after another.
+
+    Parts may have different sizes, also none; rank r's part for this rank has the size of `received[r]`.
+    """
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
+    received[rank].detach().copy_(parts[rank].detach())
+    for source in range(size):
+        for target in (other for other in range(size) if other != source):
+            if rank == source:
+                endpoint.send(parts[target].detach().contiguous(), target)
+            elif rank == target:
+                with in_place(received[source]) as data:
+                    endpoint.recv(data, source)
+
+
+def alltoall_pairwise(parts: Sequence[Tensor], received: Sequence[Tensor], endpoint: Endpoint = dist) -> None:
+    """Like `alltoall_naive`, but in turn t all ranks send at once, each to the rank t places after it."""
+    rank, size = endpoint.get_rank(), endpoint.get_world_size()
+    received[rank].detach().copy_(parts[rank].detach())
+    for turn in range(1, size):
+        target, source = (rank + turn) % size, (rank - turn) % size
+        with in_place(received[source]) as data:
+            own = parts[target].detach().contiguous()
+            for message in (endpoint.irecv(data, source), endpoint.isend(own, target)):
+                message.wait()
 
 
 def shift(data: Tensor, received: Tensor, endpoint: Endpoint = dist) -> None:

@@ -35,6 +35,7 @@ def allreduce_ring_in_segments(tensor: Tensor, op: Op = ReduceOp.SUM, endpoint: 
 ALL_REDUCES = [*collectives.ALL_REDUCES.values(), allreduce_ring_both_ways, allreduce_ring_in_segments]
 GATHERS = [collectives.gather_naive, collectives.gather_tree]
 ALL_GATHERS = [collectives.allgather_naive, collectives.allgather_tree, collectives.allgather_ring]
+ALL_TO_ALLS = [collectives.alltoall_naive, collectives.alltoall_pairwise]
 REDUCE_SCATTERS = [collectives.reducescatter_naive, collectives.reducescatter_ring]
 
 
@@ -69,6 +70,12 @@ def check_all(endpoint: Endpoint = dist) -> int:
             gathered = torch.full_like(parts, 7)
             all_gather(part(rank, dtype), gathered, endpoint)
             equal(gathered, parts, all_gather)
+        for all_to_all in ALL_TO_ALLS:  # rank r sends r + 2 s numbers, each 100 r + s, to rank s; rank 0 none to itself
+            sent = [torch.full((rank + 2 * other,), 100 * rank + other).to(dtype) for other in range(size)]
+            received = [torch.zeros(other + 2 * rank, dtype=dtype) for other in range(size)]
+            all_to_all(sent, received, endpoint)
+            for other, own in enumerate(received):
+                equal(own, torch.full((other + 2 * rank,), 100 * other + rank).to(dtype), all_to_all)
         for op in OPS:
             combined = {
                 ReduceOp.SUM: parts.sum(0).to(dtype),
