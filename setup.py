@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-CHAPTERS = "primer", "DP", "PP", "TP", "CP", "hybrid", "collectives", "mpi"
+CHAPTERS = "primer", "DP", "PP", "TP", "CP", "EP", "hybrid", "collectives", "mpi"
 
 
 class WithChapters(build_py):

@@ -3,12 +3,14 @@
     python hybrid/intro_5d.py <rank>                                    in six terminals, with the ranks 0 to 5
     ./launch.sh 5d --shard optimizer                                    replicas shard the optimizer's state
     ./launch.sh 5d --dp 1 --cp 2 --tp 2 --pp 2                          ranks share sequences, too
+    ./launch.sh 5d --dp 2 --ep 2 --pp 1 --experts 8                     ranks share experts
     ./launch.sh 5d --outer diloco --sync-every 50                       pipelines far apart
     ./launch.sh 5d --schedule auto --keep-at-most 200MB                 a schedule that is searched for
     ./launch.sh 5d --schedule zb-h2 --run-on                            no wait at the end of a step
 
 The layout is that of hybrid/intro_hybrid.py, and without flags so is the run. With `--cp`, ranks share each sequence as
-in CP/intro_CP_ring.py; they hold the same weights, and average their gradients as replicas do. With `--shard`, the
+in CP/intro_CP_ring.py; they hold the same weights, and average their gradients as replicas do. With `--ep`, some of the
+replicas share the experts of each layer, as in EP/intro_EP.py. With `--shard`, the
 replicas of a stage shard its optimizer's state, and more. With `--outer diloco`, each pipeline trains on its own for
 many steps, and an outer optimizer takes steps with the differences. Gradients are averaged bucket by bucket: a bucket
 starts during the backward pass of the last micro-batch. Over gloo or NCCL it travels while that pass goes on; in shared
@@ -24,7 +26,9 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.context_parallel import ContextParallel, loss_of_part
 from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
+from distlab.parallel.expert_parallel import LoadBalance, own_experts, share_experts
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
+from distlab.parallel.routes import Routes
 from distlab.parallel.sharded import ShardedDP
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
@@ -33,6 +37,7 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
+from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from distlab.settings.stages import HybridSettings
 from simplellm.dataloaders import TinyStories
@@ -43,18 +48,20 @@ DEFAULTS = HybridSettings(batch_size=3)
 
 def train(run: TrainingRun[HybridSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    stages, replicas, parts, slices = (run.grid.axis(name) for name in ("pp", "dp", "cp", "tp"))
-    same = run.grid.axis("dp", "cp")  # ranks with the same weights, and other tokens
+    stages, sharing, parts, slices = (run.grid.axis(name) for name in ("pp", "ep", "cp", "tp"))
+    replicas, same = run.grid.axis("dp", "ep"), run.grid.axis("dp", "ep", "cp")  # other sequences; other tokens
     programs = args.programs()
     program = programs[stages.rank]  # this rank's actions
     split = args.split(tokenizer.vocab_size)
-    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
+    own = own_experts(args.experts, sharing)
+    options = {"padding_idx": tokenizer.pad_id, "own_experts": own, **run.model_options()}
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
 
-    run.grid.make_groups("dp", "cp", ("dp", "cp"), "tp")
+    run.grid.make_groups("dp", "ep", "cp", ("dp", "ep"), ("dp", "cp"), ("dp", "ep", "cp"), "tp")
     for net in nets.values():
         shard(net, axis=slices)
+    share_experts(nets.values(), sharing)
     loss = loss_of_whole = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
     part_of = None  # the part of a micro-batch that this rank sees; None for all of it
     if args.cp > 1 or args.document_mask:
@@ -63,6 +70,11 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         loss = partial(loss_of_part, vocab_size=tokenizer.vocab_size, axis=slices)
     if args.schedule == "auto":  # the order depends on what the passes take here
         programs = find_schedule(run, nets, loss, part_of)
+    balance = LoadBalance(nets.values(), args.balance_rate, same)
+    routes: Routes | None = None
+    if args.routes:
+        tokens = args.batch_size * args.seq_len
+        routes = Routes(nets.values(), *args.routes, replicas, tokens, writes=slices.rank == 0)
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
         sharded = {stage: ShardedDP(net, args.shard, same, args.micro_batches) for stage, net in nets.items()}
@@ -100,12 +112,17 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()
+        run.records.values.update(balance.step())
+        if routes:
+            run.records.values.update(routes.step())
         for part in sharded.values():
             part.gather_weights()
         if outer:
             outer.after(step)
     if outer:
         outer.wait()
+    if routes and routes.parted:
+        say(f"the first token that would have had other experts: {routes.parted}")
 
 
 if __name__ == "__main__":

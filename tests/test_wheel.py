@@ -12,7 +12,9 @@ from support.processes import LAB, Ended, run
 
 from distlab.launch import TOPOLOGIES
 
-CHECKOUT = "src primer DP PP TP CP hybrid collectives mpi pyproject.toml setup.py MANIFEST.in README.md LICENSE".split()
+CHECKOUT = (
+    "src primer DP PP TP CP EP hybrid collectives mpi pyproject.toml setup.py MANIFEST.in README.md LICENSE".split()
+)
 TINY = "--steps 2 --dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
 USER_SCRIPT = """
 '''A script of a user's own.'''

@@ -54,6 +54,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "tp-styles": "TP/intro_TP_styles.py",
     "cp": "CP/intro_CP.py",
     "cp-ring": "CP/intro_CP_ring.py",
+    "ep": "EP/intro_EP.py",
     "sentiment": "TP/sentiment/tp_tensor_parallel.py",
     "hybrid": "hybrid/intro_hybrid.py",
     "5d": "hybrid/intro_5d.py",

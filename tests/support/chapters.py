@@ -96,13 +96,15 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
 
 def whole(sharded: list[ShardedDP]) -> tuple[State, State]:
     """The parameters and the gradients that replicas have shared out, gathered."""
-    parameters = {name: weight for part in sharded for name, weight in part.whole_parameters().items()}
+    parameters = {name: weight.clone() for part in sharded for name, weight in part.whole_parameters().items()}
+    frozen = {name for part in sharded for name, weight in part.own_parameters().items() if not weight.requires_grad}
     for part in sharded:
         with torch.no_grad():
             for shard in part.own_parameters().values():
                 shard.copy_(torch.full_like(shard, torch.nan) if shard.grad is None else shard.grad)
         part.gather_weights()
-    return parameters, {name: grad for part in sharded for name, grad in part.whole_parameters().items()}
+    gradients = {name: grad for part in sharded for name, grad in part.whole_parameters().items()}
+    return parameters, {name: grad for name, grad in gradients.items() if name not in frozen}
 
 
 def train_on(world_size: int, script: str, out: Path, *flags: str) -> tuple[list[State], list[State], list[float]]:

@@ -11,8 +11,9 @@ Neighbors = Literal["stages", "replicas"]  # what ranks with neighboring numbers
 
 # The axes of the lab's scripts, each with the word for a rank's number along it in messages, in the order in which
 # messages name them; None for axes that messages do not name. Any other axis works the same, without a word.
-WORDS: Mapping[str, str | None] = {"pp": "stage", "cp": "part", "dp": "replica", "tp": None}
+WORDS: Mapping[str, str | None] = {"pp": "stage", "cp": "part", "dp": "replica", "ep": None, "tp": None}
 REPLICAS, STAGES = "dp", "pp"  # the axes whose ranks hold copies of the model, and different layers of it
+EXPERTS = "ep"  # replicas that share the experts: the number of replicas is the product of both axes
 
 
 def layout_size(layout: Layout) -> int:
@@ -29,6 +30,16 @@ def stride(layout: Layout, axis: str) -> int:
 def coordinate(layout: Layout, rank: int, axis: str) -> int:
     """Return a rank's number along an axis, from 0."""
     return rank // stride(layout, axis) % layout.get(axis, 1)
+
+
+def replica_of(layout: Layout, rank: int) -> int:
+    """Return the number of a rank's replica, which has sequences of its own, from 0."""
+    return coordinate(layout, rank, REPLICAS) * layout.get(EXPERTS, 1) + coordinate(layout, rank, EXPERTS)
+
+
+def replicas_in(layout: Layout) -> int:
+    """Return the number of replicas, each with sequences of its own."""
+    return layout.get(REPLICAS, 1) * layout.get(EXPERTS, 1)
 
 
 def ranks_along(layout: Layout, axes: Collection[str]) -> list[tuple[int, ...]]:
@@ -59,7 +70,8 @@ def layout_flags(layout: Layout) -> str:
         return "one process"
     if len(layout) == 1 or STAGES not in layout:
         return f"--world-size {layout_size(layout)}"
-    flags = " ".join(f"--{name} {layout[name]}" for name in sorted(layout))
+    sizes = layout | {REPLICAS: replicas_in(layout)} if EXPERTS in layout else layout  # --dp counts all replicas
+    flags = " ".join(f"--{name} {sizes[name]}" for name in sorted(sizes))
     return flags + " --neighbors replicas" * (neighbors_of(layout) == "replicas")
 
 

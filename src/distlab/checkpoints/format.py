@@ -194,8 +194,11 @@ def _check(checkpoint: Checkpoint) -> None:
         check(head_dim is None or is_count(head_dim, least=1), "head_dim", head_dim)
         check(scaling is None or isinstance(scaling, dict), "rope_scaling", scaling)
         RopeScaling.of(scaling)
-        for name in ("attention_bias", "mlp_bias"):
+        for name in ("attention_bias", "mlp_bias", "shared_expert"):
             check(model.get(name) in (None, True, False), name, model.get(name))
+        for name in ("experts", "experts_per_token"):
+            check(name not in model or is_count(model[name], least=1), name, model.get(name))
+        check(model.get("router_scores") in (None, "softmax", "sigmoid"), "router_scores", model.get("router_scores"))
     layout = checkpoint.layout
     check(isinstance(layout, dict) and all(is_count(size, least=1) for size in layout.values()), "layout", layout)
     check(TOKENIZER in files or not is_llama, "list of files", [*files])

@@ -37,8 +37,13 @@ NamedRuns = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=HELP)]
 TRACED_HELP = f"{HELP} (or its trace file); the runs need --trace"
 NamedTraces = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=TRACED_HELP)]
 Against = Literal["steps", "tokens", "seconds"]
-Recorded = Literal["loss", "lr", "grad_norm"]
-CURVES = {"loss": "loss of the global batch", "lr": "learning rate", "grad_norm": "norm of the gradients"}
+Recorded = Literal["loss", "lr", "grad_norm", "max_over_mean_load"]
+CURVES = {
+    "loss": "loss of the global batch",
+    "lr": "learning rate",
+    "grad_norm": "norm of the gradients",
+    "max_over_mean_load": "tokens of the fullest expert, relative to the mean",
+}
 HOLDINGS = (
     style.BLUE,
     style.ORANGE,
@@ -63,7 +68,8 @@ def losses(
     Lines of later runs are thinner, so that all curves remain visible where they coincide.
 
     Args:
-        of: what to draw: the loss, the learning rate of each step, or the norm of its gradients before clipping.
+        of: what to draw: the loss, the learning rate of each step, the norm of its gradients before clipping, or the
+            load of the fullest expert.
         title: title of the figure.
         smooth: number of steps in the moving average; a learning rate is not averaged.
         against: the x axis; seconds are the time spent in steps, tokens are counted over all ranks.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.axes.grid import Grid
-from distlab.axes.layout import Layout, coordinate, ranks_along
+from distlab.axes.layout import EXPERTS, REPLICAS, Layout, coordinate, ranks_along
 from distlab.comm.recorder import COMPUTE, MESSAGE, SEND, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
@@ -100,7 +100,7 @@ class Trace:
         until = -math.inf
         replica = [rank]
         if self.programs is not None:
-            others = [axis for axis in self.layout if axis != "dp"]
+            others = [axis for axis in self.layout if axis not in (REPLICAS, EXPERTS)]
             replica = next([*ranks] for ranks in ranks_along(self.layout, others) if rank in ranks)
         for step in steps or self.steps():
             passes = {r: self.ranks[r].within(step[r], COMPUTE) or [step[r]] for r in replica}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.axes.layout import Layout, layout_size
+from distlab.axes.layout import EXPERTS, REPLICAS, Layout, layout_size, replicas_in
 from distlab.checkpoints.format import (
     PER_RANK_OPTIMIZER_STATE,
     Checkpoint,
@@ -153,7 +153,7 @@ class Checkpointer:
         if "bytes" in data and data["source"] == getattr(self._settings, "data", None):
             say(f"its data is in {data['source']}, a file of this machine that the checkpoint names")
         for name, before in per_step(self.resumed, self._settings).items():
-            now = getattr(self._settings, name) * self._settings.layout.get("dp", 1)
+            now = getattr(self._settings, name) * replicas_in(self._settings.layout)
             if now != before:
                 say(f"the global batch is now {now} and was {before}: {as_flag(name)} sets it")
         for remark in self._settings.remarks_on_resuming(self.resumed):
@@ -162,7 +162,7 @@ class Checkpointer:
 
 def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that decide which part of the model each rank of a replica holds, and in which order."""
-    sizes = {name: size for name, size in layout.items() if name != "dp" and size > 1}
+    sizes = {name: size for name, size in layout.items() if name not in (REPLICAS, EXPERTS) and size > 1}
     stages = ("schedule", "chunks_per_stage", "layers_per_stage") if "pp" in sizes else ()
     return sizes | {name: settings.get(name) for name in stages}
 

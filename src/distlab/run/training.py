@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distlab.axes.layout import replicas_in
 from distlab.reports.memory import MemoryReport
 from distlab.run.loss_sum import NotFiniteError
 from distlab.run.model import Loss, ModelParts, own_parameters
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
 from distlab.run.terminal import RankOutput, counted, say
+from distlab.settings.experts import ExpertSettings
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
@@ -50,6 +52,8 @@ class TrainingRun(Run[TrainSettingsT]):
         options["recompute"] = args.recompute
         if args.document_mask:
             options["document_end"] = SPTokenizer(args.tokenizer).eos_id
+        if isinstance(args, ExpertSettings):
+            options |= args.mixture_options()
         resumed = self.checkpointer.resumed if self.checkpointer else None
         if resumed is not None:  # an imported model may have values for which there is no flag
             model = resumed.record["model"]
@@ -157,7 +161,7 @@ class TrainingRun(Run[TrainSettingsT]):
         for is_asked, flags in ((args.eval_every, "--eval-every"), (changes, "--warmup-steps and --lr-schedule")):
             is_missing = is_asked and not has_tracked
             require(not is_missing, f"{flags} need a script that calls run.track before its first step")
-        tokens = self.grid.axis("dp").size * args.batch_size * args.seq_len
+        tokens = replicas_in(self.grid.layout) * args.batch_size * args.seq_len
         for step, batch in self.count_steps(stories, args.steps, tokens, "tokens", after_step=self._validate):
             self.records.values["lr"] = lr = args.learning_rate(step)
             for group in self._optimizer.param_groups if self._optimizer else ():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.axes.layout import EXPERTS, REPLICAS, STAGES
 from distlab.comm.names import counted_as, named
 from distlab.run.forward_passes import forward_passes, queues_for_passes
 from distlab.run.model import ModelParts
@@ -14,18 +15,18 @@ from distlab.run.model import ModelParts
 class Validator:
     """Computes the model's loss on a fixed set of sequences: token ids (sequences, seq), the same on all ranks.
 
-    The sequences are divided among the replicas, and evaluated in batches of at most `rows`. Where the replicas shard
-    the weights, each does as many forward passes as the others, because all of them gather the weights in each pass.
+    The sequences are divided among the replicas, and evaluated in batches of at most `rows`. Where the replicas share
+    weights or experts, each does as many forward passes as the others, because all take part in each pass.
     """
 
     def __init__(self, parts: ModelParts, sequences: Tensor, rows: int) -> None:
         self._parts, self._count = parts, len(sequences)
-        replicas = parts.grid.axis("dp")
+        replicas = parts.grid.axis(REPLICAS, EXPERTS)
         own = sequences[replicas.rank :: replicas.size]
         self._batches: Sequence[Tensor] = own.split(rows) if len(own) else ()
         most = math.ceil(math.ceil(self._count / replicas.size) / rows)  # passes of the first replica
-        shares_weights = any(part.shard == "weights" for part in parts.sharded.values())
-        self._not_counted = [sequences[:1]] * (most - len(self._batches)) if shares_weights else []
+        is_shared = any(part.shard == "weights" for part in parts.sharded.values()) or parts.grid.axis(EXPERTS).size > 1
+        self._not_counted = [sequences[:1]] * (most - len(self._batches)) if is_shared else []
 
     def loss(self, step: int) -> float:
         """Return the mean loss over all sequences after a step, on every rank; all ranks must call this method."""
@@ -37,5 +38,5 @@ class Validator:
             with named(f"the validation loss after step {step}", "validation"):
                 dist.all_reduce(total)
         grid = self._parts.grid
-        counted = grid.size // (grid.axis("pp").size * grid.axis("dp").size)  # times that each sequence is in the sum
+        counted = grid.size // grid.axis(STAGES, REPLICAS, EXPERTS).size  # times that each sequence is in the sum
         return total.item() / (self._count * counted)

@@ -1,10 +1,12 @@
 """The settings that a resumed run takes from its checkpoint, and the comparison with it; the layout may change."""
 
 import hashlib
+from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from distlab.axes.layout import replicas_in
 from distlab.checkpoints.format import Checkpoint, checksum
 from distlab.settings.resume import ResumePolicy, marked
 from simplellm.errors import InputError, as_flag, require
@@ -23,7 +25,7 @@ def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
         same = [name for name in marked(settings, ResumePolicy.SAME_LAYOUT) if name in saved]
         values |= {name: saved[name] for name in same if is_choice(saved[name], kinds[name])}
     values |= {name: saved[name] for name in marked(settings, *policies) if name in saved}
-    replicas = max(1, settings.layout.get("dp", 1))  # the layout has not been checked yet
+    replicas = max(1, replicas_in(settings.layout))  # the layout has not been checked yet
     for name, total in per_step(checkpoint, settings).items():
         if layout != settings.layout and total % replicas == 0:
             values[name] = total // replicas
@@ -39,8 +41,10 @@ def check_checkpoint(settings: Any, checkpoint: Checkpoint) -> None:
     """Raise `InputError` if a run with these settings would not continue the run that wrote the checkpoint."""
     _check_architecture(settings, checkpoint)
     flag, record = f"--resume {settings.resume}", checkpoint.record
+    usual = {field.name: field.default for field in fields(settings)}  # of sizes that a model need not have
     for name in marked(settings, ResumePolicy.MODEL):
-        require_same(f"{flag}: its model has", name, record["model"].get(name), getattr(settings, name))
+        saved = record["model"].get(name, usual[name])
+        require_same(f"{flag}: its model has", name, saved, getattr(settings, name))
     for name in marked(settings, ResumePolicy.FIXED):
         own = getattr(settings, name)
         require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
@@ -66,7 +70,7 @@ def per_step(checkpoint: Checkpoint, settings: Any) -> dict[str, int]:
     """Return the consumption of a step of the checkpoint's run on all replicas, by the setting for one replica."""
     saved = checkpoint.record["settings"]
     counts = {name: saved[name] for name in marked(settings, ResumePolicy.PER_REPLICA) if name in saved}
-    replicas = checkpoint.layout.get("dp", 1)
+    replicas = replicas_in(checkpoint.layout)
     return {name: count * replicas for name, count in counts.items() if isinstance(count, int)}
 
 

@@ -24,6 +24,7 @@ from distlab.pipeline.schedules import (
 )
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
 from distlab.settings.common import WorldSize, as_flag, require_positive, shown_as
+from distlab.settings.experts import ExpertSettings
 from distlab.settings.replicas import OuterSettings, check_no_clipping
 from distlab.settings.resume import ResumePolicy
 from distlab.settings.resuming import require_same
@@ -81,12 +82,17 @@ class StageSettings(TrainSettings):
         """Positions of a sequence on each rank."""
         return self.seq_len
 
+    @property
+    def hidden_per_token(self) -> int | None:
+        """Width of the feed-forward layers that a token passes through; None for the default width of one."""
+        return self.hidden_dim
+
     def _parts(self, vocab_size: int) -> PartCosts:
         return multiply_adds(
             vocab_size=vocab_size,
             dmodel=self.dmodel,
             seq_len=self.seq_len,
-            hidden_dim=self.hidden_dim,
+            hidden_dim=self.hidden_per_token,
             kv_width=self.dmodel // self.num_heads * (self.num_kv_heads or self.num_heads),
         )
 
@@ -260,12 +266,18 @@ class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
 
 
 @dataclass
-class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings):
+class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, ScheduleSettings):
     """A run of several equal pipelines, with `--batch-size` sequences each, and all options for pipelines."""
 
     masks_documents = True
     cp: int = 1
     """ranks that share each sequence; each has some of its positions"""
+    ep: int = 1
+    """replicas, of those that --dp counts, that share the experts; each has some of them"""
+    record_routes: Annotated[Path | None, shown_as("DIR", "default: none")] = None
+    """with --experts: write there which experts each token had"""
+    replay_routes: Annotated[Path | None, shown_as("DIR", "default: none")] = None
+    """with --experts: give each token the experts that another run has recorded"""
     neighbors: Annotated[Neighbors, ResumePolicy.SAME_LAYOUT] = "stages"
     """what ranks with neighboring numbers hold: the stages of a pipeline, or the replicas of a stage, so that pipelines
     and not their averages cross a slow link between hosts"""
@@ -279,9 +291,24 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
 
     @property
     def layout(self) -> Layout:
-        order = ("dp", "pp", "cp", "tp") if self.neighbors == "stages" else ("pp", "dp", "cp", "tp")
-        sizes = {**super().layout, "cp": self.cp}
-        return {axis: sizes[axis] for axis in order if axis != "cp" or self.cp != 1}
+        order = ("dp", "pp") if self.neighbors == "stages" else ("pp", "dp")
+        replicas = self.dp // self.ep if self.ep > 0 else self.dp  # that hold the same experts
+        sizes = {**super().layout, "dp": replicas, "ep": self.ep, "cp": self.cp}
+        return {
+            axis: sizes[axis] for axis in (*order, "ep", "cp", "tp") if axis not in ("ep", "cp") or sizes[axis] != 1
+        }
+
+    @property
+    def routes(self) -> tuple[Literal["record", "replay"], Path] | None:
+        """What to do with the routes in a folder."""
+        if self.record_routes:
+            return "record", self.record_routes
+        return ("replay", self.replay_routes) if self.replay_routes else None
+
+    @property
+    def hidden_per_token(self) -> int | None:
+        networks = self.experts_per_token + self.shared_expert
+        return networks * (self.hidden_dim or 4 * self.dmodel) if self.experts else self.hidden_dim
 
     @property
     def positions(self) -> int:
@@ -292,7 +319,9 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
         return self.outer == "diloco" and self.optimizer != "sgd" and self.dp > 1
 
     def check(self) -> None:
+        require(self.ep > 0 and self.dp % self.ep == 0, f"--ep {self.ep} with --dp {self.dp}: give a divisor of --dp")
         super().check()
+        self._check_mixture()
         self._check_outer()
         check_division(self.num_heads, self.num_kv_heads, self.tp)
         given = f"--shard {self.shard}"
@@ -301,6 +330,25 @@ class HybridSettings(ThreeAxes, SharedSequences, OuterSettings, ScheduleSettings
         check_sharing(self.seq_len, self.num_heads // self.tp, self.cp, self.cp_kind)
         gathers = f"{given} with --pp {self.pp}: each stage would be gathered again for every micro-batch"
         require(self.shard != "weights" or self.pp == 1, f"{gathers}; use --shard optimizer, or --pp 1 with --tp")
+
+    def _check_mixture(self) -> None:
+        self.check_experts(self.ep, "--ep")
+        for flag, path in (("--record-routes", self.record_routes), ("--replay-routes", self.replay_routes)):
+            require(path is None or self.experts > 0, f"{flag}: there are no routes without experts; give --experts")
+            require(path is None or self.cp == 1, f"{flag} with --cp {self.cp}: leave one of them out")
+            require(path is None or self.resume is None, f"{flag} with --resume: routes begin at the first step")
+        is_one = self.record_routes is None or self.replay_routes is None
+        require(is_one, "--record-routes with --replay-routes: they would be the same; leave one of them out")
+        if not self.experts:
+            return
+        given, advice = f"--experts {self.experts}", "leave one of them out"
+        require(self.outer == "none", f"{given} with --outer {self.outer}: loads are balanced in each step; {advice}")
+        require(not self.run_on, f"{given} with --run-on: the balance of a step cannot be undone; {advice}")
+        changes = f"{given} with --shard weights: the router's correction changes between steps"
+        require(self.shard != "weights", f"{changes}; use --shard gradients")
+        alone = f"--schedule auto with --ep {self.ep}: a rank cannot measure its passes alone; give another schedule"
+        require(self.ep == 1 or self.schedule != AUTO, alone)
+        require(self.machine is None, f"--machine with {given}: the planner does not know experts; {advice}")
 
     def _check_outer(self) -> None:
         require_positive(self, "report_every")

@@ -198,6 +198,8 @@ class TrainSettings(ResumableSettings):
 
         super().check_checkpoint(checkpoint)
         flag, model = f"--resume {self.resume}", checkpoint.record["model"]
+        can_have = hasattr(self, "experts") or not model.get("experts")
+        require(can_have, f"{flag}: its model has experts; resume it with a script that has --experts (ep or 5d)")
         num_kv_heads = self.num_kv_heads or self.num_heads
         require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
         most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(self.tokenizer).vocab_size

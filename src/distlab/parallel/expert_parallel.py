@@ -1,0 +1,132 @@
+"""Expert parallelism: the ranks along an axis share the experts of a mixture, and exchange the rows for them.
+
+Each of these ranks has other tokens, like a replica. It sorts them by expert, and sends every row to the rank that
+holds the expert (Lepikhin et al., "GShard", arXiv 2006.16668); the outputs return the same way. In the backward pass
+gradients take both ways back, also those of a rank that has no rows.
+
+Everything but the experts is replicated over these ranks, and averaged over them. An expert meets the tokens of all of
+them, so its gradient is already a sum over the ranks, where it has to be a mean. The exchange divides it by their
+number; the average over the ranks that hold the expert is then the same as for any other parameter.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.axes.grid import Axis
+from distlab.axes.layout import STAGES
+from distlab.axes.placement import Placement, place
+from distlab.comm.names import named
+from distlab.parallel.tp_group import linear_map
+from simplellm.feed_forward import MixtureOfExperts, Permute, inverse_of
+from simplellm.recomputation import kept
+
+
+def own_experts(experts: int, axis: Axis) -> range:
+    """Return the numbers of the experts that this rank holds, of as many as the other ranks along the axis."""
+    each = experts // axis.size
+    return range(each * axis.rank, each * (axis.rank + 1))
+
+
+def mixtures_in(nets: Iterable[nn.Module]) -> list[MixtureOfExperts]:
+    return [module for net in nets for module in net.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def share_experts(nets: Iterable[nn.Module], axis: Axis) -> None:
+    """Make models that have been built with `own_experts` exchange rows along an axis."""
+    if axis.size == 1:
+        return
+    for mixture in mixtures_in(nets):
+        mixture.passage = partial(exchange_rows, axis=axis)
+        for parameter in mixture.experts.parameters():
+            place(parameter, Placement(apart=(STAGES, *axis.names)))
+
+
+def exchange_rows(
+    rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Sequence[int]], Tensor], axis: Axis
+) -> Tensor:
+    """Return what the experts of all ranks make of rows (rows, dmodel), which are sorted by expert.
+
+    Args:
+        counts: rows of each expert, (experts,).
+        compute: applies the experts of this rank to rows that are sorted by expert, given the rows of each.
+    """
+    ranks = axis.size
+    to_ranks = counts.view(ranks, -1)  # (ranks, experts of a rank)
+    from_ranks = kept(lambda: _exchange_counts(to_ranks, axis))
+    sent, received = to_ranks.sum(dim=1).tolist(), from_ranks.sum(dim=1).tolist()
+    go = partial(_exchange, sent=sent, received=received, axis=axis)
+    go_back = partial(_exchange, sent=received, received=sent, axis=axis)
+
+    # Rows arrive by source, and from each source by expert; the experts need them the other way round.
+    expert = torch.arange(to_ranks.shape[1], device=rows.device).repeat(ranks).repeat_interleave(from_ranks.flatten())
+    order = expert.argsort(stable=True)
+    inverse = inverse_of(order)
+    arrived = linear_map(rows, go, lambda grad: go_back(grad).mul_(ranks))
+    outputs = compute(Permute.apply(arrived, order, inverse), from_ranks.sum(dim=0).tolist())
+    return linear_map(Permute.apply(outputs, inverse, order), go_back, lambda grad: go(grad / ranks))
+
+
+def _exchange_counts(to_ranks: Tensor, axis: Axis) -> Tensor:
+    from_ranks = torch.empty_like(to_ranks)
+    with named("the number of rows for each expert", "counts of rows"):
+        dist.all_to_all_single(from_ranks, to_ranks.contiguous(), group=axis.group)
+    return from_ranks
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """Send the first `sent[0]` rows to the first rank, …, and return the rows that all ranks sent to this one."""
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    with named("the rows of experts", "rows of experts"):
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=axis.group)
+    return arrived
+
+
+class LoadBalance:
+    """Balances the load of experts without a loss (Wang et al., arXiv 2408.15664).
+
+    After each step, the correction of an expert's score rises by `rate` if it had fewer tokens than the mean, and falls
+    if it had more. Loads are integers, so the corrections are the same in every layout.
+
+    Args:
+        nets: this rank's stages.
+        rate: 0 for no balance.
+        over: the ranks that have other tokens, and the same routers.
+
+    Attributes:
+        loads: tokens of each expert in the last step, (layers of this rank, experts), int64.
+        smallest_gap: in the last step, on this rank; see `MixtureOfExperts`.
+    """
+
+    def __init__(self, nets: Iterable[nn.Module], rate: float, over: Axis) -> None:
+        self._mixtures, self._rate, self._over = mixtures_in(nets), rate, over
+        self.loads, self.smallest_gap = torch.zeros(0, 0, dtype=torch.int64), float("inf")
+        self._restart()
+
+    def _restart(self) -> None:
+        for mixture in self._mixtures:
+            mixture.load, mixture.smallest_gap = torch.zeros_like(mixture.load), float("inf")
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """Change the corrections by the loads since the last call; all ranks `over` which loads are summed call it.
+
+        Returns:
+            Values for the record of the step: the load of the fullest expert, relative to the mean, and the gap.
+        """
+        if not self._mixtures:
+            return {}
+        self.loads = torch.stack([mixture.load for mixture in self._mixtures])
+        self.smallest_gap = min(mixture.smallest_gap for mixture in self._mixtures)
+        self._restart()
+        if self._over.size > 1:
+            with named("the loads of experts", "loads"):
+                dist.all_reduce(self.loads, group=self._over.group)
+        for mixture, load in zip(self._mixtures, self.loads, strict=True):
+            below_mean = load.sum() - len(load) * load  # times the number of experts, to stay an integer
+            mixture.gate.e_score_correction_bias.add_(below_mean.sign(), alpha=self._rate)
+        fullest = (self.loads.amax(dim=1) / self.loads.double().mean(dim=1)).max().item()
+        return {"max_over_mean_load": fullest, "smallest_gap": self.smallest_gap}

@@ -1,0 +1,64 @@
+"""The settings of models with a mixture of experts, and of runs whose ranks share the experts."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from distlab.axes.layout import Layout
+from distlab.settings.common import WorldSize
+from distlab.settings.resume import ResumePolicy
+from distlab.settings.training import TrainSettings
+from simplellm.errors import require
+from simplellm.options import RouterScores
+
+
+@dataclass
+class ExpertSettings:
+    """The sizes of a mixture of experts, and the balance of their load."""
+
+    experts: Annotated[int, ResumePolicy.MODEL] = 0
+    """feed-forward networks in each layer, each --hidden-dim wide, of which a token uses some; 0: one for all tokens"""
+    experts_per_token: Annotated[int, ResumePolicy.MODEL] = 2
+    """experts that the router chooses for each token"""
+    shared_expert: Annotated[bool, ResumePolicy.MODEL] = False
+    """a further expert that sees all tokens"""
+    router_scores: Annotated[RouterScores, ResumePolicy.MODEL] = "softmax"
+    """how the scores of experts follow from the router's logits"""
+    balance_rate: Annotated[float, ResumePolicy.DEFAULT] = 0.001
+    """change of an expert's correction after each step, towards equal loads; 0: no balance"""
+
+    def mixture_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of models in `simplellm.llama` for these settings."""
+        names = "experts", "experts_per_token", "shared_expert", "router_scores"
+        return {name: getattr(self, name) for name in names} if self.experts else {}
+
+    def check_experts(self, ranks: int, flag: str) -> None:
+        """Raise `InputError` unless `ranks`, which `flag` sets, can share the experts."""
+        given = f"{flag} {ranks} with --experts {self.experts}"
+        if self.experts:
+            most, chosen = self.experts, f"--experts-per-token {self.experts_per_token} with --experts {self.experts}"
+            require(1 <= self.experts_per_token <= most, f"{chosen}: give a number from 1 to {most}")
+            advice = "each rank holds as many experts as the others; give a divisor"
+            require(ranks > 0 and self.experts % ranks == 0, f"{given}: {advice}")
+        require(self.experts >= 0, f"--experts {self.experts}: give 0 or more")
+        require(self.experts > 0 or ranks == 1, f"{given}: there are no experts to share; give --experts")
+        require(0 <= self.balance_rate <= 1, f"--balance-rate {self.balance_rate:g}: give a number from 0 to 1")
+
+
+@dataclass
+class ExpertParallelSettings(ExpertSettings, WorldSize, TrainSettings):
+    """A run whose ranks share the experts, and have `--batch-size` sequences each."""
+
+    world_size: int = 2
+    """ranks, each with some of the experts, all other weights, and sequences of its own"""
+    batch_size: int = 1
+    experts: Annotated[int, ResumePolicy.MODEL] = 4
+    lacks: ClassVar[dict[str, object]] = {"outer": "none"}
+
+    @property
+    def layout(self) -> Layout:
+        return {"ep": self.world_size}
+
+    def check(self) -> None:
+        super().check()
+        require(self.experts > 0, "--experts 0: this script is about experts; give 1 or more")
+        self.check_experts(self.world_size, "--world-size")
