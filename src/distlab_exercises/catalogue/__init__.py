@@ -4,12 +4,12 @@ To add one, name functions or classes of the chapter's script or of the library 
 rest. Needs no torch.
 """
 
-from distlab_exercises.catalogue import collectives, layers, pipelines, replicas, sequences
+from distlab_exercises.catalogue import collectives, experts, layers, pipelines, replicas, sequences
 from distlab_exercises.catalogue.exercise import Exercise, Trial
 
 EXERCISES: dict[str, Exercise] = {
     exercise.name: exercise
-    for module in (replicas, pipelines, collectives, layers, sequences)
+    for module in (replicas, pipelines, collectives, layers, sequences, experts)
     for exercise in module.EXERCISES
 }
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from distlab.axes.layout import Layout
 
-WORDS = {"dp": "replicas", "pp": "stages", "cp": "parts", "tp": "slices"}
+WORDS = {"dp": "replicas", "pp": "stages", "cp": "parts", "ep": "shares", "tp": "slices"}
 
 
 @dataclass(frozen=True)

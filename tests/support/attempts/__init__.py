@@ -3,6 +3,7 @@
 Each file has those of the catalogue's file of the same name.
 """
 
-from support.attempts import collectives, layers, pipelines, replicas, sequences
+from support.attempts import collectives, experts, layers, pipelines, replicas, sequences
 
-ATTEMPTS = [*replicas.ATTEMPTS, *pipelines.ATTEMPTS, *layers.ATTEMPTS, *collectives.ATTEMPTS, *sequences.ATTEMPTS]
+FILES = replicas, pipelines, layers, collectives, sequences, experts
+ATTEMPTS = [attempt for file in FILES for attempt in file.ATTEMPTS]
