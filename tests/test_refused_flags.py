@@ -94,6 +94,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("5d --experts 4 --outer diloco", "--experts 4 with --outer diloco"),
         ("5d --experts 4 --pp 1 --shard weights", "use --shard gradients"),
         ("5d --experts 4 --ep 2 --schedule auto", "--schedule auto with --ep 2"),
+        ("5d --experts 4 --ep 2 --shard optimizer", "--shard optimizer with --dp 2 and --ep 2"),
         ("5d --record-routes x", "--record-routes: there are no routes without experts"),
         ("5d --experts 4 --cp 2 --replay-routes x", "--replay-routes with --cp 2"),
         # Averages, and what is averaged.

@@ -64,7 +64,7 @@ def test_the_plain_form(ranks: int, alone: dict[str, Run], tmp_path: Path) -> No
     [
         pytest.param("--dp 2 --pp 1 --ep 2", "--recompute all --micro-batches 2", marks=pytest.mark.quick),
         ("--dp 3 --pp 1 --ep 3", f"--transport gloo --micro-batches 2 {SHARED}"),
-        ("--dp 4 --pp 1 --ep 4", "--shard gradients"),
+        ("--dp 4 --pp 1 --ep 2", "--shard gradients"),
         ("--dp 4 --pp 1 --ep 2", "--shard optimizer"),
         ("--dp 2 --pp 1 --ep 1", ""),
         ("--dp 2 --pp 2 --ep 2", "--schedule zb-h1 --micro-batches 3 --layers-per-stage 2,0"),

@@ -346,6 +346,11 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
         require(not self.run_on, f"{given} with --run-on: the balance of a step cannot be undone; {advice}")
         changes = f"{given} with --shard weights: the router's correction changes between steps"
         require(self.shard != "weights", f"{changes}; use --shard gradients")
+        single = (
+            f"--shard {self.shard} with --dp {self.dp} and --ep {self.ep}: an expert has a single holder, which has "
+        )
+        can_shard = self.shard == "none" or self.dp * self.cp > self.ep
+        require(can_shard, f"{single}no others to share with; give a smaller --ep")
         alone = f"--schedule auto with --ep {self.ep}: a rank cannot measure its passes alone; give another schedule"
         require(self.ep == 1 or self.schedule != AUTO, alone)
         require(self.machine is None, f"--machine with {given}: the planner does not know experts; {advice}")
