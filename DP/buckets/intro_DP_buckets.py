@@ -26,6 +26,7 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = BucketSettings(batch_size=1)
+MORE = "../repair/intro_DP_repair.py"  # goes on when a rank dies
 
 
 def train(run: TrainingRun[BucketSettings]) -> None:
@@ -66,4 +67,4 @@ def train(run: TrainingRun[BucketSettings]) -> None:
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__)
+    main(train, DEFAULTS, __doc__, MORE)

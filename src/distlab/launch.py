@@ -36,6 +36,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "hello": "primer/hello.py",
     "primer": "primer/intro.py",
     "dp-ga": "DP/gradient_aggr/intro_DP_GA.py",
+    "dp-repair": "DP/repair/intro_DP_repair.py",
     "dp-buckets": "DP/buckets/intro_DP_buckets.py",
     "dp-wa": "DP/weight_aggr/intro_DP_WA.py",
     "diloco": "DP/diloco/intro_DP_DiLoCo.py",

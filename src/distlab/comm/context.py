@@ -44,6 +44,8 @@ class Options:
     places: Sequence[Place] | None = None  # by rank, its host and GPUs; None: the ranks exchange them
     describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
     remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
+    check: Callable[[], object] | None = None  # called while ranks connect; an exception that it raises ends that
+    previous: "Context | None" = None  # of groups that were abandoned; its ledger and its recorder are used further
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Context:
     _has_remarked: bool = False  # that memory cannot be shared
 
     def __post_init__(self) -> None:
+        if self.options.previous is not None:
+            self.ledger, self.recorder = self.options.previous.ledger, self.options.previous.recorder
         self.describe = self.options.describe
         self.recorder.is_over_nccl = self.is_over_nccl
 
@@ -107,6 +111,11 @@ class Context:
             self._has_remarked = True
             self.options.remark(f"{error}; what these ranks cannot share goes over gloo instead")
 
+    def abandon(self) -> None:
+        """Close the connections of all groups (`ContextGroup.abandon`)."""
+        for group in list(self.groups):
+            group.abandon()
+
     def held_back(self) -> dict[str, list[int]]:
         """Return the collectives in shared memory of which this rank has yet to compute its part: numbers, by ranks.
 
@@ -127,6 +136,10 @@ class ContextGroup(dist.ProcessGroup):
 
     def held_back(self) -> "list[Wait]":
         """Return the collectives in shared memory of which this rank has yet to compute its part."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Close the connections, whatever is under way: waits in this group fail at once, also those of other ranks."""
         raise NotImplementedError
 
 

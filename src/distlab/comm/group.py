@@ -44,6 +44,7 @@ from distlab.comm.transports.several_hosts import SeveralHosts
 from distlab.comm.transports.transport import Carried, Members, Transport, overlapping, ring_bytes
 from distlab.comm.waits import Wait, group_key
 from distlab.machine.network import patient_threads
+from distlab.machine.supervision import open_sockets, shut_down, within
 
 __all__ = ["LabGroup", "overlapping"]
 
@@ -73,6 +74,7 @@ class LabGroup(ContextGroup):
         self._store, self._timeout, self._epoch = store, timeout, 0
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
         self._transport = context.options.transport if transport is None else transport
+        self._sockets: set[tuple[int, int]] = set()  # of gloo, if the group can be abandoned
         context.groups.add(self)
         self._open()
 
@@ -88,13 +90,27 @@ class LabGroup(ContextGroup):
                 self._library: Any = dist.ProcessGroupNCCL(store, self._members.rank, size, options)
                 kind = kinds.NCCL
             else:
-                self._library = dist.ProcessGroupGloo(store, self._members.rank, size, self._timeout)
-                kind = kinds.GLOO
+                self._library, kind = self._connect_gloo(store), kinds.GLOO
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), kind, self._library)
         self._memory: OneHost | SeveralHosts | None = None
         self._queues: Queues | None = None
         self._transports = list(self._choose_transports())
+
+    def _connect_gloo(self, store: dist.Store) -> dist.ProcessGroupGloo:
+        """Return gloo's group. With `Options.check`, it can be abandoned, also while the ranks connect."""
+
+        def connect() -> dist.ProcessGroupGloo:
+            return dist.ProcessGroupGloo(store, self._members.rank, len(self.ranks), self._timeout)
+
+        if self.context.options.check is None:
+            return connect()
+        before = open_sockets()
+        group = within(self._timeout.total_seconds(), connect, self.context.options.check)
+        if group is None:
+            raise RuntimeError("Timed out connecting to the other ranks")
+        self._sockets = open_sockets() - before
+        return group
 
     def _choose_transports(self) -> Iterator[Transport]:
         """Yield the transports in the order in which they are asked."""
@@ -124,6 +140,12 @@ class LabGroup(ContextGroup):
 
     def shutdown(self) -> None:
         """End the group; `dist.destroy_process_group` calls it. The caller must have waited for every operation."""
+        for transport in self._transports:
+            transport.close()
+
+    def abandon(self) -> None:
+        shut_down(self._sockets)
+        self._sockets = set()
         for transport in self._transports:
             transport.close()
 

@@ -46,8 +46,12 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
         futures.wait([answer], seconds)
         seconds = min(2 * seconds, longest)
         at_work = torch.tensor(int(not answer.done()), device=device)
-        with named(what, CONTROL):
-            dist.all_reduce(at_work)
+        try:
+            with named(what, CONTROL):
+                dist.all_reduce(at_work)
+        except RuntimeError:
+            futures.wait([answer], longest)  # whoever goes on without a lost rank may do the work again
+            raise
         if int(at_work) == 0:
             return answer.result()
 

@@ -70,6 +70,11 @@ class NodeRendezvous:
             require(value == node_0s[flag], sentence)
 
     @property
+    def ranks_store(self) -> SharedStore:
+        """The store of the ranks of this round, on node 0."""
+        return SharedStore("this launcher", self._timeout_seconds, store=self._ranks_store)
+
+    @property
     def restarts(self) -> int:
         """Number of restarts of all ranks."""
         return max(0, self._rounds - 1)

@@ -73,8 +73,14 @@ def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, Run
     except InputError:
         if script.more is None or not script.more.exists():
             raise
-        script = read_script(script.more)
-        settings = script.parse(args, prog)
+        while True:
+            script = read_script(script.more)
+            try:
+                settings = script.parse(args, prog)
+                break
+            except InputError:
+                if script.more is None or not script.more.exists():
+                    raise
         say(f"these flags are those of {script.path.name}, which runs now")
         return script, settings
 
@@ -115,6 +121,8 @@ def start(path: Path, args: list[str], prog: str) -> int:
             settings = script.parse(args, prog)
     require(settings.rank < 0, f"rank {settings.rank}: launch.sh starts all ranks; leave the rank out")
     nodes = assign_ranks(own, settings.layout, settings.master_addr)
+    is_one = not settings.can_repair or len(nodes.ranks_of) == 1
+    require(is_one, "--repair on several machines: one launcher must see all ranks; give --repair off")
     out = settings.out
     reader = "--max-restarts" if own.max_restarts else "--tell" if own.tell is not None else None
     if reader and out is None:  # restarted ranks and the story teller must find the checkpoints

@@ -20,9 +20,12 @@ from typing import Any, NoReturn
 
 from distlab.launching.forks import ForkedScript
 from distlab.launching.nodes import NodeRendezvous
-from simplellm.errors import TOO_MANY_PROCESSES, InputError
+from distlab.machine.supervision import is_stopped
+from distlab.rendezvous.survivors import Arbiter
+from simplellm.errors import TOO_MANY_PROCESSES, InputError, tell
 
 SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_STOPPED = 1.0  # after which a stopped rank is killed, if the others can go on without it
 SECONDS_TO_END = 4.0  # after SIGTERM, when a rank has failed; a stopped process does not react to it
 
 Process = ForkedScript | subprocess.Popen[bytes]
@@ -49,6 +52,18 @@ class RankFailure:
     record: Mapping[str, Any]  # written by `distlab.run.failure`; {} if the process did not get to it
     timestamp: int  # seconds since the epoch: of the record, or when the exit of the process was noticed
 
+    @property
+    def cause(self) -> str:
+        """Return it in words that follow the name of the rank."""
+        if self.status < 0:
+            return f"was terminated by {signal.Signals(-self.status).name}"
+        return f"failed: {self.record['message']}" if self.record else f"failed with exit status {self.status}"
+
+    @property
+    def cannot_be_repaired(self) -> bool:
+        """True if the other ranks would fail as well, or the ranks have found out that they wait for each other."""
+        return any(self.record.get(name) for name in ("recurs_on_restart", "is_diagnosed"))
+
     @classmethod
     def of(cls, status: int, file: Path) -> "RankFailure":
         record: dict[str, Any] = {}
@@ -58,7 +73,12 @@ class RankFailure:
 
 
 def supervise(
-    script: Sequence[str], rendezvous: NodeRendezvous, max_restarts: int, errors: Path, forks: bool
+    script: Sequence[str],
+    rendezvous: NodeRendezvous,
+    max_restarts: int,
+    errors: Path,
+    forks: bool,
+    repairs: bool = False,
 ) -> dict[int, RankFailure]:
     """Run this machine's ranks until the ranks of all machines have finished, or a rank here has finally failed.
 
@@ -71,6 +91,7 @@ def supervise(
         max_restarts: maximum number of restarts.
         errors: an empty folder, for the records of failures.
         forks: whether ranks are forks of this process instead of new interpreters.
+        repairs: whether the other ranks go on when one of them fails (`distlab.run.repair`).
 
     Returns:
         By rank, the failures of this machine's ranks, in the order in which they were found; {} for success.
@@ -82,12 +103,16 @@ def supervise(
     while True:
         environments = rendezvous.next_round()
         ranks = _Ranks(errors / f"start{rendezvous.restarts}")
+        arbiter = Arbiter(rendezvous.ranks_store) if repairs else None
         sent = signal.SIGTERM
         try:
             ranks.start(script, environments, forks)
             while not (ranks.failures or rendezvous.has_next_round()):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
                 ranks.look()
+                if arbiter is not None:
+                    ranks.kill_stopped()
+                    _go_on_without(ranks, arbiter)
                 if not ranks.processes and not ranks.failures and rendezvous.all_finished():
                     return {}
                 rendezvous.check_others()
@@ -102,6 +127,21 @@ def supervise(
             return ranks.failures
 
 
+def _go_on_without(ranks: "_Ranks", arbiter: Arbiter) -> None:
+    """Tell the running ranks which others have ended. A failure that they can repair is no failure of the run."""
+    left, causes = ranks.processes, {rank: failure.cause for rank, failure in ranks.failures.items()}
+    if not ranks.ended or any(failure.cannot_be_repaired for failure in ranks.failures.values()):
+        return
+    if not left or not arbiter.are_ready(left):
+        if causes:
+            why = "some ranks have yet to begin to train" if left else "no rank is left that has the weights"
+            tell(f"this cannot be repaired: {why}")
+        return
+    arbiter.tell(left, {rank: causes.get(rank, "has finished") for rank in ranks.ended})
+    ranks.ended.clear()
+    ranks.failures.clear()
+
+
 class _Ranks:
     """The processes of one start of this machine's ranks."""
 
@@ -109,6 +149,8 @@ class _Ranks:
         self._errors = errors  # a folder, for the record of each rank
         self.processes: dict[int, Process] = {}  # running ones, by rank
         self.failures: dict[int, RankFailure] = {}  # by rank, in the order in which they were found
+        self.ended: list[int] = []  # those that have exited, for whatever reason
+        self._stopped: dict[int, float] = {}  # since when
 
     def start(self, script: Sequence[str], environments: Sequence[Mapping[str, str]], forks: bool) -> None:
         self._errors.mkdir()
@@ -130,8 +172,18 @@ class _Ranks:
             status = process.poll()
             if status is not None:
                 del self.processes[rank]
+                self.ended.append(rank)
             if status:
                 self.failures[rank] = RankFailure.of(status, self._errors / str(rank))
+
+    def kill_stopped(self) -> None:
+        """Kill the ranks that have been stopped for some time: the others wait for them."""
+        now = time.monotonic()
+        stopped = {rank for rank, process in self.processes.items() if is_stopped(process.pid)}
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
+        for rank, since in self._stopped.items():
+            if now > since + SECONDS_STOPPED:
+                _send(signal.SIGKILL, self.processes[rank])
 
     def end(self, sent: signal.Signals) -> None:
         """Send a signal to the running ranks, and some seconds later SIGKILL to the ones that have not reacted."""

@@ -9,9 +9,11 @@ import ctypes
 import os
 import resource
 import signal
+import socket
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import TypeVar
@@ -58,6 +60,34 @@ def open_descriptors() -> list[int]:
     except OSError:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return [number for number in range(min(most % 2**64, MOST_DESCRIPTORS)) if _is_open(number)]
+
+
+def open_sockets() -> set[tuple[int, int]]:
+    """Return this process's sockets: descriptor, and inode, by which a later use of the same number is recognized."""
+    found = set()
+    for descriptor in open_descriptors():
+        with contextlib.suppress(OSError):  # that of the list itself
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((descriptor, status.st_ino))
+    return found
+
+
+def shut_down(sockets: Iterable[tuple[int, int]]) -> None:
+    """End the connections of `open_sockets` that are still open, at both ends. Their owner has yet to close them."""
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            if os.fstat(each[0]).st_ino == each[1]:
+                with socket.socket(fileno=os.dup(each[0])) as connection:
+                    connection.getpeername()  # gloo would end the process if its listener were shut down
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP; False where /proc is missing."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _is_open(descriptor: int) -> bool:

@@ -1,4 +1,4 @@
-"""Words of the command line: styles of tensor parallelism, of sharding, of compression, of sharing sequences."""
+"""Words of the command line: styles of tensor parallelism, sharding, compression, sharing sequences, repair."""
 
 from typing import Literal
 
@@ -9,6 +9,7 @@ Sharded = Literal["optimizer", "gradients", "weights"]
 Compression = Literal["none", "bf16", "int8", "int4"]
 Kind = Literal["ring", "gather", "heads"]  # how queries get the keys and values of the ranks that share a sequence
 Order = Literal["zigzag", "contiguous"]  # which positions each of these ranks holds
+Repair = Literal["off", "on", "exact"]
 
 
 def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:

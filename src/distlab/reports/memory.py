@@ -94,13 +94,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def as_table(by_rank: Sequence[Sequence[int]]) -> list[str]:
-    """Return a header and a line for each rank; ranks whose line would be the same share it."""
+def as_table(by_rank: Sequence[Sequence[int]], numbers: Sequence[int] | None = None) -> list[str]:
+    """Return a header and a line for each rank; ranks whose line would be the same share it.
+
+    `numbers` are those of the ranks; by default, from 0.
+    """
     columns = (*KINDS, "without --recompute") if _has_recomputation(by_rank) else KINDS
     shown = [i for i, kind in enumerate(columns) if kind not in ONLY_SOME or any(counts[i] for counts in by_rank)]
     lines = [f"{'memory, MB':<14}" + "".join(f"{columns[index]:>{_width(columns[index])}}" for index in shown)]
     ranks: dict[str, list[int]] = {}
-    for rank, counts in enumerate(by_rank):
+    for rank, counts in zip(numbers or range(len(by_rank)), by_rank, strict=True):
         shares = "".join(f"{counts[index] / 1e6:>{_width(columns[index])}.2f}" for index in shown)
         ranks.setdefault(shares, []).append(rank)
     for shares, same in ranks.items():

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from torch.optim import Optimizer
 from distlab.axes.layout import EXPERTS, REPLICAS, Layout, layout_size, replicas_in
 from distlab.checkpoints.format import (
     PER_RANK_OPTIMIZER_STATE,
+    UNFINISHED,
     Checkpoint,
     checksum_of,
     latest_valid,
     no_checkpoint,
+    place_of,
     valid,
 )
 from distlab.checkpoints.saving import make_room, read_into, restore, save, state_of, tensors_in
@@ -120,8 +123,8 @@ class Checkpointer:
         every = self._settings.save_every
         return every is not None and ((step + 1) % every == 0 or step + 1 == steps)
 
-    def save(self, steps: int, batches: Batches[Any], log: "RunLog") -> None:
-        """Write a checkpoint after `steps` steps; all ranks must call this method."""
+    def save(self, steps: int, position: dict[str, int], log: "RunLog") -> None:
+        """Write a checkpoint after `steps` steps, at this position in the data; all ranks must call this method."""
         args, state = self._settings, self.state
         assert state is not None
         record = {
@@ -129,7 +132,7 @@ class Checkpointer:
             "step": steps,
             "unit": log.unit,
             log.unit: log.count,
-            "position": batches.state_dict(),
+            "position": position,
             "model": state.model,
             "data": self._data_identity,
             "settings": as_json(args),
@@ -143,6 +146,14 @@ class Checkpointer:
             tensors = state_of(state.parameters, state.optimizer, self._rank, args.per_rank_optimizer_state)
             save(self._out, tensors | further, record, self._tokenizer, args.keep)
         self.saved = steps
+
+    def has(self, steps: int) -> bool:
+        """Return whether the checkpoint after `steps` steps is complete."""
+        return place_of(self._out, steps, "").exists()
+
+    def discard_unfinished(self, steps: int) -> None:
+        """Delete what an interrupted `save` has left."""
+        shutil.rmtree(place_of(self._out, steps, UNFINISHED), ignore_errors=True)
 
     def introduce(self) -> None:
         """Print where the run resumes, and report a changed global batch."""

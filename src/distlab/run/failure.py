@@ -97,7 +97,7 @@ class Failure:
         else:
             tell(self.sentence)
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            names = "status", "names_rank", "lost_a_peer", "recurs_on_restart"
+            names = "status", "names_rank", "lost_a_peer", "recurs_on_restart", "is_diagnosed"
             record = {"message": self.sentence, "timestamp": int(time.time())}
             Path(error_file).write_text(json.dumps(record | {name: getattr(self, name) for name in names}))
         if self.grace_period and started_by_torchrun():

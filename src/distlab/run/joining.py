@@ -64,7 +64,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
     if context.is_over_nccl:
         context.waits.watch(_end)
         connect_group(None)
-    return Joined(grid, places, decided, claims[0] if claims else None, context)
+    return Joined(grid, places, decided, claims[0] if claims else None, context, store)
 
 
 def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]:

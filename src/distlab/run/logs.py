@@ -7,7 +7,7 @@ import resource
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,11 +22,12 @@ from simplellm.errors import InputError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+METRICS = "metrics.jsonl"
 SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a separate line
 
 
 class RunLog:
-    """The records of a run's steps: `metrics.jsonl`, written by rank 0, and the summary at the end."""
+    """The records of a run's steps: `metrics.jsonl`, written by one rank, and the summary at the end."""
 
     def __init__(
         self, out: Path, context: Context, *, tensorboard: bool = False, status: StatusLine | None = None
@@ -36,7 +37,9 @@ class RunLog:
         # A missing TensorBoard is an error now; its file is opened in `begin`.
         self._new_tensorboard = tensorboard_writer() if tensorboard and self._rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
+        self._writes = context.rank == 0
         self._metrics: TextIO | None = None
+        self._recent: deque[dict[str, Any]] = deque(maxlen=2)  # the last records
         self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far
         self.times: list[StepTime] = []  # of the steps so far
         self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # outside of steps, by kind of work
@@ -54,8 +57,8 @@ class RunLog:
         """
         self._per_step, self.unit, self.count = per_step, unit, before
         self._sent_before = self._ledger.sent_bytes.copy()
-        if self._rank == 0:
-            path = self._out / "metrics.jsonl"
+        if self._writes:
+            path = self._out / METRICS
             if continue_at is not None:
                 keep_records(path, before=continue_at)
             self._metrics = path.open("w" if continue_at is None else "a")
@@ -89,13 +92,11 @@ class RunLog:
             yield
         seconds = time.perf_counter() - started
         self.seconds_apart[kind] += seconds
-        if seconds >= SECONDS_TO_MENTION and self._rank == 0:
+        if seconds >= SECONDS_TO_MENTION and self._writes:
             say(f"{what} took {seconds:.0f} s")
 
     def record(self, step: int) -> None:
         """Write the record of the step that was timed last, or keep it until its loss arrives."""
-        if self._metrics is None:
-            return
         seconds, sent = self.times[-1].seconds, self._ledger.sent_bytes.copy()
         record: dict[str, Any] = {
             "step": step,
@@ -117,18 +118,40 @@ class RunLog:
 
     def arrived(self, values: dict[str, float]) -> None:
         """Complete the record of the last step, at least by its loss."""
-        if self._open is not None:  # this rank keeps records
+        if self._open is not None:
             self._write({**self._open, **values})
             self._open = None
 
+    def continue_at(self, step: int, writes: bool) -> None:
+        """Drop the records from `step` on. `writes`: this rank writes the following ones."""
+        self._recent = deque((record for record in self._recent if record["step"] < step), maxlen=2)
+        self._writes = writes
+        if writes:
+            if self._metrics is not None:
+                self._metrics.close()
+            path = self._out / METRICS
+            keep_records(path, before=step)
+            last = max((json.loads(line)["step"] for line in path.read_bytes().splitlines()[-1:]), default=-1)
+            self._metrics = path.open("a")
+            for record in self._recent:  # those that the rank before this one has not written
+                if record["step"] > last:
+                    self._write_line(record)
+
     def take_back(self, steps: int) -> None:
-        """Drop the last steps, which will be repeated; only the last but one has a record, which was not written."""
+        """Drop the last steps, which will be repeated."""
+        if not steps:
+            return
         self.seconds_apart["steps that were taken again"] += sum(step.seconds for step in self.times[-steps:])
         del self.times[-steps:]
         self.count -= steps * self._per_step
         self._open = None
 
     def _write(self, record: dict[str, Any]) -> None:
+        self._recent.append(record)
+        if self._writes:
+            self._write_line(record)
+
+    def _write_line(self, record: dict[str, Any]) -> None:
         assert self._metrics is not None
         try:
             self._metrics.write(json.dumps(record) + "\n")

@@ -1,7 +1,9 @@
 """A rank's part of a run: its identity, its steps, and the components that it owns."""
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -15,6 +17,7 @@ from distlab.comm.names import CONTROL, named
 from distlab.comm.recorder import STEP
 from distlab.machine import devices
 from distlab.machine.processes import started_by_torchrun
+from distlab.rendezvous.survivors import Position
 from distlab.reports import memory
 from distlab.run.commands import next_commands
 from distlab.run.logs import RunLog
@@ -23,14 +26,16 @@ from distlab.run.progress import Progress
 from distlab.run.starting import identity, start_alone
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
-from distlab.settings.folders import CONFIG
+from distlab.settings.folders import CONFIG, Claim
 from distlab.settings.resume import ResumePolicy, marked
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
     from distlab.run.checkpointer import Batches, Checkpointer
+    from distlab.run.repair import Repair
     from distlab.run.run_on import RunningOn
 
+TAKE, EVALUATE, SAVE, MEET = range(4)  # phases of a step; the last one only after the last step, with `--repair`
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
 RunT = TypeVar("RunT", bound="Run[Any]")
@@ -40,12 +45,16 @@ class Run(Generic[SettingsT]):
     """One rank's part of a run."""
 
     checkpointer: "Checkpointer | None" = None  # of a run that saves checkpoints, or resumes from one
+    repair: "Repair | None" = None  # with `--repair`
 
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings = settings
         self.rank, self.world_size = identity(settings)
         self.has_terminal = self.rank == 0 or not started_by_torchrun()  # a separate one, or as the first rank
         self.terminal = Terminal(self.rank, self.has_terminal)
+        is_watched = not settings.can_repair or self.world_size == 1 or "LAB_LAUNCHER" in os.environ
+        require(is_watched, "--repair: only launch.sh notices deaths; start the ranks with it, or with --repair off")
+        self.is_first = self.rank == 0  # prints and writes; if it dies, the lowest of the ranks that are left
         if settings.layout:
             from distlab.run.joining import join
 
@@ -73,6 +82,10 @@ class Run(Generic[SettingsT]):
         torch.manual_seed(settings.seed + self.rank)
         if self.rank == 0:
             self._introduce(script)
+        if settings.can_repair and self.world_size > 1:
+            from distlab.run.repair import Repair
+
+            self.repair = Repair(joined, settings.timeout, self.first_step)
 
     def __enter__(self: RunT) -> RunT:
         return self
@@ -149,33 +162,107 @@ class Run(Generic[SettingsT]):
         checkpointer = self.checkpointer
         count = checkpointer.restore(batches) if checkpointer else 0
         self.records.begin(per_step, unit, count, continue_at=self.first_step if self._continues else None)
-        tell = say if self.has_terminal else lambda _: None
+
+        def tell(text: str) -> None:
+            if self.has_terminal:
+                say(text)
+
         done = f"; {self.first_step:,} of {steps:,} are done" if self.first_step else ""
         of_each = f" of {counted(per_step, unit)}{' each' * (steps - self.first_step != 1)}"
         tell(f"{counted(steps - self.first_step, 'steps')}{of_each}{done}")
         speed = self.records.average_speed
         progress = Progress(steps, tell, done=self.first_step, speed=speed, status=self.terminal.status)
-        source, step = iter(batches), self.first_step
-        taken: dict[int, BatchT] = {}  # the last batches, by step
+        source, step, phase, is_again = iter(batches), self.first_step, TAKE, False
+        taken: dict[int, tuple[BatchT, dict[str, int]]] = {}  # the last batches, and the positions after them, by step
+        if self.repair is not None:
+            self.repair.survivor.begin()
         while step < steps:
-            if step not in taken:
-                taken[step] = next(source)
-            with self.records.timing_a_step(), self.recorder.span(STEP, f"step {step}"):
-                yield step, taken[step]
-            if self.running_on is not None and self.running_on.must_undo:
-                self.running_on.undo()
-                self.records.take_back(2)
-                progress.take_back()
-                step -= 1
-                continue
-            taken.pop(step - 1, None)
-            after_step(step)
-            self.records.record(step)
-            if checkpointer and checkpointer.is_due(step, steps):
-                with self.records.timing_apart("checkpoints", f"saving after {counted(step + 1, 'steps')}"):
-                    checkpointer.save(step + 1, batches, self.records)
-            progress.advance()
-            step += 1
+            if self.repair is not None:
+                self.repair.position = Position(step, phase)
+            if phase == TAKE:
+                if step not in taken:
+                    taken[step] = next(source), batches.state_dict() if checkpointer else {}
+                with self.records.timing_a_step(), self.recorder.span(STEP, f"step {step}"):
+                    yield step, taken[step][0]
+                if self.running_on is not None and self.running_on.must_undo:
+                    self.running_on.undo()
+                    self.records.take_back(2)
+                    progress.take_back()
+                    step -= 1
+                    continue
+                following = step, EVALUATE
+            elif phase == EVALUATE:
+                taken.pop(step - 1, None)
+                with self.surviving():
+                    after_step(step)
+                    self.records.record(step)
+                following = step, SAVE
+            elif phase == SAVE:
+                if checkpointer and checkpointer.is_due(step, steps):
+                    saving = self.records.timing_apart("checkpoints", f"saving after {counted(step + 1, 'steps')}")
+                    with self.surviving(), saving:
+                        if is_again and self.is_first:
+                            checkpointer.discard_unfinished(step + 1)
+                        if is_again:
+                            self._meet()
+                        if not (is_again and checkpointer.has(step + 1)):
+                            checkpointer.save(step + 1, taken[step][1], self.records)
+                if self.repair is None or self.repair.done is None:
+                    progress.advance()
+                is_last = step + 1 == steps and self.repair is not None
+                following = (step, MEET) if is_last else (step + 1, TAKE)
+            else:  # from then on no rank can be taken back to a step
+                with self.surviving():
+                    self._meet()
+                following = step + 1, TAKE
+            if self.repair is not None and self.repair.done is not None:
+                following, is_again = self._go_back(step, phase, progress), True
+            else:
+                is_again = False
+            step, phase = following
+        if self.repair is not None:
+            self.repair.position = Position(steps, TAKE)
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[tuple[int, ...]]:
+        """With `--repair`, if a rank dies while the code inside runs, repair the run; then the code has to run again.
+
+        Inside `steps`, the step begins again by itself. Yields the ranks that are left, by their original numbers.
+        Among each other, they have new numbers: those of torch.distributed.
+        """
+        if self.repair is None:
+            yield tuple(range(self.world_size))
+            return
+        try:
+            yield self.repair.alive
+        except Exception as error:
+            self.repair.after(error)
+            self._take_over(self.repair.alive)
+
+    def _take_over(self, alive: tuple[int, ...]) -> None:
+        """After a repair, become the rank that prints and writes, if that one has died."""
+        self.context = self.joined.context
+        if not self.is_first and self.rank == alive[0]:
+            self.is_first = self.has_terminal = True
+            self.terminal.speak_for_all()
+            self.joined.claim = Claim(self.out)
+        if self.is_first and self.repair is not None and self.repair.done is not None:
+            say(self.repair.done.sentence)
+
+    def _go_back(self, step: int, phase: int, progress: Progress) -> Position:
+        """Return the position from which the ranks go on after a repair, and drop the records of what is done again."""
+        assert self.repair is not None
+        assert self.repair.done is not None
+        at, self.repair.done = self.repair.done.position, None
+        self.records.take_back(step + 1 - at.updates)
+        for _ in range(at.step + (at.phase == MEET), step + (phase == MEET)):
+            progress.take_back()
+        self.records.continue_at(at.step + (at.phase > EVALUATE), self.is_first)
+        return at
+
+    def _meet(self) -> None:
+        with named("the end of the run", CONTROL):
+            dist.all_reduce(torch.zeros((), device=self.device))
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
         """Return the loss of the global batch, on every rank, and record it.
@@ -213,22 +300,25 @@ class Run(Generic[SettingsT]):
 
     def close(self) -> None:
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""
-        copied_bytes = self.running_on.copied_bytes if self.running_on else 0
-        held = self.memory.collect(self.context, copied_bytes) if self.memory else []
-        traces = []
-        if self.recorder.enabled:
-            from distlab.run.tracing import gather_traces, keep_trace
-
-            traces = gather_traces(self.context)
-        with named("the end of the run", CONTROL):
-            dist.all_reduce(torch.zeros((), device=self.device))
+        held: list[list[int]] = []
+        traces: list[dict[str, Any]] = []
+        has_met = False
+        while not has_met:
+            with self.surviving():
+                if self.repair is not None and self.repair.position.phase == MEET:  # another rank has yet to
+                    self._meet()
+                held, traces = self._collect()
+                self._meet()
+                has_met = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
         if traces:
+            from distlab.run.tracing import keep_trace
+
             keep_trace(traces, self.out, self.grid, self.recorder.programs, bool(self.running_on))
-        if held and self.rank == 0:
+        if held and self.is_first:
             memory.keep(self.out / "memory.json", held)
-            for line in memory.as_table(held):
+            for line in memory.as_table(held, self.repair.alive if self.repair else None):
                 say(line)
         self.summarize()
         self.records.close()
@@ -237,10 +327,21 @@ class Run(Generic[SettingsT]):
         if self.joined.claim is not None:
             self.joined.claim.release()
 
+    def _collect(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """Return the memory that each rank held and, on the first rank, their traces."""
+        copies = self.running_on, self.repair and self.repair.copy
+        copied_bytes = sum(copy.size_bytes for copy in copies if copy)
+        held = self.memory.collect(self.context, copied_bytes) if self.memory else []
+        if not self.recorder.enabled:
+            return held, []
+        from distlab.run.tracing import gather_traces
+
+        return held, gather_traces(self.context)
+
     def summarize(self) -> None:
         """On rank 0, print the costs of the run and the commands for next steps."""
         self.terminal.status.clear()
-        if self.rank == 0:
+        if self.is_first:
             self.records.summary()
             if self.settings.transport == "shared" and not self.context.shares_memory:
                 say("--transport shared changed nothing: this run put nothing into shared memory")

@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.parallel.clipping import NormSum, is_too_long
 from distlab.run.loss_sum import LossSum
+from distlab.run.state_copy import StateCopy
 
 
 class RunningOn:
@@ -36,8 +35,7 @@ class RunningOn:
         most: float | None = None,
         changing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._optimizer, self._arrived, self._most, self._changing = optimizer, arrived, most, changing
-        self._kept: list[Tensor] = []
+        self._arrived, self._most, self._copy = arrived, most, StateCopy(optimizer, changing)
         self._open: LossSum | None = None
         self._open_norm: NormSum | None = None  # of the same step
         self._waits_in: int | None = None  # the step that has to end with the usual wait
@@ -46,12 +44,7 @@ class RunningOn:
     def leave_open(self, loss: LossSum) -> None:
         """End a step, before its update, without waiting for its loss."""
         self._open = loss
-        now = self._state()
-        if len(self._kept) != len(now):  # an optimizer has no state before its first update
-            self._kept = [tensor.detach().clone() for tensor in now]
-        with torch.no_grad():
-            for kept, tensor in zip(self._kept, now, strict=True):
-                kept.copy_(tensor)
+        self._copy.take()
 
     def leave_norm_open(self, norm: NormSum) -> None:
         """Also leave open the norm of the step's gradients, which are used without clipping."""
@@ -84,14 +77,9 @@ class RunningOn:
         if self._most is not None and is_too_long(norm, self._most):
             self._waits_in = step + 1
 
-    @torch.no_grad()
     def undo(self) -> None:
         """Restore the weights and the optimizer's state from the copy."""
-        if len(self._kept) != len(self._state()):
-            self._optimizer.state.clear()
-        with self._changing():
-            for tensor, kept in zip(self._state(), self._kept, strict=True):
-                tensor.copy_(kept)
+        self._copy.restore()
         self.must_undo = False
 
     def keep_arrived(self) -> None:
@@ -102,11 +90,6 @@ class RunningOn:
                 self.settle()
 
     @property
-    def copied_bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Return the size of the copy."""
-        return sum(tensor.nbytes for tensor in self._kept)
-
-    def _state(self) -> list[Tensor]:
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        moments = [value for state in self._optimizer.state.values() for value in state.values()]
-        return [*parameters, *(value for value in moments if isinstance(value, Tensor))]
+        return self._copy.size_bytes

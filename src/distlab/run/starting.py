@@ -34,6 +34,7 @@ class Joined:
     decided: dict[str, Any]  # by rank 0 for all: the folder, the data, the checkpoint to resume from
     claim: Claim | None  # of the folder, on rank 0
     context: Context
+    store: dist.Store
 
     @property
     def device(self) -> torch.device:
@@ -71,9 +72,10 @@ def start_alone(settings: RunSettings, script: Path) -> Joined:
     grid = Grid(0, {})
     places = [devices.Place("", devices.visible_gpus(devices.pick_device_type(settings.device)))]
     set_up(grid, places, settings)
-    context = connect(settings, grid, places, dist.HashStore(), "gloo")
+    store: dist.Store = dist.HashStore()
+    context = connect(settings, grid, places, store, "gloo")
     decided, claim = decide(settings, script)
-    return Joined(grid, places, decided, claim, context)
+    return Joined(grid, places, decided, claim, context, store)
 
 
 def decide(settings: RunSettings, script: Path) -> tuple[dict[str, Any], Claim]:
@@ -127,6 +129,7 @@ def connect(
         places=places,
         describe=grid.describe,
         remark=say,
+        check=(lambda: None) if settings.can_repair else None,
     )
     try:
         dist.init_process_group(

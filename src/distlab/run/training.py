@@ -123,6 +123,10 @@ class TrainingRun(Run[TrainSettingsT]):
             from distlab.run.run_on import RunningOn
 
             self.running_on = RunningOn(optimizer, self._loss_arrived, args.clip_norm, parts.changing_shards)
+        if self.repair is not None:
+            from distlab.run.state_copy import StateCopy
+
+            self.repair.copy = StateCopy(optimizer, parts.changing_shards)
         if args.eval_every:
             from distlab.run.validation import Validator
 
@@ -186,9 +190,14 @@ class TrainingRun(Run[TrainSettingsT]):
             model = self._outer.as_model() if self._outer else contextlib.nullcontext()
             with self.records.timing_apart("validation", f"validation after {counted(step + 1, 'steps')}"), model:
                 loss = self.records.validation_loss = self.validator.loss(step)
-            if self.rank == 0:
+            if self.is_first:
                 measured = f"loss {loss:.6f}, perplexity {perplexity(loss):,.2f}"
                 say(f"validation after {counted(step + 1, 'steps')}: {measured}")
+
+    def _take_over(self, alive: tuple[int, ...]) -> None:
+        super()._take_over(alive)
+        if self.validator is not None:
+            self.validator.divide(alive.index(self.rank), len(alive))
 
     def _find_not_finite(self, parts: ModelParts, step: int) -> str:
         """Repeat the forward pass of a step and check every tensor."""
@@ -239,6 +248,8 @@ class TrainingRun(Run[TrainSettingsT]):
         With `--report-every N`, the ranks add it up only after every N-th step; the records of other steps have no
         loss. Call this before the update, which a non-finite loss prevents or, with `--run-on`, undoes.
         """
+        if self.repair is not None and self.repair.copy is not None:
+            self.repair.copy.take()
         if (step + 1) % getattr(self.settings, "report_every", 1) and not self._waits_after(step):
             return
         late = self.running_on

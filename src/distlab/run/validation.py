@@ -20,12 +20,19 @@ class Validator:
     """
 
     def __init__(self, parts: ModelParts, sequences: Tensor, rows: int) -> None:
-        self._parts, self._count = parts, len(sequences)
+        self._parts, self._sequences, self._rows = parts, sequences, rows
         replicas = parts.grid.axis(REPLICAS, EXPERTS)
-        own = sequences[replicas.rank :: replicas.size]
+        self.divide(replicas.rank, replicas.size)
+
+    def divide(self, replica: int, replicas: int) -> None:
+        """Take the sequences of this rank's replica, of so many that evaluate them."""
+        sequences, rows = self._sequences, self._rows
+        self._count = len(sequences)
+        own = sequences[replica::replicas]
         self._batches: Sequence[Tensor] = own.split(rows) if len(own) else ()
-        most = math.ceil(math.ceil(self._count / replicas.size) / rows)  # passes of the first replica
-        is_shared = any(part.shard == "weights" for part in parts.sharded.values()) or parts.grid.axis(EXPERTS).size > 1
+        most = math.ceil(math.ceil(self._count / replicas) / rows)  # passes of the first replica
+        sharded, grid = self._parts.sharded, self._parts.grid
+        is_shared = any(part.shard == "weights" for part in sharded.values()) or grid.axis(EXPERTS).size > 1
         self._not_counted = [sequences[:1]] * (most - len(self._batches)) if is_shared else []
 
     def loss(self, step: int) -> float:

@@ -61,6 +61,11 @@ class RunSettings:
         return {}
 
     @property
+    def can_repair(self) -> bool:
+        """True if the run goes on when a rank dies."""
+        return False
+
+    @property
     def held(self) -> Sequence[Sequence[int]]:
         """The stages of each pipeline worker; empty if each worker holds one."""
         return ()
@@ -242,7 +247,8 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
             command_line.read(lambda: tyro.cli(shown, **options))  # prints and exits
         return command_line.read(lambda: tyro.cli(type(defaults), default=defaults, **options))
 
-    check_values(sys.argv[1:] if args is None else args)
+    args = complete_repair(sys.argv[1:] if args is None else args, defaults)
+    check_values(args)
     settings = read(defaults)
     try:
         if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
@@ -261,6 +267,18 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
 def without_rank(kind: type[RunSettings]) -> Any:
     """Return the flags of a script without RANK, which launch.sh gives each rank itself: for its help text."""
     return make_dataclass(kind.__name__, [("rank", Annotated[int, tyro.conf.Suppress], -1)], bases=(kind,))
+
+
+def complete_repair(args: Sequence[str], defaults: RunSettings) -> list[str]:
+    """Return the arguments with a value for a `--repair` that has none; `InputError` if a script cannot do that."""
+    given, bare = [*args], [number for number, arg in enumerate(args) if arg == "--repair"]
+    can_be = not bare or hasattr(defaults, "repair")
+    advice = "dp-ga and dp-repair can; with --save-every, --max-restarts 3 begins again from the last checkpoint"
+    require(can_be, f"--repair: this script cannot go on when a rank dies; {advice}")
+    for number in bare:
+        if args[number + 1 :][:1] == [] or args[number + 1].startswith("--"):
+            given[number] = "--repair=on"
+    return given
 
 
 def check_values(args: Sequence[str]) -> None:

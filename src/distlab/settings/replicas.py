@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from distlab.parallel.division import Compression, Sharded
+from distlab.parallel.division import Compression, Repair, Sharded
 from distlab.settings.common import WorldSize, require_positive
 from distlab.settings.resume import ResumePolicy
 from distlab.settings.training import TrainSettings
@@ -158,6 +158,30 @@ class BucketSettings(DataParallelSettings):
             given = f"--compress {self.compress}"
             is_possible = self.all_reduce == "library"
             require(is_possible, f"{given} with --all-reduce {self.all_reduce}: choose one of the two")
+
+
+@dataclass
+class RepairSettings(DataParallelSettings):
+    """A data-parallel training run that goes on when a rank dies."""
+
+    lacks: ClassVar[Mapping[str, object]] = {"compress": "none"}
+
+    repair: Repair = "on"
+    """whether the others go on when a rank dies: on, with sums in another order; exact, bit for bit the same run"""
+
+    @property
+    def can_repair(self) -> bool:
+        return self.repair != "off"
+
+    def check(self) -> None:
+        super().check()
+        if self.can_repair:
+            given = f"--repair {self.repair}"
+            on_cpu = self.device != "cuda" and self.backend != "nccl"
+            require(on_cpu, f"{given}: connections over NCCL cannot be left; use --device cpu")
+            self.device = "cpu"
+            for flag in ("trace", "tensorboard"):
+                require(not getattr(self, flag), f"{given} with --{flag}: the records of a dead rank would be missing")
 
 
 @dataclass

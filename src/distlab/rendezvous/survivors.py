@@ -1,0 +1,127 @@
+"""The deaths of ranks: the launcher notices them and says so in the store; the other ranks agree on how to go on.
+
+Only the launcher decides who is dead. Its news are numbered: each number is an epoch, in which the ranks that are left
+make their process groups under a prefix of their own, so that nothing of an earlier epoch reaches them.
+"""
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from distlab.comm.waits import TrafficError
+from distlab.rendezvous.store import SharedStore
+
+NEWS, READY = "repair/news", "repair/ready"
+SECONDS_BETWEEN_LOOKS = 0.01
+SECONDS_FOR_NEWS = 10.0  # from a lost connection until the launcher has noticed the death
+
+
+@dataclass(frozen=True)
+class News:
+    """The ranks that are left, as the launcher sees them."""
+
+    epoch: int  # number of such news in this run, from 1
+    alive: tuple[int, ...]  # their original numbers
+    gone: dict[str, str]  # why the others have ended, by their numbers: "was terminated by SIGKILL"
+    timestamp: float  # when the launcher noticed it, in seconds since the epoch of `time.time`
+
+    @classmethod
+    def from_json(cls, text: str) -> "News":
+        fields = json.loads(text)
+        return cls(**{**fields, "alive": tuple(fields["alive"])})
+
+
+class Position(NamedTuple):
+    """Where a rank is in a run: in one of the phases of a step, each of which may fail and be done again."""
+
+    step: int
+    phase: int  # 0: before the step's update; later ones: after it
+
+    @property
+    def updates(self) -> int:
+        return self.step + (self.phase > 0)
+
+
+class NewsError(Exception):
+    """There are later news from the launcher."""
+
+
+class Arbiter:
+    """The launcher's part."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store, self._epoch, self._gone = store, 0, dict[str, str]()
+
+    def are_ready(self, ranks: Collection[int]) -> bool:
+        """Return whether all these ranks have begun to train, so that they can repair the run."""
+        return self._store.has(*(f"{READY}/{rank}" for rank in ranks))
+
+    def tell(self, alive: Collection[int], gone: Mapping[int, str]) -> None:
+        """Tell the ranks that are left who else has ended, and why."""
+        self._epoch += 1
+        self._gone |= {str(rank): why for rank, why in gone.items()}
+        news = News(self._epoch, tuple(sorted(alive)), self._gone, time.time())
+        self._store.set(NEWS, json.dumps(asdict(news)))
+
+
+class Survivor:
+    """A rank's part.
+
+    Args:
+        store: of all ranks; the launcher holds it.
+        rank: this rank's original number.
+    """
+
+    def __init__(self, store: SharedStore, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self.epoch = 0  # of the last news that this rank has read
+
+    def begin(self) -> None:
+        """Tell the launcher that from now on this rank can go on without others."""
+        self._store.set(f"{READY}/{self._rank}")
+
+    def await_news(self, error: Exception) -> News:
+        """Return the launcher's next news; raise `error`, the reason to ask, if there are none or this rank is out."""
+        deadline = time.monotonic() + SECONDS_FOR_NEWS
+        while (news := self._read()) is None or news.epoch <= self.epoch:
+            if time.monotonic() > deadline:
+                raise error
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        self.epoch = news.epoch
+        if self._rank not in news.alive:
+            raise error
+        return news
+
+    def check(self) -> None:
+        """Raise `NewsError` if another rank has died since the last news."""
+        news = self._read()
+        if news is not None and news.epoch > self.epoch:
+            raise NewsError
+
+    def agree(self, news: News, own: Position, timeout_seconds: float) -> Position:
+        """Return the position from which all go on: that of the rank which has come least far.
+
+        Raises:
+            NewsError: another rank has died.
+            TrafficError: a rank does not answer within the timeout.
+        """
+        keys = {f"repair/{news.epoch}/{rank}": rank for rank in news.alive}
+        self._store.set(f"repair/{news.epoch}/{self._rank}", json.dumps(own))
+        deadline = time.monotonic() + timeout_seconds
+        while not self._store.has(*keys):
+            self.check()
+            if time.monotonic() > deadline:
+                raise TrafficError("a rank that is left does not take part in the repair", TimeoutError())
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        return min(Position(*json.loads(text)) for text in self._store.read(*keys).values())
+
+    def _read(self) -> News | None:
+        text = self._store.read(NEWS).get(NEWS)
+        return None if text is None else News.from_json(text)
+
+
+def describe_gone(news: News, before: Collection[int], describe: Callable[[int], str]) -> str:
+    """Return in words which of the ranks that were there before have ended, and why."""
+    return "; ".join(f"{describe(rank)} {news.gone[str(rank)]}" for rank in sorted(set(before) - set(news.alive)))

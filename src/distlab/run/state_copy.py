@@ -1,0 +1,50 @@
+"""A copy of the weights and of the optimizer's state, to undo a step's update."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class StateCopy:
+    """The state before the last update.
+
+    Args:
+        optimizer: of all parameters of this rank.
+        changing: a context in which the weights are restored.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, changing: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self._optimizer, self._changing = optimizer, changing
+        self._kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the state as it is now."""
+        now = self._state()
+        if len(self._kept) != len(now):  # an optimizer has no state before its first update
+            self._kept = [tensor.detach().clone() for tensor in now]
+        for kept, tensor in zip(self._kept, now, strict=True):
+            kept.copy_(tensor)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state from the copy."""
+        if len(self._kept) != len(self._state()):
+            self._optimizer.state.clear()
+        with self._changing():
+            for tensor, kept in zip(self._state(), self._kept, strict=True):
+                tensor.copy_(kept)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._kept)
+
+    def _state(self) -> list[Tensor]:
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        moments = [value for state in self._optimizer.state.values() for value in state.values()]
+        return [*parameters, *(value for value in moments if isinstance(value, Tensor))]
