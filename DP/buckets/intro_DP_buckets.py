@@ -67,4 +67,4 @@ def train(run: TrainingRun[BucketSettings]) -> None:
 
 
 if __name__ == "__main__":
-    main(train, DEFAULTS, __doc__, MORE)
+    main(train, DEFAULTS, __doc__)

@@ -1,7 +1,7 @@
 """Data parallelism that goes on when a rank dies: the others compute its rows too, and repeat the step.
 
     ./launch.sh dp-repair                             three ranks; then, in another terminal:
-    kill -9 $(pgrep -n 'rank 1')                      the loss continues as if nothing had happened
+    pkill -9 -n -x 'rank 1'                           the loss continues as if nothing had happened
 
 Every replica has the whole model, so a dead rank takes only its rows of the batch with it. Every rank reads the rows
 of all replicas. When one dies, the others divide its micro-batches among them (ReCycle: Gandhi et al., arXiv

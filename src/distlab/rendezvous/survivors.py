@@ -59,7 +59,7 @@ class Arbiter:
         return self._store.has(*(f"{READY}/{rank}" for rank in ranks))
 
     def tell(self, alive: Collection[int], gone: Mapping[int, str]) -> None:
-        """Tell the ranks that are left who else has ended, and why."""
+        """Tell the ranks that are left who else ended, and why."""
         self._epoch += 1
         self._gone |= {str(rank): why for rank, why in gone.items()}
         news = News(self._epoch, tuple(sorted(alive)), self._gone, time.time())
@@ -101,7 +101,7 @@ class Survivor:
             raise NewsError
 
     def agree(self, news: News, own: Position, timeout_seconds: float) -> Position:
-        """Return the position from which all go on: that of the rank which has come least far.
+        """Return the position from which all go on: that of the rank that is least far.
 
         Raises:
             NewsError: another rank has died.

@@ -3,12 +3,12 @@
 What a survivor does when one of its waits has failed:
 
 1. It closes its own connections, so that nobody waits for it: ranks that have none to the dead one leave their waits.
-2. It asks the launcher who is left, and tells these how far it has come. Step k counts only if all of them have taken
+2. It asks the launcher who is left, and tells these how far it is. Step k counts only if all of them have taken
    its update: whoever has, while another has not, undoes it with the copy of the state before it. No two ranks are
    further apart, as each needs the others' gradients for its next update.
 3. It makes the process groups again, of the ranks that are left, and they do again what had failed.
 
-A death during the repair begins it anew. (ReCycle: Gandhi et al., arXiv 2405.14009, sends the work of a dead worker to
+A death during the repair starts it again. (ReCycle: Gandhi et al., arXiv 2405.14009, sends the work of a dead worker to
 those that hold the same weights; it has no code.)
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Repaired:
-    """A repair that has ended; the run has yet to go back to where it goes on."""
+    """A finished repair; the run has yet to go back to where it goes on."""
 
     position: Position
     sentence: str

@@ -1,6 +1,7 @@
 """A rank's part of a run: its identity, its steps, and the components that it owns."""
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -254,6 +255,7 @@ class Run(Generic[SettingsT]):
         assert self.repair is not None
         assert self.repair.done is not None
         at, self.repair.done = self.repair.done.position, None
+        gc.collect()  # the earlier groups, with their threads, connections and memory
         self.records.take_back(step + 1 - at.updates)
         for _ in range(at.step + (at.phase == MEET), step + (phase == MEET)):
             progress.take_back()

@@ -25,7 +25,7 @@ class Validator:
         self.divide(replicas.rank, replicas.size)
 
     def divide(self, replica: int, replicas: int) -> None:
-        """Take the sequences of this rank's replica, of so many that evaluate them."""
+        """Take this rank's share of the sequences, as one of a number of replicas."""
         sequences, rows = self._sequences, self._rows
         self._count = len(sequences)
         own = sequences[replica::replicas]
