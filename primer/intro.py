@@ -2,7 +2,7 @@
 
     python primer/intro.py                          or: ./launch.sh primer
 
-The run that other chapters repeat on many ranks: the same weights, the same stories, the same losses.
+The training run is the same on one rank or many: the same weights, the same stories, the same losses.
 """
 
 from distlab.run.main import main

@@ -2,7 +2,7 @@
 
     python DP/gradient_aggr/intro_DP_GA.py <rank>   or all ranks at once: ./launch.sh dp-ga --world-size 4
 
-The run that other chapters repeat on many ranks: the same weights, the same stories, the same losses.
+The training run is the same on one rank or many: the same weights, the same stories, the same losses.
 """
 
 import torch.distributed as dist
