@@ -300,7 +300,7 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
 
     @property
     def routes(self) -> tuple[Literal["record", "replay"], Path] | None:
-        """What to do with the routes in a folder."""
+        """Use of the routes in a folder, "record" or "replay", and the folder."""
         if self.record_routes:
             return "record", self.record_routes
         return ("replay", self.replay_routes) if self.replay_routes else None
