@@ -24,6 +24,8 @@ if (args.rank is None) != ("RANK" in os.environ):
     parser.error("give the rank, 0 or 1; under launch.sh and torchrun, leave it out")
 if args.rank is not None:
     os.environ.update(RANK=str(args.rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+if os.environ["WORLD_SIZE"] == "1":
+    parser.error("--world-size 1: a rank cannot send to itself; give at least 2")
 
 # Waits until all ranks are there. No wait may take longer than the timeout.
 dist.init_process_group("lab", timeout=timedelta(seconds=10 if args.deadlock else 120))

@@ -1,6 +1,6 @@
 """The process group of a rank that is alone: what it would send to itself, torch copies."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,15 +31,38 @@ class GroupOfOne(ContextGroup):
         """Leave the tensors as they are. torch's group has no result for a future, which torch's DDP asks for."""
         return _Done(list(tensors))
 
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return _copied([output], [input])
+
+    def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return _copied(output[0], input)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return _copied([output], [input])
+
+    # The names of torch 2.11 for the same methods.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+
 
 class _Done(dist.Work):
-    """An operation that is complete."""
+    """An operation that is complete, with the interface of `distlab.comm.pending.Pending`."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
+        self._finish: list[Callable[[], object]] = []
+
+    def then(self, finish: Callable[[], object]) -> "_Done":
+        """Call `finish` at the end of `wait`; if it returns an operation, `wait` also waits for that operation."""
+        self._finish.append(finish)
+        return self
 
     def wait(self, timeout: Any = None) -> bool:
+        while self._finish:
+            started = self._finish.pop(0)()
+            if isinstance(started, dist.Work):
+                started.wait()
         return True
 
     def is_completed(self) -> bool:
@@ -49,6 +72,14 @@ class _Done(dist.Work):
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
+
+
+def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Done:
+    """Copy tensors of equal sizes; one may be the other, as in a reduce-scatter in place."""
+    for output, input in zip(outputs, inputs, strict=True):
+        if output.data_ptr() != input.data_ptr():
+            output.view_as(input).copy_(input)
+    return _Done(list(outputs))
 
 
 def create(made: Any, options: Options | None) -> GroupOfOne:
