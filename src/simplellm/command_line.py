@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from simplellm.errors import InputError, status_of
+from simplellm.errors import FlagError, status_of
 
 RequestT = TypeVar("RequestT")
 LEAST_COLUMNS = 40
@@ -42,7 +42,7 @@ def read(cli: Callable[[], RequestT]) -> RequestT:
     """Return the command line as tyro parses it.
 
     Raises:
-        InputError: the command line is not valid; the message is one sentence instead of tyro's panel.
+        FlagError: the command line is not valid; the message is one sentence instead of tyro's panel.
     """
     errors = io.StringIO()
     try:
@@ -51,7 +51,7 @@ def read(cli: Callable[[], RequestT]) -> RequestT:
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
-        raise InputError(one_sentence(errors.getvalue())) from None
+        raise FlagError(one_sentence(errors.getvalue())) from None
 
 
 @contextlib.contextmanager

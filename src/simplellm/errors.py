@@ -33,6 +33,10 @@ class InputError(ValueError):
         return sentence
 
 
+class FlagError(InputError):
+    """A program does not have a flag, or the flag does not have such values."""
+
+
 def as_flag(name: str) -> str:
     """Return the flag of an argument or a setting."""
     return f"--{name.replace('_', '-')}"

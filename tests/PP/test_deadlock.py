@@ -80,3 +80,9 @@ def to_the_end(rank: int, port: int, case: Any) -> bool:
 def test_the_cure(case: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert all(run_ranks(3, to_the_end, free_port(), case))
     assert capfd.readouterr().out == f"# {case}: all ranks have finished\n"
+
+
+def test_one_rank_cannot_wait_for_itself() -> None:
+    ended = fork_launcher("deadlock", "--world-size", "1").finish()
+    assert ended.status == 2
+    assert ended.err.splitlines()[-1] == "# rank 0 failed: --world-size 1: a deadlock needs at least 2 ranks"

@@ -20,7 +20,7 @@ from distlab.run.terminal import say
 from distlab.settings.common import MOST_RANKS, RunSettings, parse
 from distlab.settings.folders import new_folder
 from distlab.settings.training import TrainSettings
-from simplellm.errors import InputError, require
+from simplellm.errors import FlagError, InputError, require
 from simplellm.generation import prompt_ids
 from simplellm.tokenizers import SPTokenizer
 
@@ -78,7 +78,7 @@ def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, Run
             try:
                 settings = script.parse(args, prog)
                 break
-            except InputError:
+            except FlagError:  # a refused value is the fuller script's own sentence
                 if script.more is None or not script.more.exists():
                     raise
         say(f"these flags are those of {script.path.name}, which runs now")

@@ -17,8 +17,10 @@ from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, WorldSize, parse
 from distlab.settings.training import TrainSettings
-from simplellm.errors import InputError
+from simplellm.errors import FlagError, InputError
 from simplellm.streams import open_streams
+
+HANDED_OVER = "handed_over"  # a name in a script that runs in place of another one, with the same flags
 
 
 def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
@@ -41,9 +43,11 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
             defaults.world_size = int(os.environ["WORLD_SIZE"])
         try:
             settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
-        except InputError:
-            more = getattr(work, "__globals__", {}).get("MORE")
-            if more is None or not (script.parent / more).exists():
+        except InputError as error:
+            names = getattr(work, "__globals__", {})
+            more = names.get("MORE")
+            knows_flags = HANDED_OVER in names and not isinstance(error, FlagError)  # but refuses a value
+            if more is None or knows_flags or not (script.parent / more).exists():
                 raise
             become(script.parent / more)
         rank, _ = identity(settings)
@@ -78,7 +82,7 @@ def become(script: Path) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has its own terminal
         say(f"these flags are those of {script.name}, which runs now")
     sys.argv[0] = str(script)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_path(sys.argv[0], {HANDED_OVER: True}, run_name="__main__")
     leave(0)
 
 

@@ -15,7 +15,7 @@ from distlab.axes.layout import Layout, layout_flags, layout_size
 from distlab.checkpoints import FOLDER
 from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line
-from simplellm.errors import InputError, as_flag, require, require_text
+from simplellm.errors import FlagError, InputError, as_flag, require, require_text
 
 if TYPE_CHECKING:
     from distlab.checkpoints.format import Checkpoint
@@ -274,7 +274,8 @@ def complete_repair(args: Sequence[str], defaults: RunSettings) -> list[str]:
     given, bare = [*args], [number for number, arg in enumerate(args) if arg == "--repair"]
     can_be = not bare or hasattr(defaults, "repair")
     advice = "dp-ga and dp-repair can; with --save-every, --max-restarts 3 begins again from the last checkpoint"
-    require(can_be, f"--repair: this script cannot go on when a rank dies; {advice}")
+    if not can_be:
+        raise FlagError(f"--repair: this script cannot go on when a rank dies; {advice}")
     for number in bare:
         if args[number + 1 :][:1] == [] or args[number + 1].startswith("--"):
             given[number] = "--repair=on"
