@@ -31,8 +31,10 @@ class ProgramSettings(WorldSize, RunSettings):
 def look_after(context: Context) -> None:
     """Make an exception of this process end as a failure of a run does, and print a summary when the process exits."""
     silence_torch_warnings()
+    stderr = sys.stderr
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.stderr = stderr  # torch's hook calls this one, and would print its output after it; but this process exits
         if not isinstance(error, Exception | KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
             return

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import LAB, run
+from support.processes import LAB, finish, free_port, run, start
 from support.terminals import fork_launcher
 
 from distlab.run.logs import human_bytes
@@ -45,6 +45,12 @@ if dist.get_rank() == 0:
 else:
     dist.recv(x, 0)
 """
+FAULTY = """
+import torch.distributed as dist
+import distlab
+dist.init_process_group("lab")
+raise TypeError("a fault")
+"""
 
 
 def written(folder: Path, text: str) -> Path:
@@ -67,6 +73,17 @@ def test_the_example_runs_under_torchrun() -> None:
     ended = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
     assert ended.status == 0, ended.err
     assert "# rank 0 sent" in ended.out
+
+
+def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
+    program = written(tmp_path, FAULTY)
+    program_of_one = start(
+        *(sys.executable, program), RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port())
+    )
+    for ended in (finish(program_of_one), fork_launcher(program, "--world-size", "2").finish()):
+        assert ended.status == 1
+        assert 'raise TypeError("a fault")' in ended.err
+        assert ended.err.splitlines()[-1].endswith("failed: TypeError: a fault")
 
 
 @pytest.mark.waits
