@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -205,18 +205,36 @@ class Pending(dist.Work):
             recorder.add_on_stream(MESSAGE, name, self._posted, done)
 
 
-class _Late(torch.futures.Future[list[Tensor]]):
-    """A future that is completed at the end of the backward pass, or when Python code waits for it before."""
+class _Late(torch.futures.Future[Any]):
+    """A future that is completed at the end of the backward pass, or when Python code waits for it before.
 
-    def __init__(self, pending: Pending) -> None:
+    So are those that its `then` returns.
+    """
+
+    def __init__(self, before: "Pending | _Late") -> None:
         super().__init__()
-        self._pending = pending
+        self._before = before
+        self._following: list[tuple[Callable[[Any], Any], _Late]] = []
 
     def complete(self) -> None:
         if not self.done():
-            self._pending.wait()
-            self.set_result(self._pending.result())
+            self._before.wait()
+            if isinstance(self._before, Pending):
+                self._set(self._before.result())
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Any:
         self.complete()
         return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> "torch.futures.Future[Any]":
+        if self.done():
+            return super().then(callback)
+        following = _Late(self)
+        self._following.append((callback, following))
+        return following
+
+    def _set(self, result: object) -> None:
+        self.set_result(result)
+        while self._following:
+            callback, following = self._following.pop(0)
+            following._set(callback(self))

@@ -109,20 +109,27 @@ def replicate_in_buckets(rank: int, context: Context, _: Path) -> None:
         train(wrapped, own_rows(rank))
         assert_trained(net)
         assert context.ledger.messages["gradients"] > STEPS
-    net = Net()
-    wrapped = DistributedDataParallel(net)
-    wrapped.register_comm_hook(None, average_at_once)
-    train(wrapped, own_rows(rank))
-    assert_trained(net)
+    for hook in (average_at_once, average_then):
+        net = Net()
+        wrapped = DistributedDataParallel(net, bucket_cap_mb=0.001)
+        wrapped.register_comm_hook(None, hook)
+        train(wrapped, own_rows(rank))
+        assert_trained(net)
 
 
 def average_at_once(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that waits for a future during the backward pass."""
-    work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-    assert work is not None
+    """A hook that waits during the backward pass for futures that follow each other."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(work.get_future().wait()[0])
+    future.set_result(average_then(None, bucket).wait())
     return future
+
+
+def average_then(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook that divides the sum after the all-reduce."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    first: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return first.then(lambda done: done.value().div_(2))
 
 
 def shard(rank: int, context: Context, _: Path) -> None:
