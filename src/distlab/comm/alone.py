@@ -44,6 +44,12 @@ class GroupOfOne(ContextGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
+        raise ValueError("a message to oneself: this group has one rank")
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
+        raise ValueError("a message from oneself: this group has one rank")
+
 
 class _Done(dist.Work):
     """An operation that is complete, with the interface of `distlab.comm.pending.Pending`."""

@@ -68,6 +68,13 @@ def test_a_rank_alone_receives_its_own_tensors() -> None:
     assert pending.get_future().wait()[0] is own
 
 
+def test_a_rank_alone_has_nobody_to_send_to() -> None:
+    with pytest.raises(ValueError, match="this group has one rank"):
+        dist.isend(torch.ones(2), 0)
+    with pytest.raises(ValueError, match="this group has one rank"):
+        dist.irecv(torch.empty(2), 0)
+
+
 def count_by_hand(rank: int, port: int) -> tuple[dict[str, int], dict[str, int]]:
     with process_group(rank, 2, port) as context:
         with named("a", "a"):
