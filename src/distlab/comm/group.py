@@ -80,6 +80,7 @@ class LabGroup(ContextGroup):
 
     def _open(self) -> None:
         """Meet the other ranks, and prepare the transports; memory and queues are made on request."""
+        self._messages.clear()  # a rank that failed may have sent what no other has received
         size, library = len(self.ranks), self.context.library
         store = dist.PrefixStore(f"epoch{self._epoch}", self._store)
         kinds = dist.ProcessGroup.BackendType
