@@ -1,6 +1,6 @@
 """Checkpoints: their format, and how they are found, written and read in any layout.
 
-May import `distlab.comm`.
+May import `distlab.axes`, `distlab.comm` and `distlab.machine`.
 """
 
 FOLDER = "checkpoints"  # in a run's folder

@@ -1,6 +1,6 @@
 """Handwritten collective operations, their costs, and a simulated world in which they can run.
 
-May import `distlab.comm`.
+May import `distlab.axes`, `distlab.comm` and `distlab.machine`.
 """
 
 from distlab.collectives.algorithms import (

@@ -1,6 +1,7 @@
 """The lab's patches of torch that have no public interface.
 
-Tried with torch 2.13.0; tests/distlab/comm/test_torch_patches.py fails when a release changes the internals used here.
+Tried with torch 2.13.0; tests/distlab/machine/test_torch_patches.py fails when a release changes the internals used
+here.
 """
 
 import contextlib

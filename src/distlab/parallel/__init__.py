@@ -1,4 +1,4 @@
-"""Data and tensor parallelism: gradients in buckets, layers in shards.
+"""Data, tensor, context and expert parallelism: gradients in buckets, layers, sequences and experts in shards.
 
-May import `distlab.comm`.
+May import `distlab.axes`, `distlab.comm` and `distlab.machine`.
 """

@@ -1,4 +1,4 @@
 """Pipeline parallelism: schedules as data, their simulation, and the executor that runs them.
 
-May import `distlab.comm`.
+May import `distlab.axes`, `distlab.comm` and `distlab.machine`.
 """

@@ -1,4 +1,4 @@
 """How ranks and machines find each other, agree on settings, and report why they exit.
 
-May import `distlab.comm`.
+May import `distlab.axes`, `distlab.comm` and `distlab.machine`.
 """

@@ -1,4 +1,4 @@
 """Reports on runs: traces, timelines, tables of memory, figures.
 
-May import all packages except `distlab.run` and `distlab.exchange`.
+May import all packages below `distlab.settings`.
 """
