@@ -152,12 +152,14 @@ def check_story(prompt: str, settings: RunSettings, script: str) -> TrainSetting
 
 
 def whole_sentences(lines: Iterable[str]) -> Iterator[str]:
-    """Yield a story's lines; if it stopped at a limit, the last line ends with a whole sentence."""
-    held = ""
-    for line in lines:
-        yield re.sub(r"(?<=[.!?\"])[^.!?\"]+$", " …", held) if line.startswith("# stopped") else held
+    """Yield a story's lines; if it stopped at a limit within a sentence, the last line ends with the one before it."""
+    held: str | None = None
+    for line in map(str.rstrip, lines):
+        if held is not None:
+            yield re.sub(r'([.!?]"?)\s[^.!?]*$', r"\1 …", held) if line.startswith("# stopped") else held
         held = line
-    yield held
+    if held is not None:
+        yield held
 
 
 def tell_story(run: Path, prompt: str, device: str) -> int:
@@ -168,5 +170,5 @@ def tell_story(run: Path, prompt: str, device: str) -> int:
     with subprocess.Popen(teller, stdout=subprocess.PIPE, env=environment, encoding="utf-8") as process:
         assert process.stdout is not None
         for line in whole_sentences(process.stdout):
-            print(line.rstrip() if line.startswith("#") else f"# {line}".rstrip(), flush=True)
+            print(line if line.startswith("#") else f"# {line}".rstrip(), flush=True)
     return process.returncode

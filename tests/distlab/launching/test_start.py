@@ -8,7 +8,7 @@ from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES, find_script
-from distlab.launching.start import read_script
+from distlab.launching.start import read_script, whole_sentences
 from distlab.settings.common import RunSettings
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
@@ -93,6 +93,21 @@ def test_the_settings_of_each_script_are_found(name: str) -> None:
     assert not script.has_threads, "its ranks may be forks"
     if "--tell" not in flags:
         script.parse(flags, name)
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("It rained. Ben was", "It rained. …"),
+        ("It rained. Ben ran.", "It rained. Ben ran."),
+        ('"Come!" he said. She said, "I', '"Come!" he said. …'),
+        ("It", "It"),
+    ],
+)
+def test_a_story_that_stopped_at_a_limit_ends_with_a_whole_sentence(told: str, shown: str) -> None:
+    ending = "# stopped after --max-tokens 3"
+    assert [*whole_sentences(["Tim and Ben\n", f"{told}\n", f"{ending}\n"])] == ["Tim and Ben", shown, ending]
+    assert next(whole_sentences([f"{told}\n", "# the model ended its story\n"])) == told
 
 
 @pytest.mark.parametrize("kills", [0, 1, 3])
