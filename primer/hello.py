@@ -4,7 +4,7 @@
     ./launch.sh hello --deadlock                      all ranks send first, and none receives: a failure, after 10 s
     python primer/hello.py <rank>                     in two terminals, with the ranks 0 and 1
 
-`torchrun --nproc-per-node 2 primer/hello.py` works, too. Only the backend, "lab", is not torch's own: see README.md.
+`torchrun --nproc-per-node 2 primer/hello.py` also works. Only the backend, "lab", is not torch's own: see README.md.
 """
 
 import argparse
