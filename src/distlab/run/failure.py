@@ -92,10 +92,10 @@ class Failure:
         restarts, allowed = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
         is_restarted = restarts != allowed and not self.recurs_on_restart
         is_printed_last = "LAB_LAUNCHER" in os.environ and not is_restarted and (self.names_rank or self.status == 2)
-        if is_printed_last and isinstance(sys.stderr, RankOutput):
-            sys.stderr.keep(f"# {self.sentence}\n")
-        else:
+        if not is_printed_last:
             tell(self.sentence)
+        elif isinstance(sys.stderr, RankOutput):
+            sys.stderr.keep(f"# {self.sentence}\n")
         if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             names = "status", "names_rank", "lost_a_peer", "recurs_on_restart", "is_diagnosed"
             record = {"message": self.sentence, "timestamp": int(time.time())}

@@ -57,6 +57,10 @@ class Repair:
         self.position = Position(first_step, 0)  # of this rank
         self.done: Repaired | None = None
 
+    def reach(self, step: int, phase: int) -> None:
+        """Note how far this rank is."""
+        self.position = Position(step, phase)
+
     def after(self, error: Exception) -> None:
         """Repair the run after a failed wait; raise `error` if no rank has died."""
         if not is_death(error):

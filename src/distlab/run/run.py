@@ -18,7 +18,6 @@ from distlab.comm.names import CONTROL, named
 from distlab.comm.recorder import STEP
 from distlab.machine import devices
 from distlab.machine.processes import started_by_torchrun
-from distlab.rendezvous.survivors import Position
 from distlab.reports import memory
 from distlab.run.commands import next_commands
 from distlab.run.logs import RunLog
@@ -32,6 +31,7 @@ from distlab.settings.resume import ResumePolicy, marked
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
+    from distlab.rendezvous.survivors import Position
     from distlab.run.checkpointer import Batches, Checkpointer
     from distlab.run.repair import Repair
     from distlab.run.run_on import RunningOn
@@ -179,7 +179,7 @@ class Run(Generic[SettingsT]):
             self.repair.survivor.begin()
         while step < steps:
             if self.repair is not None:
-                self.repair.position = Position(step, phase)
+                self.repair.reach(step, phase)
             if phase == TAKE:
                 if step not in taken:
                     taken[step] = next(source), batches.state_dict() if checkpointer else {}
@@ -222,7 +222,7 @@ class Run(Generic[SettingsT]):
                 is_again = False
             step, phase = following
         if self.repair is not None:
-            self.repair.position = Position(steps, TAKE)
+            self.repair.reach(steps, TAKE)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[tuple[int, ...]]:
@@ -250,7 +250,7 @@ class Run(Generic[SettingsT]):
         if self.is_first and self.repair is not None and self.repair.done is not None:
             say(self.repair.done.sentence)
 
-    def _go_back(self, step: int, phase: int, progress: Progress) -> Position:
+    def _go_back(self, step: int, phase: int, progress: Progress) -> "Position":
         """Return the position from which the ranks go on after a repair, and drop the records of what is done again."""
         assert self.repair is not None
         assert self.repair.done is not None

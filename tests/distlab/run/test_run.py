@@ -229,7 +229,7 @@ def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: py
     def fail(settings: Any, script: Path) -> None:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
 
-    monkeypatch.setattr("distlab.run.run.join", fail)
+    monkeypatch.setattr("distlab.run.joining.join", fail)
     settings = parse(load("DP/gradient_aggr/intro_DP_GA.py").DEFAULTS, "", ["2"])
     with pytest.raises(RuntimeError) as caught:
         Run(settings, Path("script.py"))
