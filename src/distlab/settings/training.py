@@ -134,7 +134,7 @@ class TrainSettings(ResumableSettings):
 
     def decide(self) -> dict[str, Any]:
         source, why = choose_source(self.data)
-        why += ", as --data asks" * (self.data != "auto")
+        why += f" (--data {self.data})" * (self.data in ("sample", "tinystories"))
         if self.prediction is not None:
             self.prediction.check_device(self.device)
         decided = {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}

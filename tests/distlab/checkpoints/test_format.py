@@ -169,7 +169,7 @@ def test_a_file_of_stories_may_move_but_not_change(tmp_path: Path) -> None:
     resume = ["--resume", str(tmp_path / "run"), "--data", str(moved)]
     ended = fork_python("primer/intro.py", *resume, "--steps", "5", "--out", tmp_path / "on").finish()
     assert ended.status == 0, ended.err
-    assert f"# stories from {moved}, as --data asks" in ended.out
+    assert f"# stories from {moved}\n" in ended.out
     assert "that the checkpoint names" not in ended.out
     assert parse(TrainSettings(), "", resume).data == str(moved)
     moved.write_text(moved.read_text().replace("dog", "cat"))
