@@ -13,6 +13,7 @@ written to another folder, which is renamed when it is complete, so a run that e
 earlier checkpoint. Nothing in a checkpoint is unpickled: safetensors and JSON contain only data.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -135,8 +136,10 @@ def numbered(parent: Path, ending: str = "") -> dict[int, Path]:
     pattern = re.compile(rf"step-(\d{{8}}|[1-9]\d{{8,18}}){re.escape(ending)}", re.ASCII)
     try:
         names = os.listdir(parent)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return {}
+        raise
     found = {int(match[1]): parent / match[0] for match in map(pattern.fullmatch, names) if match}
     return dict(sorted(found.items()))
 

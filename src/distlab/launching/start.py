@@ -67,21 +67,18 @@ def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, Run
     Raises:
         InputError: as in `read_script`; or no script accepts the flags.
     """
-    script = read_script(path)
-    try:
-        return script, script.parse(args, prog)
-    except InputError:
-        if script.more is None or not script.more.exists():
-            raise
-        while True:
+    script, refusals = read_script(path), list[InputError]()
+    while True:
+        try:
+            settings = script.parse(args, prog)
+        except InputError as error:
+            refusals.append(error)
+            if script.more is None or not script.more.exists():  # the sentence on a value says more than one on flags
+                raise next((one for one in reversed(refusals) if not isinstance(one, FlagError)), error) from None
             script = read_script(script.more)
-            try:
-                settings = script.parse(args, prog)
-                break
-            except FlagError:  # a refused value is the fuller script's own sentence
-                if script.more is None or not script.more.exists():
-                    raise
-        say(f"these flags are those of {script.path.name}, which runs now")
+            continue
+        if refusals:
+            say(f"these flags are those of {script.path.name}, which runs now")
         return script, settings
 
 

@@ -20,7 +20,7 @@ from distlab.settings.training import TrainSettings
 from simplellm.errors import FlagError, InputError
 from simplellm.streams import open_streams
 
-HANDED_OVER = "handed_over"  # a name in a script that runs in place of another one, with the same flags
+REFUSAL = "refusal"  # in a script that runs in place of another one: the other's error about a value, if it had one
 
 
 def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
@@ -45,11 +45,12 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
             settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
         except InputError as error:
             names = getattr(work, "__globals__", {})
-            more = names.get("MORE")
-            knows_flags = HANDED_OVER in names and not isinstance(error, FlagError)  # but refuses a value
-            if more is None or knows_flags or not (script.parent / more).exists():
-                raise
-            become(script.parent / more)
+            more, refusal = names.get("MORE"), error
+            if isinstance(error, FlagError):  # the sentence on a value, of an earlier script, says more
+                refusal = names.get(REFUSAL) or error
+            if more is None or not (script.parent / more).exists():
+                raise refusal from None
+            become(script.parent / more, None if isinstance(refusal, FlagError) else refusal)
         rank, _ = identity(settings)
         run = TrainingRun(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
         with run:
@@ -77,12 +78,12 @@ def warn_of_other_checkout(script: Path) -> None:
             say(f"this run uses the library in {used}, not in {own}: start it with ./launch.sh, or PYTHONPATH={own}")
 
 
-def become(script: Path) -> NoReturn:
+def become(script: Path, refusal: InputError | None) -> NoReturn:
     """Run another script instead, with the same flags."""
     if os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has its own terminal
         say(f"these flags are those of {script.name}, which runs now")
     sys.argv[0] = str(script)
-    runpy.run_path(sys.argv[0], {HANDED_OVER: True}, run_name="__main__")
+    runpy.run_path(sys.argv[0], {REFUSAL: refusal}, run_name="__main__")
     leave(0)
 
 

@@ -37,6 +37,8 @@ BAD_PATHS = {
     "out": ["/dev/null", "/dev/null/run", OVERLONG],
     "tokenizer": ["nothing-there.model", "/", "/dev/null", "", OVERLONG, str(LAB / "README.md")],
     "machine": ["nothing-there.json", "/", "/dev/null", "", OVERLONG, str(LAB / "README.md")],
+    "record_routes": ["routes"],  # without experts
+    "replay_routes": ["routes"],
     "resume": ["nothing-there", "/dev/null", "/", OVERLONG, str(LAB / "README.md")],
 }
 ONE_PROCESS_IGNORES = {"master_addr"}
