@@ -1,6 +1,6 @@
 """A save and a resume that take far longer than --timeout: a checkpoint of 4 GB on a disk with a limited speed.
 
-Run it as root. It needs 8 GB of memory, and control groups of version 1. The disk is a file system in an image of its own.
+Run it as root. It needs 8 GB of memory, and control groups of version 1. The disk is a file system in an image.
 
 python bench/slow_disk.py
 python bench/slow_disk.py --megabytes-per-second 40 --dmodel 1024
