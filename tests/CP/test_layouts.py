@@ -3,22 +3,12 @@
 from pathlib import Path
 
 import pytest
-from support.chapters import OneProcess, State, assert_equal, train_on
+from support.chapters import OneProcess, assert_equal, merged, train_on
 
 SCRIPT = "hybrid/intro_5d.py"
 MODEL = "--lr 0.3 --dmodel 48 --num-heads 12 --num-kv-heads 6 --n-layers 4 --seq-len 25".split()
 DOCUMENTS = "--seq-len 99 --lr 0.6 --document-mask".split()
 ROUNDING = 4e-6  # relative: sums over ranks are added up in another order
-
-
-def merged(states: list[State]) -> State:
-    """The parameters of all stages; ranks that hold the same ones agree bit for bit."""
-    found: State = {}
-    for state in states:
-        for name, tensor in state.items():
-            assert name not in found or found[name].equal(tensor), f"{name}: the ranks agree"
-            found[name] = tensor
-    return found
 
 
 @pytest.mark.parametrize(

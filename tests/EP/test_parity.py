@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.chapters import State, assert_equal, train_on
+from support.chapters import State, assert_equal, merged, train_on
 
 PLAIN, ALL_AXES = "EP/intro_EP.py", "hybrid/intro_5d.py"
 MODEL = (
@@ -18,16 +18,6 @@ Run = tuple[State, State, list[float], list[float]]
 
 def records(out: Path, name: str) -> list[float]:
     return [json.loads(line)[name] for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def merged(states: list[State]) -> State:
-    """The parameters of all ranks; those that hold the same ones agree bit for bit."""
-    found: State = {}
-    for state in states:
-        for name, tensor in state.items():
-            assert name not in found or found[name].equal(tensor), f"{name}: the ranks agree"
-            found[name] = tensor
-    return found
 
 
 def trained(ranks: int, script: str, out: Path, *flags: str) -> Run:

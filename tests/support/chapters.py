@@ -150,3 +150,13 @@ def assert_equal(own: State, expected: State, rtol: float = 0) -> None:
     assert own.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(own[name], tensor, rtol=rtol, atol=1e-6, msg=f"{name}: {{}}".format)
+
+
+def merged(states: list[State]) -> State:
+    """Return the parameters of all ranks; those that hold the same ones agree bit for bit."""
+    found: State = {}
+    for state in states:
+        for name, tensor in state.items():
+            assert name not in found or found[name].equal(tensor), f"{name}: the ranks agree"
+            found[name] = tensor
+    return found
