@@ -25,20 +25,21 @@ from simplellm import command_line
 from simplellm.errors import require
 
 LAB = Path(__file__).resolve().parents[1]
+# Scripts whose messages overlap: pp-dapple and tp are lessons that send plainly.
 RUNS = {
     "primer": "primer --batch-size 3 --steps 12",
     "dp-ga, 2 ranks": "dp-ga --world-size 2 --batch-size 1 --steps 12",
     "dp-ga, 3 ranks": "dp-ga --world-size 3 --batch-size 1 --steps 12",
-    "pp-dapple, 2 stages": "pp-dapple --world-size 2 --batch-size 4 --micro-batches 4 --steps 8",
-    "pp-dapple, 3 stages": "pp-dapple --world-size 3 --batch-size 6 --micro-batches 6 --steps 8",
+    "pp-dapple, 2 stages": "pp-zb --schedule dapple --world-size 2 --batch-size 4 --micro-batches 4 --steps 8",
+    "pp-dapple, 3 stages": "pp-zb --schedule dapple --world-size 3 --batch-size 6 --micro-batches 6 --steps 8",
     "hybrid, 2 pipelines of 3 stages": "hybrid --steps 8",
-    "a small model, 2 stages, gpipe": "pp-gpipe --world-size 2 --batch-size 12 --micro-batches 4 --dmodel 96 "
-    "--num-heads 4 --seq-len 64 --steps 60",
-    "a small model, 2 stages, dapple": "pp-dapple --world-size 2 --batch-size 12 --micro-batches 12 --dmodel 96 "
-    "--num-heads 4 --seq-len 64 --steps 60",
+    "a small model, 2 stages, gpipe": "pp-zb --schedule gpipe --world-size 2 --batch-size 12 --micro-batches 4 "
+    "--dmodel 96 --num-heads 4 --seq-len 64 --steps 60",
+    "a small model, 2 stages, dapple": "pp-zb --schedule dapple --world-size 2 --batch-size 12 --micro-batches 12 "
+    "--dmodel 96 --num-heads 4 --seq-len 64 --steps 60",
     "dp-zero, 2 ranks": "dp-zero --world-size 2 --batch-size 1 --steps 10",
     "pp-zbv, 2 workers": "pp-zbv --world-size 2 --batch-size 4 --micro-batches 4 --steps 8",
-    "tp, 2 ranks": "tp --world-size 2 --batch-size 2 --steps 8",
+    "tp, 2 ranks": "hybrid --dp 1 --pp 1 --tp 2 --batch-size 2 --micro-batches 1 --steps 8",
 }
 WARM_UP_STEPS = 2
 
