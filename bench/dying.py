@@ -1,9 +1,11 @@
-"""The script of dp-repair, whose ranks die where DEATHS says, in JSON: [[rank, step, point, how], …].
+"""The script of dp-repair, or the one in LESSON, whose ranks die where DEATHS says: [[rank, step, point, how], …].
 
-Ranks pass numbered points within a step: before and after the loss of each of two micro-batches (0 to 3), the sum of
-the gradients (4, 5), `run.log` (6, 7), and the completion of a checkpoint (8, 9). `how` is the name of a signal, or
-"exception"; or "lost": the rank does not die, but takes its connections for lost when the others have gone on.
-With LEAVE_OUT, nobody computes the rows of the dead. At the end, each rank writes what it held at each step.
+Ranks pass numbered points within a step. In dp-repair: before and after the loss of each of two micro-batches (0 to 3),
+the sum of the gradients (4, 5), `run.log` (6, 7), and the completion of a checkpoint (8, 9). In hybrid-repair, there is
+a point before each action of the rank's program; then the same six. In step -1, a rank dies at its start. `how` is the
+name of a signal, or "exception"; or "lost": the rank does not die, but takes its connections for lost when the others
+have gone on.
+With LEAVE_OUT, nobody computes the micro-batches of the dead. At the end, each rank writes what it held at each step.
 """
 
 import importlib
@@ -18,14 +20,19 @@ from typing import Any
 
 from distlab.checkpoints import saving
 from distlab.comm.waits import TrafficError
+from distlab.pipeline.rerouting import side_by_side
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import RepairSettings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "DP/repair"))
-lesson: Any = importlib.import_module("intro_DP_repair")
+LESSON = Path(__file__).resolve().parents[1] / os.environ.get("LESSON", "DP/repair/intro_DP_repair.py")
+sys.path.insert(0, str(LESSON.parent))
+lesson: Any = importlib.import_module(LESSON.stem)
 DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
+starting = os.environ.get("RANK") if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
+if starting in [str(rank) for rank, step, *_ in DEATHS if step < 0]:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def held() -> tuple[int, int, int]:
@@ -52,11 +59,12 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                 os.kill(os.getpid(), getattr(signal, how))
         at["point"] += 1
 
-    def with_points(function: Callable[..., Any]) -> Any:
+    def with_points(function: Callable[..., Any], after: bool = True) -> Any:
         def call(*args: Any, **options: Any) -> Any:
             reach()
             result = function(*args, **options)
-            reach()
+            if after:
+                reach()
             return result
 
         return call
@@ -67,11 +75,17 @@ def train(run: TrainingRun[RepairSettings]) -> None:
             at.update(step=step, point=0)
             yield step, batch
 
-    for place, name in ((lesson, "causalLLMLoss"), (lesson, "add_up"), (run, "log"), (saving, "together")):
+    if hasattr(lesson, "Pipeline"):
+        run_step = lesson.Pipeline.step
+        lesson.Pipeline.step = lambda self, rows, before: run_step(self, rows, with_points(before, after=False))
+    else:
+        lesson.causalLLMLoss = with_points(lesson.causalLLMLoss)
+    for place, name in ((lesson, "add_up"), (run, "log"), (saving, "together")):
         setattr(place, name, with_points(getattr(place, name)))
     run.steps = steps  # type: ignore[method-assign]
     if "LEAVE_OUT" in os.environ:
         lesson.share_out = lambda _, parts, alive, whole: {rank: [(rank, k) for k in range(parts)] for rank in alive}
+        lesson.reroute = lambda programs, count, alive, *_, **__: [side_by_side(programs, count)[w] for w in alive]
     lesson.train(run)
     (run.out / f"held{run.rank}.json").write_text(json.dumps(holdings))
 

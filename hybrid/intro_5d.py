@@ -44,6 +44,7 @@ from simplellm.dataloaders import TinyStories
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = HybridSettings(batch_size=3)
+MORE = "intro_hybrid_repair.py"  # goes on when a rank dies
 
 
 def train(run: TrainingRun[HybridSettings]) -> None:

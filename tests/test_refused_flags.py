@@ -59,6 +59,12 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --out README.md", "--out README.md: "),
         ("dp-ga --backend nccl --device cpu", "--backend nccl"),
         ("dp-ga --master-port 70000", "--master-port 70000: a port is a number from 1 to 65535"),
+        ("pp-gpipe --repair", "--repair: this script cannot go on when a rank dies; dp-ga and hybrid can"),
+        ("hybrid --repair --dp 1", "--repair on with --dp 1: a single pipeline has no other that holds its stages"),
+        ("hybrid --repair --tp 2", "--repair on with --tp 2: no rank could do the work of a slice; give --tp 1"),
+        ("hybrid-repair --recompute all", "--repair on with --recompute all: "),
+        ("hybrid-repair --eval-every 5", "--repair on with --eval-every: "),
+        ("hybrid --repair --shard optimizer", "Unrecognized options: --shard, optimizer"),
         # The model and the batch.
         ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
         ("dp-ga --num-heads 5", "--num-heads 5 does not divide --dmodel 288"),

@@ -59,6 +59,7 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "sentiment": "TP/sentiment/tp_tensor_parallel.py",
     "hybrid": "hybrid/intro_hybrid.py",
     "5d": "hybrid/intro_5d.py",
+    "hybrid-repair": "hybrid/intro_hybrid_repair.py",
     "collectives": "collectives/intro_collectives.py",
     "compare-collectives": "collectives/compare_collectives.py",
     "mlp": "primer/mlp.py",

@@ -5,36 +5,21 @@ from pathlib import Path
 
 import pytest
 from support.chapters import losses, train_on
-from support.processes import LAB, children
-from support.terminals import fork_launcher
+from support.repairs import DIES_IN, SHAPE, STEPS, run_with
 
 from distlab.checkpoints.format import latest_valid
 
 pytestmark = pytest.mark.waits
 
-STEPS, DIES_IN = 6, 2
-SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --device cpu --timeout 20".split()
-FLAGS = [*SHAPE, *f"--steps {STEPS} --batch-size 2 --micro-batches 2 --optimizer sgd --lr 0.5".split()]
+LESSON = "DP/repair/intro_DP_repair.py"
+FLAGS = f"--n-layers 2 --steps {STEPS} --batch-size 2 --micro-batches 2 --optimizer sgd --lr 0.5".split()
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Those of one process."""
-    flags = [*FLAGS, "--batch-size", "6"]
+    flags = [*SHAPE, *FLAGS, "--batch-size", "6"]
     return train_on(1, "primer/intro.py", tmp_path_factory.mktemp("one process"), *flags)[-1]
-
-
-def run_with(deaths: list[tuple[int, int, int, str]], out: Path, *flags: str, **environment: str) -> str:
-    """Run the chapter's script with these deaths (rank, step, point, how), see `dying.py`; return what it prints."""
-    launcher = fork_launcher(
-        LAB / "bench/dying.py", *FLAGS, *flags, "--out", out, DEATHS=json.dumps(deaths), **environment
-    )
-    ended = launcher.finish()
-    assert ended.status == 0, ended.err
-    assert not children(launcher.pid)
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(STEPS)), "each step once"
-    return ended.out
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
@@ -52,7 +37,7 @@ def test_the_losses_are_those_of_the_undisturbed_run(
     deaths: list[tuple[int, int, int, str]], transport: str, expected: list[float], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    printed = run_with(deaths, out, "--transport", transport)
+    printed = run_with(deaths, out, LESSON, *FLAGS, "--transport", transport)
     assert losses(out) == pytest.approx(expected, abs=1e-6)
     dead = [rank for rank, _, _, how in deaths if how != "lost"]
     alive = [rank for rank in range(3) if rank not in dead]
@@ -67,23 +52,28 @@ def test_the_losses_are_those_of_the_undisturbed_run(
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_exact_is_bit_for_bit_the_same_run(transport: str, tmp_path: Path) -> None:
-    flags = ["--repair", "exact", "--transport", transport]
-    run_with([], tmp_path / "undisturbed", *flags)
-    run_with([(0, DIES_IN, 5, "SIGKILL"), (2, DIES_IN + 1, 1, "SIGKILL")], tmp_path / "run", *flags)
+    flags = [*FLAGS, "--repair", "exact", "--transport", transport]
+    run_with([], tmp_path / "undisturbed", LESSON, *flags)
+    run_with([(0, DIES_IN, 5, "SIGKILL"), (2, DIES_IN + 1, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("point", [8, 9])
 def test_a_death_while_saving_costs_no_checkpoint(point: int, expected: list[float], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run_with([(0, DIES_IN, point, "SIGKILL")], out, "--save-every", str(DIES_IN + 1))
+    run_with([(0, DIES_IN, point, "SIGKILL")], out, LESSON, *FLAGS, "--save-every", str(DIES_IN + 1))
     assert losses(out) == pytest.approx(expected, abs=1e-6)
     saved = sorted((out / "checkpoints").iterdir())
     assert [latest_valid(folder).step for folder in saved] == [DIES_IN + 1, STEPS]
 
 
 def test_without_the_rows_of_the_dead_the_losses_differ(expected: list[float], tmp_path: Path) -> None:
-    run_with([(2, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LEAVE_OUT="1")
+    run_with([(2, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LESSON, *FLAGS, LEAVE_OUT="1")
     own = losses(tmp_path / "run")
     assert own[:DIES_IN] == pytest.approx(expected[:DIES_IN], abs=1e-6)
     assert abs(own[DIES_IN] - expected[DIES_IN]) > 0.1
+
+
+def test_after_a_death_before_the_first_step_all_ranks_start_again(expected: list[float], tmp_path: Path) -> None:
+    run_with([(1, -1, 0, "SIGKILL")], tmp_path / "run", LESSON, *FLAGS)
+    assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)

@@ -1,6 +1,6 @@
 """A rank's coordinates in a layout, and the ranks along each of its axes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import torch.distributed as dist
@@ -37,8 +37,8 @@ class Axis:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The numbers of these ranks in the whole layout, ascending."""
-        return next(ranks for ranks in ranks_along(self.layout, self.names) if self._grid.rank in ranks)
+        """The numbers of these ranks in the process group of all, ascending."""
+        return next(ranks for ranks in self._grid.ranks_along(self.names) if self._grid.rank in ranks)
 
     @property
     def rank(self) -> int:
@@ -67,11 +67,11 @@ class Axis:
 
     def make_group(self) -> None:
         """Make a process group of these ranks, in place of any earlier one; all ranks of the layout must call this."""
-        if self.size in (1, self._grid.size):
+        groups = [list(ranks) for ranks in self._grid.ranks_along(self.names)]
+        if all(len(ranks) in (1, self._grid.size) for ranks in groups):
             return
         with during(f"all ranks to create the groups along {self}"):
             # Every rank must take part in creating every group, including those that it is not in.
-            groups = [list(ranks) for ranks in ranks_along(self.layout, self.names)]
             self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
         from distlab.comm.group import connect  # here, because one process has no use for it
 
@@ -94,20 +94,38 @@ class Grid:
     often fewer bytes than the gradients of all weights.
 
     Args:
-        rank: this rank.
+        rank: this rank's number in the layout.
         layout: the axes and their sizes.
         stages: by pipeline worker, the stages of the model on it, if there are several.
+        alive: the numbers in the layout of the ranks that are left; by default all.
+
+    Attributes:
+        rank: its number among the ranks that are left, which is its number in their process group.
+        size: number of the ranks that are left.
     """
 
-    def __init__(self, rank: int, layout: Layout, stages: Sequence[Sequence[int]] = ()) -> None:
-        self.rank, self.layout, self._stages = rank, layout, stages
-        self.size = layout_size(layout)
+    def __init__(
+        self, rank: int, layout: Layout, stages: Sequence[Sequence[int]] = (), alive: Sequence[int] | None = None
+    ) -> None:
+        self._alive = range(layout_size(layout)) if alive is None else alive
+        self.rank, self.layout, self._stages = self._alive.index(rank), layout, stages
+        self.size = len(self._alive)
         self._axes: dict[tuple[str, ...], Axis] = {}
 
     def axis(self, *names: str) -> Axis:
         """Return the ranks along one or several axes; an axis that the layout lacks has this rank only."""
         known = tuple(name for name, size in self.layout.items() if name in names and size > 1)
         return self._axes.setdefault(known, Axis(self, known))
+
+    def among(self, alive: Sequence[int]) -> "Grid":
+        """Return the grid of the ranks that are left, given by their numbers in the layout."""
+        return Grid(self._alive[self.rank], self.layout, self._stages, alive)
+
+    def ranks_along(self, axes: Collection[str]) -> list[tuple[int, ...]]:
+        """Return all ranks that are left in groups, as the function does; some groups may have lost ranks."""
+        numbers = {rank: number for number, rank in enumerate(self._alive)}
+        groups = [tuple(numbers[rank] for rank in ranks if rank in numbers) for ranks in ranks_along(self.layout, axes)]
+        return [ranks for ranks in groups if ranks]
 
     def make_groups(self, *axes: str | tuple[str, ...]) -> None:
         """Make the process groups along axes, each a name or several; by default, along each axis of the layout.
@@ -128,6 +146,7 @@ class Grid:
 
     def describe(self, rank: int) -> str:
         """Return the name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
+        rank = self._alive[rank]
         sizes = self.layout | ({REPLICAS: replicas_in(self.layout)} if REPLICAS in self.layout else {})
         several = [name for name, size in sizes.items() if size > 1]
         words = {name: WORDS[name] for name in WORDS if name in several and WORDS[name]}

@@ -42,6 +42,14 @@ def replicas_in(layout: Layout) -> int:
     return layout.get(REPLICAS, 1) * layout.get(EXPERTS, 1)
 
 
+def times_counted(layout: Layout) -> int:
+    """Return how often the sum of all ranks' losses counts a sequence: by each rank that holds the last stage.
+
+    Ranks that share a stage compute the same losses, and replicas each the mean of their own sequences.
+    """
+    return layout_size(layout) // layout.get(STAGES, 1)
+
+
 def ranks_along(layout: Layout, axes: Collection[str]) -> list[tuple[int, ...]]:
     """Return all ranks in groups; the ranks of a group differ along these axes only, and ascend."""
     groups: dict[tuple[int, ...], list[int]] = {}

@@ -49,7 +49,8 @@ def run_ranks(
             rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
             forks = may_fork and can_fork(settings.device)
             try:
-                failures = supervise([str(script), *args], rendezvous, max_restarts, errors, forks, settings.can_repair)
+                repairs = settings.why_lost if settings.can_repair else None
+                failures = supervise([str(script), *args], rendezvous, max_restarts, errors, forks, repairs)
             finally:
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,9 +26,11 @@ from simplellm.errors import TOO_MANY_PROCESSES, InputError, tell
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_STOPPED = 1.0  # after which a stopped rank is killed, if the others can go on without it
+TOO_EARLY, MOST_EARLY_RESTARTS = "some ranks have yet to begin to train", 3
 SECONDS_TO_END = 4.0  # after SIGTERM, when a rank has failed; a stopped process does not react to it
 
 Process = ForkedScript | subprocess.Popen[bytes]
+WhyLost = Callable[[Collection[int]], str]  # from the running ranks
 
 
 class TerminatedError(BaseException):
@@ -78,7 +80,7 @@ def supervise(
     max_restarts: int,
     errors: Path,
     forks: bool,
-    repairs: bool = False,
+    repairs: WhyLost | None = None,
 ) -> dict[int, RankFailure]:
     """Run this machine's ranks until the ranks of all machines have finished, or a rank here has finally failed.
 
@@ -91,7 +93,8 @@ def supervise(
         max_restarts: maximum number of restarts.
         errors: an empty folder, for the records of failures.
         forks: whether ranks are forks of this process instead of new interpreters.
-        repairs: whether the other ranks go on when one of them fails (`distlab.run.repair`).
+        repairs: if the other ranks go on when one of them fails (`distlab.run.repair`): returns why they cannot. If
+            some of them have yet to begin to train, nothing is lost, and all restart.
 
     Returns:
         By rank, the failures of this machine's ranks, in the order in which they were found; {} for success.
@@ -100,19 +103,20 @@ def supervise(
         TerminatedError: this process received a signal, and sent it to the ranks, which have ended.
         InputError, ElsewhereError, StoreError: raised by the rendezvous; the ranks have ended.
     """
+    early_restarts = 0
     while True:
-        environments = rendezvous.next_round()
+        environments, too_early = rendezvous.next_round(), False
         ranks = _Ranks(errors / f"start{rendezvous.restarts}")
-        arbiter = Arbiter(rendezvous.ranks_store) if repairs else None
+        arbiter = Arbiter(rendezvous.ranks_store) if repairs is not None else None
         sent = signal.SIGTERM
         try:
             ranks.start(script, environments, forks)
             while not (ranks.failures or rendezvous.has_next_round()):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
                 ranks.look()
-                if arbiter is not None:
+                if arbiter is not None and repairs is not None:
                     ranks.kill_stopped()
-                    _go_on_without(ranks, arbiter)
+                    too_early = _go_on_without(ranks, arbiter, repairs) == TOO_EARLY
                 if not ranks.processes and not ranks.failures and rendezvous.all_finished():
                     return {}
                 rendezvous.check_others()
@@ -123,23 +127,30 @@ def supervise(
         finally:
             ranks.end(sent)
         recurs = any(failure.record.get("recurs_on_restart") for failure in ranks.failures.values())
+        if too_early and not recurs and rendezvous.restarts == max_restarts and early_restarts < MOST_EARLY_RESTARTS:
+            early_restarts, max_restarts = early_restarts + 1, max_restarts + 1
+            rendezvous.allow_restart()
         if has_failed and (recurs or rendezvous.restarts == max_restarts):
             return ranks.failures
 
 
-def _go_on_without(ranks: "_Ranks", arbiter: Arbiter) -> None:
-    """Tell the running ranks which others have ended. A failure that they can repair is no failure of the run."""
+def _go_on_without(ranks: "_Ranks", arbiter: Arbiter, why_lost: WhyLost) -> str:
+    """Tell the running ranks which others have ended, or return why they cannot go on.
+
+    A failure that they can repair is no failure of the run.
+    """
     left, causes = ranks.processes, {rank: failure.cause for rank, failure in ranks.failures.items()}
     if not ranks.ended or any(failure.cannot_be_repaired for failure in ranks.failures.values()):
-        return
-    if not left or not arbiter.are_ready(left):
+        return ""
+    why = why_lost(left) or ("" if arbiter.are_ready(left) else TOO_EARLY)
+    if why:
         if causes:
-            why = "some ranks have yet to begin to train" if left else "no rank is left that has the weights"
             tell(f"this cannot be repaired: {why}")
-        return
+        return why
     arbiter.tell(left, {rank: causes.get(rank, "has finished") for rank in ranks.ended})
     ranks.ended.clear()
     ranks.failures.clear()
+    return ""
 
 
 class _Ranks:

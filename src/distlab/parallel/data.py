@@ -366,6 +366,39 @@ def flatten_gradients(model: nn.Module, over: Axis | None = None, *, parts: int 
     return flat
 
 
+class GradientRows:
+    """Sums of a model's gradients, each over some of the micro-batches: `flat`, (rows, elements), zeros at first.
+
+    Args:
+        model: each `parameter.grad` is a view of a row.
+        rows: number of sums.
+        each: consecutive micro-batches of a sum.
+        over: the ranks that, if possible, share the memory.
+
+    Raises:
+        InputError: the ranks' models differ.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, each: int, over: Axis) -> None:
+        check_same_model(model, over)
+        self._each, self._used = each, -1
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        elements = elements_of(self._parameters)
+        self.flat = empty(rows * elements, self._parameters[0].detach(), over.group).view(rows, elements)
+        self._views = [views_of(row, self._parameters) for row in self.flat]
+        for parameter in self._parameters:
+            parameter.gradient_place = AddedInPlace()  # type: ignore[attr-defined]
+        self.use(0)
+
+    def use(self, micro_batch: int) -> None:
+        """Add the gradients of the next backward passes to the row of this micro-batch."""
+        row = micro_batch // self._each
+        if row != self._used:
+            self._used = row
+            for parameter, view in zip(self._parameters, self._views[row], strict=True):
+                parameter.grad = view
+
+
 def _divisible(elements: int, parts: int) -> int:
     """Return the smallest multiple of `parts` that is at least `elements`."""
     return -(-elements // parts) * parts

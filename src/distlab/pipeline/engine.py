@@ -32,7 +32,8 @@ class Graph:
         actions: by number: worker 0's in order, worker 1's in order, …
         lines: by worker, the numbers of its actions.
         workers: by action.
-        owners: by stage, its worker.
+        owners: by stage, its worker; the first of them, if several workers hold it.
+        numbers: by action, its number.
         producers: by result, the number of the action that computes it.
         takers: by result that another stage needs, the action that needs it, in worker order.
         links: by (sender, receiver), their number.
@@ -40,11 +41,16 @@ class Graph:
         sends: by action, each message with its number, its link and the receiver.
         size: number of actions and messages.
 
+    Args:
+        programs: of each worker.
+        holders: the most workers that may hold a stage: the number of replicas, if the workers are those of several.
+
     Raises:
         ScheduleError: a result that is needed is never computed, or twice, or too late; or it is needed twice.
     """
 
-    def __init__(self, programs: Programs) -> None:
+    def __init__(self, programs: Programs, holders: int = 1) -> None:
+        self._holders, self._workers_of = holders, dict[int, list[int]]()
         self.actions: list[Action] = [action for program in programs for action in program]
         ends = list(itertools.accumulate(map(len, programs)))
         self.lines = [range(end - len(program), end) for end, program in zip(ends, programs, strict=True)]
@@ -56,9 +62,9 @@ class Graph:
         self.needs: list[tuple[int, ...]] = []
         self.sends: list[list[tuple[int, int, int]]] = [[] for _ in self.actions]
         self.size = len(self.actions)
-        numbers: dict[Action, int] = {}
+        self.numbers: dict[Action, int] = {}
         for index, action in enumerate(self.actions):
-            self._add(index, action, numbers)
+            self._add(index, action)
         for index, action in enumerate(self.actions):
             self.needs.append(tuple(self._source(result, index) for result in action.needs(len(self.owners))))
 
@@ -66,25 +72,39 @@ class Graph:
         """Return the number of messages that an action waits for."""
         return sum(need >= len(self.actions) for need in self.needs[index])
 
-    def _add(self, index: int, action: Action, numbers: dict[Action, int]) -> None:
+    def _add(self, index: int, action: Action) -> None:
         stage, worker = action.stage, self.workers[index]
         if stage < 0 or action.micro_batch < 0:
             raise ScheduleError(f"stage {stage} runs {action}; stages and micro-batches are numbered from 0")
-        if (owner := self.owners.setdefault(stage, worker)) != worker:
-            raise ScheduleError(f"stage {stage} is run by workers {owner} and {worker}; give it to one worker")
-        if numbers.setdefault(action, index) != index:
+        self.owners.setdefault(stage, worker)
+        workers = self._workers_of.setdefault(stage, [])
+        if worker not in workers:
+            workers.append(worker)
+        if len(workers) > self._holders:
+            most = "one worker" if self._holders == 1 else f"at most {self._holders}"
+            who = f"{', '.join(map(str, workers[:-1]))} and {worker}"
+            raise ScheduleError(f"stage {stage} is run by workers {who}; give it to {most}")
+        if self.numbers.setdefault(action, index) != index:
             raise ScheduleError(f"stage {stage} runs {action} twice; every action runs once")
         for result in action.results:
             if (other := self.producers.setdefault(result, index)) != index:
                 both = f"in {self.actions[other]} and in {action}"
                 raise ScheduleError(f"stage {stage} computes {result} twice, {both}")
 
+    def _all_like(self, missing: Result) -> str:
+        """Return a missing result in words, with all other micro-batches whose result of this kind is missing."""
+        needed = (result for action in self.actions for result in action.needs(len(self.owners)))
+        same = (one for one in needed if (one.kind, one.stage) == (missing.kind, missing.stage))
+        numbers = sorted({one.micro_batch for one in same if one not in self.producers})
+        others = f"es {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+        return str(missing) if len(numbers) == 1 else str(missing).replace(f" {missing.micro_batch}", others)
+
     def _source(self, result: Result, index: int) -> int:
         """Return the number of the source of a result: an action of the same worker, or a message, which is added."""
         action, source = self.actions[index], self.producers.get(result)
         stage, what = action.stage, f"{action} of stage {action.stage} needs"
         if source is None:
-            raise ScheduleError(f"stage {result.stage} never computes {result}, which {what}")
+            raise ScheduleError(f"stage {result.stage} never computes {self._all_like(result)}, which {what}")
         if result.stage == stage:
             if source > index:
                 raise ScheduleError(f"stage {stage} runs {action} before {self.actions[source]}")

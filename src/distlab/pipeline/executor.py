@@ -4,7 +4,7 @@ A `Flow` holds the state of one step; the `Links` to other workers live from ste
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class Pipeline:
             sequences, or tokens attend within documents.
         run_on: leave the last sends of a step to complete during the next one. A collective of all ranks has to follow
             the last step.
+        pipelines: number of replicas whose workers follow these programs together, as those of `rerouting` do; every
+            rank then runs the program with its own number, and several may hold a stage.
 
     Raises:
         InputError: the schedule cannot run at all (`ScheduleError`), or not with these stages or on this rank.
@@ -58,12 +60,14 @@ class Pipeline:
         costs: ActionCosts | None = None,
         part_of: PartOf | None = None,
         run_on: bool = False,
+        pipelines: int = 1,
     ) -> None:
-        context, workers = context_of(), grid.axis("pp")
+        context, workers = context_of(), grid.axis("pp") if pipelines == 1 else grid.axis(*grid.layout)
+        self._pipelines = pipelines
         self._recorder, self._worker, self._workers = context.recorder, workers.rank, workers.size
         self.width, self._cores, self._costs, self._run_on = width, cores, costs, run_on
         self._part_of = part_of
-        self.links = Links(workers.ranks, workers.rank)
+        self.links = Links(workers.ranks, workers.rank, pipelines)
         self._is_cold = context.is_over_nccl  # until the first step is complete
         plan = self._checked(programs)
         self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it
@@ -93,28 +97,31 @@ class Pipeline:
             require(own == other, f"stage {stage} is on {own}; in the schedule to follow, it is on {other}")
         self._use(programs, plan)
 
-    def step(self, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    def step(self, micro_batches: Sequence[Tensor], before: Callable[[int], object] = lambda _: None) -> list[Tensor]:
         """Run all actions over the micro-batches; gradients are added to `parameter.grad`.
 
         Args:
             micro_batches: token ids, each (batch, seq); sizes may differ. Every rank gets them: the first stage uses
                 them as its input, the last as its targets.
+            before: called before each action, with the number of its micro-batch.
 
         Returns:
             On the rank of the last stage, each micro-batch's share of the loss; they add up to the mean over all
-            targets. On other ranks, [].
+            targets of a pipeline. On other ranks, [].
 
         Raises:
             InputError: the schedule is for a different number of micro-batches; or the transport is "shared", and the
                 ranks cannot share memory.
             TrafficError: another rank exited, or did not answer within the deadline.
         """
-        planned = 1 + max(action.micro_batch for action in self.program)
+        planned = self._micro_batches
         require(len(micro_batches) == planned, f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
         if self._is_cold:
             self._warm_up(micro_batches[0])
         inputs = micro_batches, self._part_of, self.width
-        flow = Flow(self._stages, self.links, self.program, *inputs, posts_ahead=not self._is_cold)
+        flow = Flow(
+            self._stages, self.links, self.program, *inputs, posts_ahead=not self._is_cold, pipelines=self._pipelines
+        )
         usual_threads = torch.get_num_threads()
         try:
             for action in self.program:
@@ -122,6 +129,7 @@ class Pipeline:
                     torch.set_num_threads(self._threads[action])
                 needed = [result for result in action.needs(len(self.owners)) if result.stage != action.stage]
                 received = [flow.take(result) for result in needed]
+                before(action.micro_batch)
                 with self._recorder.span(COMPUTE, self._plan.labels[action]):
                     computed = action.run(flow.micro_batch(action), *received)
                 for result in action.results:
@@ -135,7 +143,7 @@ class Pipeline:
 
     def _checked(self, programs: Programs) -> Plan:
         """Return the plan of a schedule if this pipeline can run it; all ranks come to the same answer."""
-        plan, workers = simulate(programs), len(programs)
+        plan, workers = simulate(programs, holders=self._pipelines), len(programs)
         require(workers == self._workers, f"the schedule is for {workers} workers but the pipeline has {self._workers}")
         for action in itertools.chain.from_iterable(programs):
             what = f"stage {action.stage} cannot run {action}: {type(action).__name__} does not implement run"
@@ -144,7 +152,8 @@ class Pipeline:
 
     def _use(self, programs: Programs, plan: Plan) -> None:
         self._plan, self.program, self._recorder.programs = plan, programs[self._worker], programs
-        self._threads = threads_by_plan(programs, self._cores, self._costs) if self._cores else {}
+        self._micro_batches = 1 + max(action.micro_batch for action in itertools.chain.from_iterable(programs))
+        self._threads = threads_by_plan(programs, self._cores, self._costs, self._pipelines) if self._cores else {}
         self.links.close()
         self.links.open(programs, plan)
 

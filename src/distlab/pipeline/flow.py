@@ -23,6 +23,7 @@ class Flow:
         part_of: the part of them that this rank sees, if that is not all.
         width: width of the activations between stages: (batch, seq, `width`).
         posts_ahead: post receives before they are needed, where there is no queue.
+        pipelines: among which the micro-batches are divided.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class Flow:
         part_of: PartOf | None,
         width: int,
         posts_ahead: bool,
+        pipelines: int = 1,
     ) -> None:
         targets = [ids[:, 1:].numel() for ids in micro_batches]
-        shares = [count / sum(targets) for count in targets]
+        shares = [pipelines * count / sum(targets) for count in targets]
         parts = [part_of(ids) if part_of else None for ids in micro_batches]
         own = [ids if part is None else part.ids for ids, part in zip(micro_batches, parts, strict=True)]
         self._parts = {

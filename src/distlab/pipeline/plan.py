@@ -54,8 +54,8 @@ class Plan:
     takers: dict[Result, Action]  # by result that another stage needs, the action that needs it
 
 
-def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
-    """Check a schedule and compute its times.
+def simulate(programs: Programs, costs: ActionCosts | None = None, holders: int = 1) -> Plan:
+    """Check a schedule and compute its times. `holders` is the most workers that may hold a stage, as in `Graph`.
 
     Raises:
         ScheduleError: names what is missing, repeated or out of order, or the stages that wait for each other.
@@ -66,7 +66,7 @@ def simulate(programs: Programs, costs: ActionCosts | None = None) -> Plan:
             raise ScheduleError(f"worker {worker} has no actions; give every worker a stage and micro-batches")
     if not programs:
         raise ScheduleError("the schedule has no workers; give at least 1 stage")
-    graph = Graph(programs)
+    graph = Graph(programs, holders)
     _check_results(graph)
     messages = _check_links(programs, graph)
     played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0))
@@ -112,7 +112,9 @@ def busy_workers(plan: Plan) -> dict[Action, int]:
     return {span.action: most.get(span.action, 1) for line in plan.spans for span in line}
 
 
-def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = None) -> dict[Action, int]:
+def threads_by_plan(
+    programs: Programs, cores: int, costs: ActionCosts | None = None, holders: int = 1
+) -> dict[Action, int]:
     """Return, by action, the number of its threads: its share of the cores, including the cores of idle workers.
 
     An action whose threads compete with other workers takes several times as long, so a worker gives up its core only
@@ -122,7 +124,7 @@ def threads_by_plan(programs: Programs, cores: int, costs: ActionCosts | None = 
     its threads wait in a loop for a while, on a core that the next worker needs. The number of threads depends only on
     the plan, not on the course of a run: every run computes the same.
     """
-    busy = busy_workers(simulate(programs, costs if len(programs) <= cores else None))
+    busy = busy_workers(simulate(programs, costs if len(programs) <= cores else None, holders))
     most = most_threads(len(programs), cores, costs)
     return {action: share_of_cores(cores, workers, most) for action, workers in busy.items()}
 
@@ -145,23 +147,24 @@ def share_of_cores(cores: int, busy: int, most: int) -> int:
 def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, list[Result]]:
     """Return, by message that a worker receives, its own messages that the sender had used before it sent that one."""
     received = {result for link, results in plan.messages.items() if link[1] == worker for result in results}
+    sent = {result for link, results in plan.messages.items() if link[0] == worker for result in results}
     acknowledged: dict[Result, list[Result]] = {}
     for program in programs:
         used: list[Result] = []
         for action in program:
-            used += [result for result in action.needs(len(plan.owners)) if plan.owners[result.stage] == worker]
+            used += [result for result in action.needs(len(plan.owners)) if result in sent]
             for result in received.intersection(action.results):
                 acknowledged[result], used = used, []
     return acknowledged
 
 
-def most_on_the_way(programs: Programs) -> dict[Link, int]:
+def most_on_the_way(programs: Programs, holders: int = 1) -> dict[Link, int]:
     """Return, by link, the maximum number of messages, in steps in a row, that were sent but not yet acknowledged.
 
     A later message from the receiver is the acknowledgement. With room for this number, no sender ever has to wait.
     """
     programs = in_a_row(programs, 2)  # at the end of a step, some may not be acknowledged
-    plan = simulate(programs)
+    plan = simulate(programs, holders=holders)
     links = {result: link for link, results in plan.messages.items() for result in results}
     most = dict.fromkeys(plan.messages, 0)
     for worker, program in enumerate(programs):
@@ -201,7 +204,7 @@ def _check_links(programs: Programs, graph: Graph) -> dict[Link, list[Result]]:
     messages: dict[Link, list[Result]] = defaultdict(list)
     for worker, program in enumerate(programs):
         for result in itertools.chain.from_iterable(action.results for action in program):
-            receiver = graph.owners[graph.takers[result].stage] if result in graph.takers else worker
+            receiver = graph.workers[graph.numbers[graph.takers[result]]] if result in graph.takers else worker
             if receiver != worker:
                 messages[worker, receiver, result.kind].append(result)
     needed = {result: place for place, result in enumerate(graph.takers)}  # in the order in which workers need them
@@ -224,7 +227,7 @@ def _check_finished(played: Engine) -> None:
             missing = (r for r in action.needs(len(graph.owners)) if played.starts[graph.producers[r]] == NEVER)
             waits[worker] = action, next(missing)
     sentences = []
-    for worker in find_cycle({worker: [graph.owners[result.stage]] for worker, (_, result) in waits.items()}):
+    for worker in find_cycle({worker: [graph.workers[graph.producers[r]]] for worker, (_, r) in waits.items()}):
         action, result = waits[worker]
         sentences.append(f"stage {action.stage}, before {action}, waits for {result} from stage {result.stage}")
     if sentences:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distlab.axes.layout import times_counted
 from distlab.comm.names import CONTROL, named
 from distlab.comm.recorder import STEP
 from distlab.machine import devices
@@ -242,7 +243,7 @@ class Run(Generic[SettingsT]):
 
     def _take_over(self, alive: tuple[int, ...]) -> None:
         """After a repair, become the rank that prints and writes, if that one has died."""
-        self.context = self.joined.context
+        self.context, self.grid = self.joined.context, self.joined.grid.among(alive)
         if not self.is_first and self.rank == alive[0]:
             self.is_first = self.has_terminal = True
             self.terminal.speak_for_all()
@@ -291,11 +292,11 @@ class Run(Generic[SettingsT]):
         total = own.clone()
         with named(f"the loss of step {step}", "loss"):
             pending = dist.all_reduce(total, async_op=True)
-        return LossSum(step, own, total, pending, self.grid.size // self.grid.axis("pp").size)
+        return LossSum(step, own, total, pending, times_counted(self.grid.layout))
 
     def _first_not_finite(self, own_loss: float) -> str:
         """Return the first rank whose loss is not finite, for the message; all ranks must call this method."""
-        first = torch.tensor(self.world_size if math.isfinite(own_loss) else self.rank, device=self.device)
+        first = torch.tensor(self.world_size if math.isfinite(own_loss) else self.grid.rank, device=self.device)
         with named("the first rank whose loss is not finite", CONTROL):
             dist.all_reduce(first, dist.ReduceOp.MIN)
         return f", first on {self.grid.describe(int(first))}" if first < self.world_size > 1 else ""

@@ -4,14 +4,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from distlab.axes.layout import Layout, layout_flags, layout_size
+from distlab.axes.layout import STAGES, Layout, coordinate, layout_flags, layout_size, name_stages
 from distlab.checkpoints import FOLDER
 from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line
@@ -64,6 +64,15 @@ class RunSettings:
     def can_repair(self) -> bool:
         """True if the run goes on when a rank dies."""
         return False
+
+    def why_lost(self, alive: Collection[int]) -> str:
+        """Return why the run cannot go on with these ranks only; "" if it can."""
+        if not alive:
+            return "no rank is left that has the weights"
+        for worker in range(self.layout.get(STAGES, 1)):
+            if all(coordinate(self.layout, rank, STAGES) != worker for rank in alive):
+                return f"no rank is left that holds {name_stages(self.held[worker] if self.held else [worker])}"
+        return ""
 
     @property
     def held(self) -> Sequence[Sequence[int]]:
@@ -273,7 +282,7 @@ def complete_repair(args: Sequence[str], defaults: RunSettings) -> list[str]:
     """Return the arguments with a value for a `--repair` that has none; `InputError` if a script cannot do that."""
     given, bare = [*args], [number for number, arg in enumerate(args) if arg == "--repair"]
     can_be = not bare or hasattr(defaults, "repair")
-    advice = "dp-ga and dp-repair can; with --save-every, --max-restarts 3 begins again from the last checkpoint"
+    advice = "dp-ga and hybrid can; with --save-every, --max-restarts 3 begins again from the last checkpoint"
     if not can_be:
         raise FlagError(f"--repair: this script cannot go on when a rank dies; {advice}")
     for number in bare:

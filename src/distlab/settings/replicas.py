@@ -161,10 +161,8 @@ class BucketSettings(DataParallelSettings):
 
 
 @dataclass
-class RepairSettings(DataParallelSettings):
-    """A data-parallel training run that goes on when a rank dies."""
-
-    lacks: ClassVar[Mapping[str, object]] = {"compress": "none"}
+class RepairFlag(TrainSettings):
+    """A training run that goes on when a rank dies."""
 
     repair: Repair = "on"
     """whether the others go on when a rank dies: on, with sums in another order; exact, bit for bit the same run"""
@@ -182,6 +180,13 @@ class RepairSettings(DataParallelSettings):
             self.device = "cpu"
             for flag in ("trace", "tensorboard"):
                 require(not getattr(self, flag), f"{given} with --{flag}: the records of a dead rank would be missing")
+
+
+@dataclass
+class RepairSettings(DataParallelSettings, RepairFlag):
+    """A data-parallel training run that goes on when a rank dies."""
+
+    lacks: ClassVar[Mapping[str, object]] = {"compress": "none"}
 
 
 @dataclass

@@ -25,7 +25,7 @@ from distlab.pipeline.schedules import (
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
 from distlab.settings.common import WorldSize, as_flag, require_positive, shown_as
 from distlab.settings.experts import ExpertSettings
-from distlab.settings.replicas import OuterSettings, check_no_clipping
+from distlab.settings.replicas import OuterSettings, RepairFlag, check_no_clipping
 from distlab.settings.resume import ResumePolicy
 from distlab.settings.resuming import require_same
 from distlab.settings.sequences import SharedSequences
@@ -191,6 +191,12 @@ class WrittenScheduleSettings(StageSettings):
     def held(self) -> list[list[int]]:
         return [stages_of(program) for program in self.programs()]
 
+    @property
+    def owners(self) -> list[int]:
+        """By stage, the worker that holds it."""
+        workers = {stage: worker for worker, own in enumerate(self.held) for stage in own}
+        return [workers[stage] for stage in sorted(workers)]
+
 
 @dataclass
 class ScheduleSettings(WrittenScheduleSettings):
@@ -263,6 +269,24 @@ class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
         check_division(self.num_heads, self.num_kv_heads, self.tp)
         require(self.schedule != AUTO, f"--schedule {AUTO}: this script runs written schedules; give another one")
         require(not self.run_on, "--run-on: this script's ranks wait for each other at the end of a step; leave it out")
+
+
+@dataclass
+class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
+    """A run of several equal pipelines that goes on when a rank dies."""
+
+    def check(self) -> None:
+        super().check()
+        if not self.can_repair:
+            return
+        given = f"--repair {self.repair}"
+        alone = f"{given} with --dp {self.dp}: a single pipeline has no other that holds its stages"
+        require(self.dp > 1, f"{alone}; give --dp 2 or more")
+        require(self.tp == 1, f"{given} with --tp {self.tp}: no rank could do the work of a slice; give --tp 1")
+        whole = f"{given} with --recompute all: guests would not be computed again; give --recompute blocks"
+        require(self.recompute != "all", whole)
+        validated = f"{given} with --eval-every: no pipeline may be whole after a death; leave --eval-every out"
+        require(self.eval_every is None, validated)
 
 
 @dataclass

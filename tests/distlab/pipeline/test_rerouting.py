@@ -1,0 +1,57 @@
+"""Schedules in which workers are dead, and others do their work."""
+
+import itertools
+
+import pytest
+
+from distlab.pipeline.actions import ActionCosts, BackwardInput, BackwardWeight
+from distlab.pipeline.engine import ScheduleError
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.rerouting import reroute, side_by_side
+from distlab.pipeline.schedules import all_stages
+
+COSTS = ActionCosts(forward=1, backward=2)
+
+
+def without(dead: tuple[int, ...], workers: int) -> list[int]:
+    return [worker for worker in range(workers) if worker not in dead]
+
+
+@pytest.mark.parametrize("name", ["dapple", "zb-h1", "zb-v"])
+@pytest.mark.parametrize(("d", "p", "m"), [(2, 3, 3), (3, 2, 4), (4, 4, 8)])
+def test_the_living_compute_every_micro_batch(name: str, d: int, p: int, m: int) -> None:
+    programs = all_stages(name, p, m)
+    dead: list[tuple[int, ...]] = [(worker,) for worker in range(d * p)]
+    dead += [pair for pair in itertools.combinations(range(d * p), 2) if pair[0] % p != pair[1] % p][:: d * p]
+    for each, whole in itertools.product(dead, (False, True)):
+        rerouted = reroute(programs, d, without(each, d * p), COSTS, whole)
+        plan = simulate(rerouted, COSTS, holders=d)  # complete, without a deadlock, links in order
+        assert max(plan.peak_live) <= 2 * max(simulate(programs).peak_live)
+        for program in rerouted if whole else []:  # sums of gradients grow in the order of the undisturbed run
+            for kind, pipeline in itertools.product((BackwardInput, BackwardWeight), range(d)):
+                own = [a for a in program if isinstance(a, kind) and a.micro_batch // m == pipeline]
+                for stage in {action.stage for action in own}:
+                    numbers = [action.micro_batch for action in own if action.stage == stage]
+                    assert numbers == [*range(pipeline * m, (pipeline + 1) * m)]
+
+
+@pytest.mark.parametrize(
+    ("d", "p", "m", "healthy", "first", "worst"), [(4, 4, 8, 33, 34, 36), (3, 4, 8, 33, 37, 39), (2, 3, 6, 24, 36, 38)]
+)
+def test_others_do_the_work_mostly_when_they_would_be_idle(
+    d: int, p: int, m: int, healthy: float, first: float, worst: float
+) -> None:
+    """A dead worker of the first stage, and the worst: of the last stage, whose peers begin p - 1 passes later."""
+    programs = all_stages("dapple", p, m)
+    assert simulate(side_by_side(programs, d), COSTS, holders=d).makespan == healthy
+    times = [
+        simulate(reroute(programs, d, without((dead,), d * p), COSTS), COSTS, holders=d).makespan
+        for dead in range(d * p)
+    ]
+    assert (times[0], max(times)) == (first, worst)
+
+
+def test_without_detours_micro_batches_are_missing() -> None:
+    left = [program for worker, program in enumerate(side_by_side(all_stages("dapple", 3, 3), 2)) if worker != 4]
+    with pytest.raises(ScheduleError, match="stage 1 never computes the gradients of micro-batches 3, 4 and 5,"):
+        simulate(left, holders=2)

@@ -1,0 +1,82 @@
+"""`--repair` in pipelines: a rank dies at a given action of a step, and the run goes on with the same losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.chapters import losses, train_on
+from support.processes import LAB
+from support.repairs import DIES_IN, SHAPE, STEPS, Death, run_with
+from support.terminals import fork_launcher
+
+pytestmark = pytest.mark.waits
+
+LESSON = "hybrid/intro_hybrid_repair.py"
+FLAGS = f"--n-layers 4 --steps {STEPS} --optimizer sgd --lr 0.5".split()
+LAYOUT = "--dp 2 --pp 3 --batch-size 3".split()
+
+
+CLIP = ["--clip-norm", "1000"]  # so that the norm is computed
+
+
+def norms(out: Path) -> list[float]:
+    return [json.loads(line)["grad_norm"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the same run in one process."""
+    out = tmp_path_factory.mktemp("one process")
+    train_on(1, "primer/intro.py", out, *SHAPE, *FLAGS, *CLIP, "--batch-size", "6")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("deaths", "flags"),
+    [
+        ([(0, DIES_IN, 1, "SIGKILL")], CLIP),  # the writer, between its micro-batches
+        ([(4, DIES_IN, 4, "SIGSTOP")], ["--transport", "gloo"]),
+        (
+            [(5, DIES_IN, 6, "SIGKILL"), (1, DIES_IN, 3, "exception")],
+            ["--save-every", "3", *CLIP],
+        ),  # in different stages
+        # Rank 1 has its gradients but no update; the others have to undo theirs.
+        ([(1, DIES_IN, 12, "lost"), (0, DIES_IN + 1, 0, "SIGKILL")], ["--schedule", "zb-h1"]),
+        ([(0, DIES_IN, 2, "SIGKILL"), (5, DIES_IN + 1, 14, "SIGKILL")], ["--schedule", "zb-v"]),
+    ],
+    ids=["kill", "stop", "two", "undo", "zb-v"],
+)
+def test_the_losses_are_those_of_the_undisturbed_run(
+    deaths: list[Death], flags: list[str], one_process: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    printed = run_with(deaths, out, LESSON, *FLAGS, *LAYOUT, *flags)
+    assert losses(out) == pytest.approx(losses(one_process), abs=1e-6)
+    if CLIP[0] in flags:
+        assert norms(out) == pytest.approx(norms(one_process), rel=1e-5)
+    for rank, *_, how in deaths:
+        assert how == "lost" or f"rank {rank} (stage" in printed
+
+
+def test_exact_is_bit_for_bit_the_same_run(tmp_path: Path) -> None:
+    flags = [*FLAGS, *"--dp 3 --pp 2 --batch-size 2 --micro-batches 2 --repair exact".split()]
+    run_with([], tmp_path / "undisturbed", LESSON, *flags)
+    run_with([(2, DIES_IN, 3, "SIGKILL"), (5, DIES_IN + 1, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+
+
+def fails_with(deaths: list[Death], out: Path, **environment: str) -> str:
+    environment |= {"DEATHS": json.dumps(deaths), "LESSON": LESSON}
+    ended = fork_launcher(LAB / "bench/dying.py", *SHAPE, *FLAGS, *LAYOUT, "--out", out, **environment).finish()
+    assert ended.status
+    return ended.out + ended.err
+
+
+def test_without_detours_the_check_names_a_micro_batch_that_nobody_computes(tmp_path: Path) -> None:
+    told = fails_with([(4, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LEAVE_OUT="1")
+    assert "stage 1 never computes the gradients of micro-batches 3, 4 and 5," in told
+
+
+def test_the_last_rank_with_a_stage_cannot_be_replaced(tmp_path: Path) -> None:
+    told = fails_with([(1, DIES_IN, 1, "SIGKILL"), (4, DIES_IN + 1, 1, "SIGKILL")], tmp_path / "run")
+    assert "this cannot be repaired: no rank is left that holds stage 1" in told

@@ -1,0 +1,24 @@
+"""Runs of scripts with `--repair`, whose ranks die at given points of a step (`bench/dying.py`)."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from support.processes import LAB, children
+from support.terminals import fork_launcher
+
+SHAPE = "--data sample --dmodel 32 --num-heads 2 --seq-len 24 --device cpu --timeout 20".split()
+STEPS, DIES_IN = 6, 2
+Death = tuple[int, int, int, str]  # rank, step, point, how
+
+
+def run_with(deaths: Sequence[Death], out: Path, lesson: str, *flags: str, **environment: str) -> str:
+    """Run a script with these deaths; return what it prints. Each of its steps has to be recorded once."""
+    environment |= {"DEATHS": json.dumps(deaths), "LESSON": lesson}
+    launcher = fork_launcher(LAB / "bench/dying.py", *SHAPE, *flags, "--out", out, **environment)
+    ended = launcher.finish()
+    assert ended.status == 0, ended.err
+    assert not children(launcher.pid)
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(STEPS)), "each step once"
+    return ended.out
