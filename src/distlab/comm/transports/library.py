@@ -27,7 +27,7 @@ class Library(Transport):
     """
 
     def __init__(self, group: Any, members: Members, timeout: timedelta) -> None:
-        self._group, self._size, self._timeout = group, members.size, timeout
+        self._group, self._members, self._size, self._timeout = group, members, members.size, timeout
         self._is_nccl = members.context.is_over_nccl
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried:
@@ -84,7 +84,23 @@ class Library(Transport):
     def all_to_all(self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]) -> Carried:
         into, carried = self._host_buffer(output), self._staged(own)
         work = self._group.alltoall_base(into, carried, list(output_sizes), list(own_sizes))
-        return _brought(work, output, into)
+        return _brought(work, output, into)._replace(sent_bytes=self._by_host(own, own_sizes))
+
+    def _by_host(self, own: Tensor, sizes: Sequence[int]) -> dict[str, int] | None:
+        """Return the bytes of parts for other ranks, and " between hosts" those of parts that leave this rank's host.
+
+        None if all ranks are on one host.
+        """
+        hosts, this = self._members.by_host, self._members.context.rank
+        if len(hosts) == 1:
+            return None
+        here = next(ranks for ranks in hosts if this in ranks)
+        sent = {"": 0, " between hosts": 0}
+        parts = own.split(list(sizes) or [len(own) // self._size] * self._size)
+        for rank, part in zip(self._members.ranks, parts, strict=True):
+            if rank != this:
+                sent["" if rank in here else " between hosts"] += part.nbytes
+        return sent
 
     def reduce(self, tensor: Tensor, root: int, op: Op) -> Carried:
         options = dist.ReduceOptions()

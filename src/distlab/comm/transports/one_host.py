@@ -132,7 +132,11 @@ class OneHost(MemoryTransport[SharedMemory]):
 
     def _slots(self, tensor: Tensor) -> SharedMemory | None:
         """Return the memory, with slots for the pieces of a tensor; None if the tensor does not travel here."""
-        if is_overlapping.get() or not self.is_worth_it(tensor.nbytes, tensor):
+        return self._slots_of_any_size(tensor) if self.is_worth_it(tensor.nbytes, tensor) else None
+
+    def _slots_of_any_size(self, tensor: Tensor) -> SharedMemory | None:
+        """Return the memory, with slots, also for a tensor whose size the other ranks do not know."""
+        if is_overlapping.get() or not tensor.is_cpu:
             return None
         if self._memory is None or not self._memory.has_slots():
             self.together(lambda memory: memory.make_slots(self.limit))
@@ -184,7 +188,15 @@ class OneHost(MemoryTransport[SharedMemory]):
     def all_to_all(
         self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]
     ) -> Carried | None:
-        if not output_sizes and not own_sizes and (memory := self._slots(own)):
-            size = self.members.size
+        size, is_even = self.members.size, not output_sizes and not own_sizes
+        # Only parts of one size are as many bytes on all ranks: others travel here whatever their size.
+        memory = self._slots(own) if is_even else self._slots_of_any_size(own)
+        if memory is None:
+            return None
+        if is_even:
             return Carried(slots.all_to_all(memory, output.view(size, -1), own.view(size, -1)))
-        return None
+        received, sent = (
+            tensor.split(list(sizes) or [len(tensor) // size] * size)
+            for tensor, sizes in ((output, output_sizes), (own, own_sizes))
+        )
+        return Carried(slots.UnevenAllToAll(memory, received, sent))

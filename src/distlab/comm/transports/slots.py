@@ -1,7 +1,8 @@
 """Collectives of tensors at any address, piece by piece through slots in the memory that their ranks share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -120,6 +121,60 @@ def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> ThroughSlots
             row.copy_(_first(slot, pieces[turn]).view(shape)[memory.rank])
 
     return ThroughSlots(memory, len(pieces), put, take)
+
+
+class UnevenAllToAll(ThroughSlots):
+    """Sends parts of any size: `sent[r]` to rank r, and receives rank r's part for this rank in `received[r]`.
+
+    Ranks know only the sizes of the parts that they send and receive. So each slot begins with the sizes of all parts
+    that its rank sends, from which the others know where their parts begin, and how many turns the collective takes.
+
+    Args:
+        sent, received: a contiguous tensor for each rank.
+    """
+
+    def __init__(self, memory: SharedMemory, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        super().__init__(memory, 1, self._write, self._read)
+        self._sent, self._received = list(map(_bytes, sent)), list(map(_bytes, received))
+        received[memory.rank].copy_(sent[memory.rank])
+        self._sent[memory.rank] = self._sent[memory.rank][:0]
+        sizes = [len(part) for part in self._sent]
+        self._sizes = torch.tensor(sizes)
+        self._sent_at = [sum(sizes[:rank]) for rank in range(memory.size)]
+        self._received_at: list[int] = []  # where this rank's part begins in all that another rank sends
+        self._room = SLOT_BYTES - self._sizes.nbytes
+
+    def _write(self, turn: int, slot: Tensor) -> None:
+        if turn == 0:
+            _first(slot, self._sizes).copy_(self._sizes)
+        piece = slot[self._sizes.nbytes :]
+        for part, start in zip(self._sent, self._sent_at, strict=True):
+            for inside, of_part in self._overlap(turn, start, len(part)):
+                piece[inside].copy_(part[of_part])
+
+    def _read(self, turn: int, slots: list[Tensor]) -> None:
+        own = self._memory.rank
+        if turn == 0:
+            table = torch.stack([_first(slot, self._sizes) for slot in slots])  # (source, target)
+            self._received_at = table[:, :own].sum(dim=1).tolist()
+            self._turns = max(1, -(-int(table.sum(dim=1).max()) // self._room))
+        for source, (part, start) in enumerate(zip(self._received, self._received_at, strict=True)):
+            if source != own:
+                piece = slots[source][self._sizes.nbytes :]
+                for inside, of_part in self._overlap(turn, start, len(part)):
+                    part[of_part].copy_(piece[inside])
+
+    def _overlap(self, turn: int, start: int, length: int) -> Iterator[tuple[slice, slice]]:
+        """Yield which bytes of a turn's piece are in a part, and which of the part they are; nothing if none are."""
+        offset = start - turn * self._room  # of the part in the piece
+        first, end = max(0, offset), min(self._room, offset + length)
+        if first < end:
+            yield slice(first, end), slice(first - offset, end - offset)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _first(slot: Tensor, like: Tensor) -> Tensor:
