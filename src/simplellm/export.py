@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from sentencepiece import SentencePieceProcessor
 
 from simplellm.errors import InputError
-from simplellm.hub_mixtures import CORRECTION, hub_name, mixture_config
+from simplellm.hub_mixtures import CORRECTED, CORRECTION, hub_name, mixture_config
 from simplellm.hub_tokenizer import HubTokenizer, original
 from simplellm.saved_model import SavedModel
 from simplellm.tokenizer_json import as_tokenizer_json
@@ -51,7 +51,7 @@ def export(model: SavedModel, folder: Path) -> None:
             if not is_json(content):
                 shutil.copyfile(model.tokenizer, place / "tokenizer.model")
             weights = {hub_name(name, config["model_type"]): p.contiguous() for name, p in model.parameters.items()}
-            if config["model_type"] == "mixtral":
+            if config["model_type"] not in CORRECTED:
                 weights = {name: weight for name, weight in weights.items() if not name.endswith(CORRECTION)}
             save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
             # safetensors makes its file unreadable for other users; an export is meant to be shared.

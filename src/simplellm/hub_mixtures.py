@@ -1,7 +1,8 @@
-"""Models with experts in Hugging Face's format: as a Mixtral, or as a GLM-4-MoE.
+"""Models with experts in Hugging Face's format: as a Mixtral, a Qwen3-MoE or a GLM-4-MoE.
 
-Both have the lab's attention. A Mixtral (arXiv 2401.04088) has softmax scores. A GLM-4-MoE has sigmoid scores with
-corrections, and a shared expert, as DeepSeek-V3 (arXiv 2412.19437) has. transformers does not have other combinations.
+A Mixtral (arXiv 2401.04088) has softmax scores. So has a Qwen3-MoE (arXiv 2505.09388), whose attention normalizes
+queries and keys. A GLM-4-MoE has sigmoid scores with corrections, and a shared expert, as DeepSeek-V3 (arXiv
+2412.19437) has. transformers does not have other combinations.
 """
 
 import re
@@ -22,6 +23,12 @@ MIXTRAL_NAMES = {  # patterns in the lab's names, which are those of GLM-4-MoE, 
 # The values of fields that the lab's model corresponds to, by model type.
 FIXED: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0},
+    "qwen3_moe": {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "use_sliding_window": False,
+    },
     "glm4_moe": {
         "n_shared_experts": 1,
         "n_group": 1,
@@ -36,6 +43,10 @@ FIXED: dict[str, dict[str, Any]] = {
 # Fields that are read, or that only training or generation uses.
 KNOWN = {
     "mixtral": {"num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"},
+    "qwen3_moe": {
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size"),
+        *("sliding_window", "max_window_layers", "router_aux_loss_coef"),
+    },
     "glm4_moe": {
         *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size"),
         *("num_nextn_predict_layers", "num_mtp_layers"),
@@ -43,8 +54,11 @@ KNOWN = {
 }
 FIRST_GATE = {  # the name of a tensor whose rows are the width of an expert
     "mixtral": "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    "qwen3_moe": "model.layers.0.mlp.experts.0.gate_proj.weight",
     "glm4_moe": "model.layers.0.mlp.experts.0.gate_proj.weight",
 }
+NUMBER_OF_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
+CORRECTED = ("glm4_moe",)  # whose files have corrections
 
 
 def mixture_config(llama: dict[str, Any], options: dict[str, Any], parameters: dict[str, Tensor]) -> dict[str, Any]:
@@ -58,27 +72,35 @@ def mixture_config(llama: dict[str, Any], options: dict[str, Any], parameters: d
     config = {name: value for name, value in llama.items() if name not in ("attention_bias", "mlp_bias")}
     config["num_experts_per_tok"] = options["experts_per_token"]
     is_biased = options.get("attention_bias") or options.get("mlp_bias")
+    is_normed = options.get("qk_norm")
     if scores == "softmax" and not (is_shared or is_corrected or is_biased):
-        own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": experts}
-        return config | own | FIXED["mixtral"]
-    if scores == "sigmoid" and is_shared and not is_biased:
+        kind, architecture = ("qwen3_moe", "Qwen3Moe") if is_normed else ("mixtral", "Mixtral")
+        own = {"architectures": [f"{architecture}ForCausalLM"], "model_type": kind, NUMBER_OF_EXPERTS[kind]: experts}
+        own |= {"moe_intermediate_size": options["hidden_dim"], "sliding_window": None} if is_normed else {}
+        return config | own | FIXED[kind]
+    if scores == "sigmoid" and is_shared and not (is_biased or is_normed):
         own = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": experts}
         config["rope_parameters"] = {**config["rope_parameters"], "partial_rotary_factor": 1.0}
         own |= {"moe_intermediate_size": options["hidden_dim"], "num_nextn_predict_layers": 0}
         return config | own | FIXED["glm4_moe"]
     its = f"{scores} scores{' and a shared expert' * is_shared}{', balanced by corrections,' * is_corrected}"
-    sentence = "do not export: transformers has softmax scores without corrections (--balance-rate 0), as in Mixtral, "
+    sentence = (
+        "do not export: transformers has softmax scores without corrections (--balance-rate 0), as in Mixtral and, "
+        "with --qk-norm, in Qwen3-MoE; "
+    )
     raise InputError(f"experts with {its} {sentence}or sigmoid scores with --shared-expert, as in GLM-4-MoE")
 
 
 def mixture_options(config: dict[str, Any], size: Callable[[str], int]) -> dict[str, Any]:
     """Return the options of a model with experts from its configuration; `size` reads a positive integer of it."""
-    is_mixtral = config["model_type"] == "mixtral"
+    kind = config["model_type"]
+    is_softmax, number = kind != "glm4_moe", NUMBER_OF_EXPERTS[kind]
     return {
-        "experts": size("num_local_experts" if is_mixtral else "n_routed_experts"),
+        "experts": size(number if number in config else "num_local_experts"),  # which transformers 5 writes for some
         "experts_per_token": size("num_experts_per_tok"),
-        "shared_expert": not is_mixtral,
-        "router_scores": "softmax" if is_mixtral else "sigmoid",
+        "shared_expert": not is_softmax,
+        "router_scores": "softmax" if is_softmax else "sigmoid",
+        "qk_norm": kind == "qwen3_moe",
     }
 
 

@@ -1,4 +1,4 @@
-"""Read a Llama in Hugging Face's format, or a Mixtral or GLM-4-MoE: its relatives with experts.
+"""Read a Llama in Hugging Face's format, or a Mixtral, Qwen3-MoE or GLM-4-MoE: its relatives with experts.
 
 The folder contains config.json, model.safetensors (or its parts and their index) and tokenizer.model, or tokenizer.json
 alone. The lab refuses models with features that its Llama does not have, and a config.json with fields that it does not
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from simplellm.errors import InputError
-from simplellm.hub_mixtures import CORRECTION, FIRST_GATE, FIXED, hub_name, mixture_options
+from simplellm.hub_mixtures import CORRECTED, CORRECTION, FIRST_GATE, FIXED, hub_name, mixture_options
 from simplellm.hub_mixtures import KNOWN as MIXTURE_FIELDS
 from simplellm.hub_tokenizer import standalone
 from simplellm.llama import CausalLLama, LLama
@@ -31,6 +31,8 @@ from simplellm.tokenizers import SPTokenizer, is_json, with_unused_pieces
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The field with the width of the feed-forward networks, by model type, where it is not intermediate_size.
+HIDDEN = dict.fromkeys(("qwen3_moe", "glm4_moe"), "moe_intermediate_size")
 LAYERS, GATE = "model.layers.", "model.layers.0.mlp.gate_proj.weight"
 MOST_POSITIONS = 2**24  # with more, the tables of rotary positions alone would fill the memory
 
@@ -116,7 +118,7 @@ def _check_kind(path: Path, config: dict[str, Any]) -> None:
     """Raise `InputError` for features that the lab's Llama does not have, and for fields that are not understood."""
     kind = config.get("model_type")
     if kind != "llama" and kind not in FIXED:
-        wanted = 'only a "llama" can be imported, and with experts a "mixtral" and a "glm4_moe"'
+        wanted = 'only a "llama" can be imported, and with experts a "mixtral", a "qwen3_moe" and a "glm4_moe"'
         raise _refuse(path, "model_type", kind, wanted)
     for key, value in FIXED.get(kind, {}).items():
         found = config.get(key, (config.get("rope_parameters") or {}).get(key))
@@ -209,7 +211,7 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             "dmodel": dmodel,
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
-            "hidden_dim": size("moe_intermediate_size" if config["model_type"] == "glm4_moe" else "intermediate_size"),
+            "hidden_dim": size(HIDDEN.get(config["model_type"], "intermediate_size")),
             "n_layers": size("num_hidden_layers"),
             "ctx_size": ctx_size,
             "rope_theta": positive("rope_theta", rope["rope_theta"], 1e4),
@@ -313,9 +315,8 @@ def _parameters(
 ) -> dict[str, Tensor]:
     """Return the tensors of all parameters, read from their files and converted to float32."""
     names = {hub_name(name, kind): name for name in shapes}  # the parameters', by those in the files
-    # A Mixtral does not correct the scores of its experts.
-    is_mixtral = kind == "mixtral"
-    parameters = {name: torch.zeros(shapes[name]) for name in shapes if name.endswith(CORRECTION) and is_mixtral}
+    without = [name for name in shapes if name.endswith(CORRECTION) and kind not in CORRECTED]
+    parameters = {name: torch.zeros(shapes[name]) for name in without}
     for path in dict.fromkeys(path for path, _ in stored.values()):
         with _opened(path) as file:
             for name in (name for name, (holder, _) in stored.items() if holder == path):

@@ -37,7 +37,13 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, dmodel: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None, bias: bool = False
+        self,
+        dmodel: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int | None = None,
+        bias: bool = False,
+        qk_norm: Callable[[int], RMSNorm] | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim or dmodel // num_heads
@@ -45,6 +51,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=bias)
         self.v_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=bias)
         self.o_proj = Linear(num_heads * self.head_dim, dmodel, bias=bias)
+        self.q_norm = qk_norm(self.head_dim) if qk_norm else None
+        self.k_norm = qk_norm(self.head_dim) if qk_norm else None
 
     def forward(
         self,
@@ -56,8 +64,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
         batch, seq, _ = x.shape
-        q = Rotate.apply(self.q_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
-        k = Rotate.apply(self.k_proj(x).view(batch, seq, -1, self.head_dim), cos, sin)
+        q, k = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.q_proj, self.k_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = (norm(y.to(norm.weight.dtype)) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = (Rotate.apply(heads, cos, sin) for heads in (q, k))
         v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
         q, k, v = (widen(heads).transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
@@ -85,10 +95,12 @@ class Block(nn.Module):
         attention_bias: bool = False,
         mlp_bias: bool = False,
         mixture: Mixture | None = None,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        self.self_attn = Attention(dmodel, num_heads, num_kv_heads, head_dim, attention_bias)
+        of_heads = partial(RMSNorm, eps=norm_eps, dtype=dtype) if qk_norm else None
+        self.self_attn = Attention(dmodel, num_heads, num_kv_heads, head_dim, attention_bias, of_heads)
         self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
         self.mlp = MixtureOfExperts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
 
@@ -142,6 +154,7 @@ class LLamaPart(nn.Module):
         head_dim: width of a head, even; dmodel / num_heads if None.
         rope_scaling: the fields of `RopeScaling`, for rotary positions that are scaled as in Llama 3.1.
         attention_bias, mlp_bias: whether the linear layers there have biases.
+        qk_norm: whether queries and keys are normalized, each head by its own size, as in Qwen3 (arXiv 2505.09388).
         experts: networks, each `hidden_dim` wide, in place of one MLP in each block, of which a router chooses
             `experts_per_token` for each token; 0 for no experts.
         experts_per_token, shared_expert, router_scores: see `Mixture`.
@@ -186,6 +199,7 @@ class LLamaPart(nn.Module):
         shared_expert: bool = False,
         router_scores: RouterScores = "softmax",
         own_experts: Sequence[int] | None = None,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -218,6 +232,7 @@ class LLamaPart(nn.Module):
             "rope_scaling": scaling and scaling._asdict(),
             "attention_bias": attention_bias,
             "mlp_bias": mlp_bias,
+            "qk_norm": qk_norm,
         }
         self.options |= {name: value for name, value in unusual.items() if value}
         mixture = None
@@ -232,7 +247,7 @@ class LLamaPart(nn.Module):
         self.recompute = recompute
         device = torch.get_default_device() if device is None else torch.device(device)
         biases = attention_bias, mlp_bias
-        sizes = dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype, head_dim, *biases, mixture
+        sizes = dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype, head_dim, *biases, mixture, qk_norm
         with device:
             layers: dict[str, nn.Module] = {
                 str(index): Block(*sizes) for index in range(first_layer, first_layer + n_layers)

@@ -36,15 +36,16 @@ def without_corrections(model: SavedModel) -> SavedModel:
     ("options", "kind", "name"),
     [
         ({}, "MixtralForCausalLM", "model.layers.1.block_sparse_moe.experts.4.w3.weight"),
+        ({"qk_norm": True}, "Qwen3MoeForCausalLM", "model.layers.1.mlp.experts.4.gate_proj.weight"),
         (LIKE_DEEPSEEK, "Glm4MoeForCausalLM", "model.layers.1.mlp.gate.e_score_correction_bias"),
     ],
-    ids=["mixtral", "glm4-moe"],
+    ids=["mixtral", "qwen3-moe", "glm4-moe"],
 )
 def test_transformers_computes_the_same_and_back(options: dict[str, Any], kind: str, name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     saved = saved_model(**EXPERTS | options)
-    saved = saved if options else without_corrections(saved)
+    saved = saved if options == LIKE_DEEPSEEK else without_corrections(saved)
     export(saved, tmp_path / "there")
     assert name in load_file(tmp_path / "there/model.safetensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
@@ -64,7 +65,11 @@ def test_transformers_computes_the_same_and_back(options: dict[str, Any], kind: 
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_expert": True}, {"router_scores": "sigmoid"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shared_expert": True}, {"router_scores": "sigmoid"}, LIKE_DEEPSEEK | {"qk_norm": True}],
+    ids=str,
+)
 def test_experts_that_transformers_does_not_have(options: dict[str, Any], tmp_path: Path) -> None:
     """The first has corrections."""
     with pytest.raises(InputError, match="do not export: transformers has softmax scores without"):

@@ -197,7 +197,7 @@ def _check(checkpoint: Checkpoint) -> None:
         check(head_dim is None or is_count(head_dim, least=1), "head_dim", head_dim)
         check(scaling is None or isinstance(scaling, dict), "rope_scaling", scaling)
         RopeScaling.of(scaling)
-        for name in ("attention_bias", "mlp_bias", "shared_expert"):
+        for name in ("attention_bias", "mlp_bias", "shared_expert", "qk_norm"):
             check(model.get(name) in (None, True, False), name, model.get(name))
         for name in ("experts", "experts_per_token"):
             check(name not in model or is_count(model[name], least=1), name, model.get(name))

@@ -132,6 +132,9 @@ def _split_in_pairs(parts: _Parts, axis: Axis, sequence_parallel: bool) -> None:
         if row.bias is not None:  # it is added to the sum, not to each rank's part of it
             row.adds_bias = False
             pair.register_forward_hook(partial(_add_bias, row.bias))
+        for norm in () if sequence_parallel else (getattr(pair, "q_norm", None), getattr(pair, "k_norm", None)):
+            if norm is not None:  # each rank has the gradient of its heads
+                norm.weight.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
     for name, embedding in parts.embeddings.items():
         tp_group = TPGroup(name, VOCABULARY, axis)
         split = VocabularyParallelEmbedding(embedding, tp_group)

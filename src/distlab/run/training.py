@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distlab.parallel.outer import OuterState
     from distlab.run.validation import Validator
 
-OF_IMPORTS = "head_dim", "rope_scaling", "attention_bias", "mlp_bias"  # options of imported models, where they matter
+OF_IMPORTS = "head_dim", "rope_scaling", "attention_bias", "mlp_bias", "qk_norm"  # options of imported models
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 
 
