@@ -5,6 +5,8 @@ python -m distlab.figures timelines imgs/schedules.png "GPipe=runs/a" "DAPPLE=ru
 python -m distlab.figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
 python -m distlab.figures holdings imgs/holdings.png "one process=runs/a" "tp 2=runs/b"
 python -m distlab.figures sharding imgs/sharding.png optimizer-2=runs/a weights-2=runs/b
+python -m distlab.figures expert_loads imgs/experts_load.png "without corrections=runs/a" "with corrections=runs/b"
+python -m distlab.figures partings imgs/partings.png "one process=runs/a" "ep 2=runs/b"
 python -m distlab.figures schedules imgs/schedules_memory.png --stages 4 --micro-batches 8
 python -m distlab.figures averaging imgs/averaging.png
 python -m distlab.figures stages imgs/stages.png --pp 3

@@ -44,6 +44,7 @@ CURVES = {
     "grad_norm": "norm of the gradients",
     "max_over_mean_load": "tokens of the fullest expert, relative to the mean",
 }
+SMALLEST_PARTING = 1e-9  # of losses in a figure; those of equal losses are drawn there
 HOLDINGS = (
     style.BLUE,
     style.ORANGE,
@@ -219,6 +220,57 @@ def _column(records: list[dict[str, Any]], name: Recorded, run: Path) -> list[fl
         raise InputError(f"{run / 'metrics.jsonl'}: its records have no {name}, which --of asks for{needed}") from error
 
 
+def expert_loads(png: Png, runs: NamedRuns, /, layer: int = 0, title: str | None = None) -> None:
+    """The tokens of each expert of a layer over the steps of each run, relative to the mean.
+
+    Args:
+        layer: number of the layer among those of the rank that wrote the records.
+        title: title of the figure.
+    """
+    figure, grid = style.subplots(3.2, 1, len(_named(runs)), squeeze=False, sharey=True)
+    for axes, (name, run) in zip(grid[0], _named(runs), strict=True):
+        records = read_metrics(run)
+        try:
+            loads = [record["expert_loads"][layer] for record in records]
+        except (LookupError, TypeError) as error:
+            sentence = f"its records have no loads of experts in layer {layer}; give a run with --experts"
+            raise InputError(f"{run / 'metrics.jsonl'}: {sentence}") from error
+        relative = [[own * len(load) / sum(load) for own in load] for load in loads]
+        for expert, curve in enumerate(zip(*relative, strict=True)):
+            color = style.SERIES[expert % len(style.SERIES)]
+            axes.plot(places(records, "steps", run), curve, color=color, linewidth=1)
+        axes.axhline(1, color=style.INK, linewidth=0.8)
+        axes.set(title=style.plain(name), xlabel="steps")
+    grid[0][0].set(ylabel="tokens of each expert / mean", ylim=(0, None))
+    figure.suptitle(style.plain(title or f"Load of the experts of layer {layer}"))
+    style.save(figure, png)
+
+
+def partings(png: Png, runs: NamedRuns, /, title: str | None = None) -> None:
+    """How far the losses of several runs are from those of the first one, relative to them, step by step.
+
+    A vertical line marks the first step in which a run with --replay-routes would have chosen other experts.
+
+    Args:
+        title: title of the figure.
+    """
+    (_, first), *others = _named(runs)
+    require(bool(others), "give at least two runs: the first one is the one that others are compared with")
+    expected = [record["loss"] for record in read_metrics(first)]
+    figure, axes = style.subplots(3.8)
+    for index, (name, run) in enumerate(others):
+        records, color = read_metrics(run), style.SERIES[index % len(style.SERIES)]
+        apart = [abs(record["loss"] / loss - 1) for record, loss in zip(records, expected, strict=False)]
+        axes.plot([max(one, SMALLEST_PARTING) for one in apart], label=style.plain(name), color=color)
+        parted = next((step for step, record in enumerate(records) if record.get("other_routes")), None)
+        if parted is not None:
+            axes.axvline(parted, color=color, linewidth=0.8, linestyle="--", label="first token with another route")
+    axes.set(title=style.plain(title or "Difference of the losses"), xlabel="steps", yscale="log")
+    axes.set_ylabel("relative difference of the loss")
+    axes.legend()
+    style.save(figure, png)
+
+
 def ring_steps(png: Png, runs: NamedTraces, /) -> None:
     """The time that each rank computes in each step of the ring, forward and backward, in a layer of each run.
 
@@ -361,6 +413,8 @@ FIGURES = (
     memory,
     holdings,
     sharding,
+    expert_loads,
+    partings,
     ring_steps,
     schedules,
     averaging,

@@ -45,7 +45,7 @@ class RunLog:
         self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # outside of steps, by kind of work
         self._sent_before: Counter[str] = Counter()
         self.loss = math.nan  # of the global batch, in the current step
-        self.values: dict[str, float] = {}  # further values of the current step's record, by name
+        self.values: dict[str, Any] = {}  # further values of the current step's record, by name
         self.loss_is_late = False  # whether the current step's loss arrives after its record is created
         self._open: dict[str, Any] | None = None  # the record of the last step, if its loss is late
         self.validation_loss: float | None = None  # after the current step; None if it was not evaluated

@@ -30,7 +30,8 @@ from simplellm.errors import InputError
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that a figure is drawn from: metrics, a trace of a pipeline, counts of memory, collectives."""
     folder = tmp_path_factory.mktemp("run")
-    metrics = [{"step": s, "loss": 8 / (1 + s), "tokens": 1536 * (1 + s), "seconds": 1.5} for s in range(600)]
+    more = {"seconds": 1.5, "expert_loads": [[3, 1, 2]]}
+    metrics = [{"step": s, "loss": 8 / (1 + s), "tokens": 1536 * (1 + s), **more} for s in range(600)]
     for number, record in enumerate(metrics):
         record.update({"validation_loss": record["loss"]} if number % 100 == 99 else {})
     lines(folder / "metrics.jsonl", metrics)
@@ -87,6 +88,8 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "timelines, compact": lambda png, run: figures.timelines(png, [f"DAPPLE={run}", f"again={run}"], compact=True),
     "memory": lambda png, run: figures.memory(png, [f"GPipe={run}", f"DAPPLE={run}"]),
     "holdings": lambda png, run: figures.holdings(png, [f"tp {n}={run}" for n in (1, 2, 3, 6)]),
+    "expert_loads": lambda png, run: figures.expert_loads(png, [f"free={run}", f"balanced={run}"]),
+    "partings": lambda png, run: figures.partings(png, [f"one={run}", f"ep={run}"]),
     "ring_steps": lambda png, run: figures.ring_steps(png, [f"zigzag={run}", f"contiguous={run}"]),
     "sharding": lambda png, run: figures.sharding(png, [f"{kind}-8={run}" for kind in ("optimizer", "weights")]),
     "schedules": lambda png, run: figures.schedules(png, stages=2, micro_batches=4),
