@@ -7,12 +7,12 @@ A router chooses a few experts for each token. The model has sorted the tokens' 
 to the rank that holds its expert, and the expert's output travels back (GShard: arXiv 2006.16668).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distlab.axes.placement import Placement, place
 from distlab.comm.names import named
@@ -59,6 +59,14 @@ def through_ranks(rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Seque
     return Exchange.apply(outputs[order.argsort()], received, sent)
 
 
+def add_up(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Add up the gradients of the ranks' shares of the loss. Those of experts already have the tokens of all ranks."""
+    for name, parameter in parameters.items():
+        if ".experts." not in name and parameter.grad is not None:
+            with named(f"the gradient of {name}", "gradients"):
+                dist.all_reduce(parameter.grad)
+
+
 def train(run: TrainingRun[ExpertParallelSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     own = torch.arange(args.experts).chunk(run.world_size)[run.rank].tolist()  # the experts of this rank
@@ -66,13 +74,13 @@ def train(run: TrainingRun[ExpertParallelSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]
     for mixture in mixtures:
-        mixture.passage = through_ranks
+        mixture.passage, mixture.capacity = through_ranks, args.capacity
         for parameter in mixture.experts.parameters():  # no other rank holds it: for clipping and checkpoints
             place(parameter, Placement(apart=("ep",)))
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
     balance = LoadBalance([net], args.balance_rate, run.grid.axis("ep"))
-    dense = {name: parameter for name, parameter in net.named_parameters() if ".experts." not in name}
+    parameters = dict(net.named_parameters())
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
@@ -81,10 +89,7 @@ def train(run: TrainingRun[ExpertParallelSettings]) -> None:
             loss = causalLLMLoss(net(ids), ids, tokenizer.vocab_size) / args.micro_batches
             (loss / run.world_size).backward()  # a share of the mean over the ranks, so gradients only add up
             losses.append(loss)
-        for name, parameter in dense.items():  # an expert's gradient already has the tokens of all ranks
-            if parameter.grad is not None:
-                with named(f"the gradient of {name}", "gradients"):
-                    dist.all_reduce(parameter.grad)
+        add_up(parameters)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()

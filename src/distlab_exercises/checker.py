@@ -13,7 +13,7 @@ from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.checkpoints import try_checkpoint
 from distlab_exercises.classifier import try_classifier
 from distlab_exercises.collectives import try_collective
-from distlab_exercises.experts import RANKS, try_passage
+from distlab_exercises.experts import RANKS, try_norm, try_passage, try_permutation, try_scale
 from distlab_exercises.layers import try_conjugate, try_layer
 from distlab_exercises.over_mpi import try_function, try_method
 from distlab_exercises.programs import try_case, try_product
@@ -36,6 +36,9 @@ FUNCTIONS: dict[str, tuple[int, RankWork, str]] = {
     "layer": (2, try_layer, "2 ranks"),
     "labels": (1, try_labels, f"the positions of {PARTS} ranks"),
     "merge": (1, try_merge, "two blocks of keys, and very large numbers"),
+    "permutation": (1, try_permutation, "permutations of 4, 0 and 1,000 rows"),
+    "scale": (RANKS, try_scale, f"{RANKS} ranks, a dense weight and an expert on each"),
+    "norm": (RANKS, try_norm, f"{RANKS} ranks, a dense weight and an expert on each"),
     "passage": (RANKS, try_passage, f"{RANKS} ranks, of which one has no rows"),
     "ring": (PARTS, try_ring, f"{PARTS} ranks, with and without documents"),
 }

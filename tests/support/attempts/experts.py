@@ -4,6 +4,8 @@ from support.exercises_attempts import Attempt
 
 BACK = "Exchange.apply(grad, ctx.received, ctx.sent)"
 
+ADD = "dist.all_reduce(parameter.grad)"
+
 ATTEMPTS = [
     Attempt("ep-exchange", "", "also of a rank that has none"),
     Attempt(
@@ -18,7 +20,28 @@ ATTEMPTS = [
         "an expert that is not theirs",
         changes=(("compute(arrived[order],", "compute(arrived,"),),
     ),
-    Attempt("ep-exchange", "scaled", "9 times as large", changes=((BACK, f"dist.get_world_size() * {BACK}"),)),
+    Attempt("ep-backward", "", "also of a rank that has none"),
+    Attempt("ep-backward", "scaled", "9 times as large", changes=((BACK, f"dist.get_world_size() * {BACK}"),)),
+    Attempt("ep-permutation", "", "also if there are none", body="return order.argsort()"),
+    Attempt("ep-permutation", "the-same", "once more", body="return order"),
+    Attempt("ep-permutation", "wrong-order", "not in their old order", body="return order.flip(0)"),
+    Attempt("ep-scale", "", "the gradients of the whole batch"),
+    Attempt("ep-scale", "not-added", "is 1, where", body="pass"),
+    Attempt(
+        "ep-scale", "averaged", "is 2, where", changes=((ADD, "dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)"),)
+    ),
+    Attempt("ep-scale", "experts-mixed", "other weights", changes=(('".experts." not in name and ', ""),)),
+    Attempt("ep-norm", "", "each weight counts once"),
+    Attempt("ep-norm", "counted-again", "counts 3 times", changes=(("norms.square() / counted", "norms.square()"),)),
+    Attempt(
+        "ep-norm",
+        "own-norm",
+        "the experts of other ranks are missing",
+        body=(
+            "grads = [parameter.grad for parameter in parameters if parameter.grad is not None]\n"
+            "return NormSum(sum(grad.double().square().sum() for grad in grads), None)"
+        ),
+    ),
     Attempt(
         "ep-exchange",
         "wrong-counts",
