@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.context_parallel import ContextParallel, loss_of_part
 from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
-from distlab.parallel.expert_parallel import LoadBalance, own_experts, share_experts
+from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, limit_experts, own_experts, share_experts
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.parallel.routes import Routes
 from distlab.parallel.sharded import ShardedDP
@@ -63,6 +63,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     for net in nets.values():
         shard(net, axis=slices)
     share_experts(nets.values(), sharing)
+    choices = ChoicesOfSequences(parts, args.cp_order)
+    limit_experts(nets.values(), args.capacity, choices)
     loss = loss_of_whole = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
     part_of = None  # the part of a micro-batch that this rank sees; None for all of it
     if args.cp > 1 or args.document_mask:
@@ -75,7 +77,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     routes: Routes | None = None
     if args.routes:
         tokens = args.batch_size * args.seq_len
-        routes = Routes(nets.values(), *args.routes, replicas, tokens, writes=slices.rank == 0)
+        writes = slices.rank == parts.rank == 0
+        routes = Routes(nets.values(), *args.routes, replicas, tokens, args.seq_len, choices, writes)
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
         sharded = {stage: ShardedDP(net, args.shard, same, args.micro_batches) for stage, net in nets.items()}

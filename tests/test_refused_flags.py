@@ -101,7 +101,10 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("5d --experts 4 --ep 2 --schedule auto", "--schedule auto with --ep 2"),
         ("5d --experts 4 --ep 2 --shard optimizer", "--shard optimizer with --dp 2 and --ep 2"),
         ("5d --record-routes x", "--record-routes: there are no routes without experts"),
-        ("5d --experts 4 --cp 2 --replay-routes x", "--replay-routes with --cp 2"),
+        ("5d --experts 4 --cp 2 --seq-len 30", "give a multiple of 4"),
+        ("ep --capacity -1", "--capacity -1: give 0 for no limit"),
+        ("5d --capacity 1.25", "--capacity 1.25: there are no experts to limit"),
+        ("5d --qk-norm", "--qk-norm: it is for models with experts"),
         # Averages, and what is averaged.
         ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
         ("dp-wa --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),

@@ -8,6 +8,7 @@ The choice of experts is a step function: a difference of 1e-7 in a score can se
 expert with the lower number, the router computes in float32, and the order of every sum is fixed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from simplellm.layers import Linear
 from simplellm.options import Mixture
+from simplellm.recomputation import kept
 
 # (rows (rows, dmodel), sorted by expert; rows of each expert, (experts,); the experts of this process)
 # -> what the experts make of the rows, in the same order
@@ -73,11 +75,19 @@ def inverse_of(order: Tensor) -> Tensor:
 class MixtureOfExperts(nn.Module):
     """The weighted sum of the outputs of the experts that a router chooses for each token.
 
-    No token is dropped. Rows are sorted by expert, so that each expert does one matrix product on contiguous rows, and
-    an expert without tokens does one on no rows: every parameter has a gradient in each backward pass.
+    No token is dropped, unless there is a `capacity`. Rows are sorted by expert, so that each expert does one matrix
+    product on contiguous rows, and an expert without tokens does one on no rows: every parameter has a gradient in each
+    backward pass.
 
     Attributes:
         load: tokens of each expert in the forward passes of training since it was set to zero, (experts,), int64.
+        capacity: rows that an expert takes of each sequence in these passes, as a multiple of the mean; of the others,
+            the last, nothing is added to the sum. Sequences are the largest groups of tokens that every layout computes
+            together, so that no layout drops other rows than one process (groups: GShard, arXiv 2006.16668). 0 for no
+            limit.
+        dropped: rows that were dropped since it was set to zero, int64.
+        gather_places: where this process has a part of each sequence: (batch, positions, per_token) -> the choices for
+            whole sequences, (batch, seq, per_token), and the positions of this part, (positions,).
         smallest_gap: in these passes, the smallest difference between a chosen score and the best that was not chosen.
         routes: called in these passes with the choice (tokens, per_token) and each token's gap, (tokens,); returns the
             choice to use.
@@ -93,6 +103,8 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = MLP(dmodel, hidden_dim) if sizes.shared else None
         self.load = torch.zeros(sizes.experts, dtype=torch.int64)
         self.smallest_gap = float("inf")
+        self.capacity, self.dropped = 0.0, torch.zeros((), dtype=torch.int64)
+        self.gather_places: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
         self.routes: Callable[[Tensor, Tensor], Tensor] | None = None
         self.passage: Passage = lambda rows, counts, compute: compute(rows, counts.tolist())
 
@@ -100,16 +112,26 @@ class MixtureOfExperts(nn.Module):
         """(…, dmodel) -> the same shape, in float32."""
         tokens, k = x.reshape(-1, x.shape[-1]), self.sizes.per_token
         ids, weights = self._route(tokens)
-        order = ids.flatten().argsort(stable=True)  # by expert, and for each expert by token
+        if self.capacity and torch.is_grad_enabled():
+            ids = kept(lambda: self._without_dropped(ids.view(*x.shape[:-1], k)))
+        order = ids.flatten().argsort(stable=True)  # by expert, and for each expert by token; at the end those dropped
         inverse, counts = inverse_of(order), self._counts(ids)
         rows = Permute.apply(tokens.repeat_interleave(k, dim=0), order, inverse)
-        placed = Permute.apply(self.passage(rows, counts, self.compute), inverse, order)
+        outputs = self._through_experts(rows, counts)
+        placed = Permute.apply(outputs, inverse, order)
         by_choice = placed.view(len(tokens), k, tokens.shape[1]).unbind(dim=1)
         y = sum(weight.unsqueeze(1) * part for weight, part in zip(weights.unbind(dim=1), by_choice, strict=True))
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
         assert isinstance(y, Tensor)
         return y.view(x.shape)
+
+    def _through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        if not self.capacity:
+            return self.passage(rows, counts, self.compute)
+        number = int(counts.sum())  # the rest is dropped
+        outputs = self.passage(rows[:number], counts, self.compute)
+        return F.pad(outputs, (0, 0, 0, len(rows) - number))
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Apply the experts of this process to their rows: the first `counts[0]` belong to its first expert, …"""
@@ -118,8 +140,6 @@ class MixtureOfExperts(nn.Module):
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each token, the best first, and their weights: (tokens, per_token) each."""
-        from simplellm.recomputation import kept
-
         logits = self.gate(tokens.to(self.gate.weight.dtype))
         scores = logits.softmax(dim=1) if self.sizes.scores == "softmax" else logits.sigmoid()
         ids = kept(lambda: self._choose(scores.detach()))
@@ -139,5 +159,20 @@ class MixtureOfExperts(nn.Module):
                 self.smallest_gap = min(self.smallest_gap, gaps.min().item())
         return ids
 
+    def _without_dropped(self, ids: Tensor) -> Tensor:
+        """Return choices (…, positions, per_token) with the number of experts in place of those beyond the capacity."""
+        experts, positions = self.sizes.experts, None
+        whole = ids.view(-1, *ids.shape[-2:])
+        if self.gather_places is not None:
+            whole, positions = self.gather_places(whole)
+        most = math.ceil(self.capacity * whole[0].numel() / experts)
+        chosen = F.one_hot(whole.flatten(1), experts)  # (batch, seq * per_token, experts)
+        places = (chosen.cumsum(dim=1) * chosen).sum(dim=2)  # 1 for an expert's first row of the sequence, …
+        is_dropped = (places > most).view_as(whole)
+        if positions is not None:
+            is_dropped = is_dropped[:, positions]
+        self.dropped = self.dropped.to(ids.device) + is_dropped.sum()
+        return ids.masked_fill(is_dropped.view_as(ids), experts).flatten(0, -2)
+
     def _counts(self, ids: Tensor) -> Tensor:
-        return ids.flatten().bincount(minlength=self.sizes.experts)
+        return ids.flatten().bincount(minlength=self.sizes.experts)[: self.sizes.experts]

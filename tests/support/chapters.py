@@ -16,6 +16,7 @@ from distlab.parallel.sharded import ShardedDP
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
+from simplellm.layers import RMSNorm
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 from support.processes import LAB, free_port, run_ranks
@@ -57,13 +58,15 @@ def load(script: str) -> ModuleType:
     return module
 
 
-def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
-    """Run a chapter's own `train` in this process.
+def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tuple[State, State]:
+    """Run a chapter's own `train` in this process; with `exact`, in float64.
 
     Returns:
         Its parameters, and its gradients of the last step.
     """
     module = load(script)
+    if exact:
+        torch.set_default_dtype(torch.float64)  # of parameters, and of what is received
     built: list[nn.Module] = []
     builder = next(name for name in ("LLama", "build_stages", "build_stage", "GPT") if hasattr(module, name))
     build = getattr(module, builder)
@@ -71,6 +74,8 @@ def train(rank: int, script: str, flags: list[str]) -> tuple[State, State]:
     def build_and_keep(*args: Any, **options: Any) -> nn.Module | dict[int, nn.Module]:
         made: nn.Module | dict[int, nn.Module] = build(*args, **options)
         built.extend(made.values() if isinstance(made, dict) else [made])
+        for norm in (part for net in built for part in net.modules() if exact and isinstance(part, RMSNorm)):
+            norm.dtype = torch.float64
         return made
 
     setattr(module, builder, build_and_keep)
@@ -107,10 +112,12 @@ def whole(sharded: list[ShardedDP]) -> tuple[State, State]:
     return parameters, {name: grad for name, grad in gradients.items() if name not in frozen}
 
 
-def train_on(world_size: int, script: str, out: Path, *flags: str) -> tuple[list[State], list[State], list[float]]:
+def train_on(
+    world_size: int, script: str, out: Path, *flags: str, exact: bool = False
+) -> tuple[list[State], list[State], list[float]]:
     """A chapter on several ranks: each rank's parameters and gradients, and the run's losses."""
     arguments = ["--out", str(out), *flags, "--master-port", str(free_port())]
-    ended = run_ranks(world_size, train, script, arguments)
+    ended = run_ranks(world_size, train, script, arguments, exact)
     return [parameters for parameters, _ in ended], [gradients for _, gradients in ended], losses(out)
 
 

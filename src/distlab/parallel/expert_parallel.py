@@ -11,6 +11,7 @@ number; the average over the ranks that hold the expert is then the same as for 
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from torch import Tensor, nn
 from distlab.axes.grid import Axis
 from distlab.axes.layout import STAGES
 from distlab.axes.placement import Placement, place
+from distlab.comm.group import all_gather_single
 from distlab.comm.names import named
+from distlab.parallel.context_parallel import positions_of
+from distlab.parallel.division import Order
 from distlab.parallel.tp_group import linear_map
 from simplellm.feed_forward import MixtureOfExperts, Permute, inverse_of
 from simplellm.recomputation import kept
@@ -43,6 +47,42 @@ def share_experts(nets: Iterable[nn.Module], axis: Axis) -> None:
         mixture.passage = partial(exchange_rows, axis=axis)
         for parameter in mixture.experts.parameters():
             place(parameter, Placement(apart=(STAGES, *axis.names)))
+
+
+class ChoicesOfSequences:
+    """The choices of experts for sequences that ranks share; one rank may have whole sequences.
+
+    Args:
+        axis: the ranks that share each sequence, without padding.
+        order: which positions each of them has.
+    """
+
+    def __init__(self, axis: Axis, order: Order) -> None:
+        self._axis, self._order, self.ranks = axis, order, axis.size
+
+    def positions(self, count: int, rank: int | None = None) -> Tensor:
+        """Return the positions of a rank, by default this one, if each rank has `count` of them: (count,)."""
+        size, rank = self._axis.size, self._axis.rank if rank is None else rank
+        return positions_of(rank, size, size * count, self._order)
+
+    def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, positions, per_token) -> those of whole sequences, (batch, seq, per_token); this rank's positions."""
+        size, count = self._axis.size, ids.shape[1]
+        if size == 1:
+            return ids, self.positions(count).to(ids.device)
+        gathered = ids.new_empty(size, *ids.shape)
+        with named("the choices of experts", "choices of experts"):
+            all_gather_single(gathered, ids.contiguous(), self._axis.group)
+        whole = ids.new_empty(len(ids), size * count, ids.shape[2])
+        for rank, part in enumerate(gathered):
+            whole[:, self.positions(count, rank).to(ids.device)] = part
+        return whole, self.positions(count).to(ids.device)
+
+
+def limit_experts(nets: Iterable[nn.Module], capacity: float, choices: ChoicesOfSequences) -> None:
+    """Give the experts of models a capacity; see `MixtureOfExperts`."""
+    for mixture in mixtures_in(nets):
+        mixture.capacity, mixture.gather_places = capacity, choices.gather if choices.ranks > 1 else None
 
 
 def exchange_rows(
@@ -97,36 +137,43 @@ class LoadBalance:
         over: the ranks that have other tokens, and the same routers.
 
     Attributes:
-        loads: tokens of each expert in the last step, (layers of this rank, experts), int64.
+        loads: tokens of each expert in the last step, (layers of this rank, experts), int64; also those that a
+            capacity dropped.
+        dropped: rows that it dropped, in these layers.
         smallest_gap: in the last step, on this rank; see `MixtureOfExperts`.
     """
 
     def __init__(self, nets: Iterable[nn.Module], rate: float, over: Axis) -> None:
         self._mixtures, self._rate, self._over = mixtures_in(nets), rate, over
         self.loads, self.smallest_gap = torch.zeros(0, 0, dtype=torch.int64), float("inf")
+        self.dropped = 0
         self._restart()
 
     def _restart(self) -> None:
         for mixture in self._mixtures:
-            mixture.load, mixture.smallest_gap = torch.zeros_like(mixture.load), float("inf")
+            mixture.load, mixture.dropped = torch.zeros_like(mixture.load), torch.zeros_like(mixture.dropped)
+            mixture.smallest_gap = float("inf")
 
     @torch.no_grad()
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, Any]:
         """Change the corrections by the loads since the last call; all ranks `over` which loads are summed call it.
 
         Returns:
-            Values for the record of the step: the load of the fullest expert, relative to the mean, and the gap.
+            Values for the record of the step: loads by layer and expert; the fullest relative to the mean; the gap.
         """
         if not self._mixtures:
             return {}
-        self.loads = torch.stack([mixture.load for mixture in self._mixtures])
+        counts = torch.stack([torch.cat([mixture.load, mixture.dropped.view(1)]) for mixture in self._mixtures])
         self.smallest_gap = min(mixture.smallest_gap for mixture in self._mixtures)
         self._restart()
         if self._over.size > 1:
             with named("the loads of experts", "loads"):
-                dist.all_reduce(self.loads, group=self._over.group)
+                dist.all_reduce(counts, group=self._over.group)
+        self.loads, self.dropped = counts[:, :-1], int(counts[:, -1].sum())
         for mixture, load in zip(self._mixtures, self.loads, strict=True):
             below_mean = load.sum() - len(load) * load  # times the number of experts, to stay an integer
             mixture.gate.e_score_correction_bias.add_(below_mean.sign(), alpha=self._rate)
         fullest = (self.loads.amax(dim=1) / self.loads.double().mean(dim=1)).max().item()
-        return {"max_over_mean_load": fullest, "smallest_gap": self.smallest_gap}
+        limited = any(mixture.capacity for mixture in self._mixtures)
+        values = {"expert_loads": self.loads.tolist(), "max_over_mean_load": fullest, "smallest_gap": self.smallest_gap}
+        return values | ({"dropped_rows": self.dropped} if limited else {})

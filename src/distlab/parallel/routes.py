@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis
+from distlab.parallel.expert_parallel import ChoicesOfSequences
 from simplellm.errors import InputError, require
 from simplellm.feed_forward import MixtureOfExperts
 
@@ -32,7 +33,9 @@ class Routes:
         way: whether to record or to replay.
         folder: of the routes.
         replicas: the ranks that have other sequences, all that the step has together.
-        tokens: tokens of a replica in a step.
+        tokens: tokens of a replica in a step, in all parts of its sequences.
+        seq: tokens of a sequence.
+        choices: of the ranks that share the replica's sequences.
         writes: whether this rank writes what it records; other ranks may have the same routes.
 
     Raises:
@@ -46,9 +49,12 @@ class Routes:
         folder: Path,
         replicas: Axis,
         tokens: int,
+        seq: int,
+        choices: ChoicesOfSequences,
         writes: bool = True,
     ) -> None:
         self._folder, self._replicas, self._tokens, self._writes = folder, replicas, tokens, writes
+        self._seq, self._choices, self._parts = seq, choices, choices.ranks
         self._step = self._others = 0
         self._seen: dict[str, list[Tensor]] = {}  # by layer, the routes of this step so far, (tokens, per token) each
         self._wanted: dict[str, Tensor] = {}  # by layer, the recorded routes of this step
@@ -103,23 +109,29 @@ class Routes:
         return self._folder / f"{layer}.{replica}"
 
     def _record(self, layer: str, ids: Tensor, gaps: Tensor) -> Tensor:
-        self._seen.setdefault(layer, []).append(ids)
+        whole, _ = self._choices.gather(self._by_sequence(ids))
+        self._seen.setdefault(layer, []).append(whole.flatten(0, 1))
         return ids
 
     def _replay(self, layer: str, ids: Tensor, gaps: Tensor) -> Tensor:
         if layer not in self._wanted:
             self._wanted[layer] = self._read_step(layer)
         seen = self._seen.setdefault(layer, [])
-        start = sum(map(len, seen))
-        forced = self._wanted[layer][start : start + len(ids)].to(ids)
-        seen.append(ids)
+        start, count = sum(map(len, seen)), len(ids) * self._parts
+        places = torch.arange(start, start + count).view(-1, self._seq)
+        places = places[:, self._choices.positions(self._seq // self._parts)].flatten()  # in the replica's tokens
+        forced = self._wanted[layer][places].to(ids)
+        seen.append(self._wanted[layer][start : start + count])
         others = (forced != ids).any(dim=1).nonzero().flatten()
         self._others += len(others)
         if len(others) and self.parted is None:
             at = int(others[0])
-            token = self._replicas.rank * self._tokens + start + at
+            token = self._replicas.rank * self._tokens + int(places[at])
             self.parted = f"step {self._step}, {layer}, token {token}: gap {gaps[at].item():.1e}"
         return forced
+
+    def _by_sequence(self, ids: Tensor) -> Tensor:
+        return ids.unflatten(0, (-1, self._seq // self._parts))
 
     def _read_step(self, layer: str) -> Tensor:
         """Return this replica's routes of the step, (tokens, per token)."""

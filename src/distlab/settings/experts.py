@@ -1,5 +1,6 @@
 """The settings of models with a mixture of experts, and of runs whose ranks share the experts."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -23,12 +24,16 @@ class ExpertSettings:
     """a further expert that sees all tokens"""
     router_scores: Annotated[RouterScores, ResumePolicy.MODEL] = "softmax"
     """how the scores of experts follow from the router's logits"""
+    qk_norm: Annotated[bool, ResumePolicy.MODEL] = False
+    """with --experts: normalize the queries and keys of each head, as in Qwen3-MoE"""
+    capacity: Annotated[float, ResumePolicy.DEFAULT] = 0
+    """most rows that an expert takes of each sequence in training, times the mean; others are dropped; 0: no limit"""
     balance_rate: Annotated[float, ResumePolicy.DEFAULT] = 0.001
     """change of an expert's correction after each step, towards equal loads; 0: no balance"""
 
     def mixture_options(self) -> dict[str, Any]:
         """Return the keyword arguments of models in `simplellm.llama` for these settings."""
-        names = "experts", "experts_per_token", "shared_expert", "router_scores"
+        names = "experts", "experts_per_token", "shared_expert", "router_scores", "qk_norm"
         return {name: getattr(self, name) for name in names} if self.experts else {}
 
     def check_experts(self, ranks: int, flag: str) -> None:
@@ -41,6 +46,10 @@ class ExpertSettings:
             require(ranks > 0 and self.experts % ranks == 0, f"{given}: {advice}")
         require(self.experts >= 0, f"--experts {self.experts}: give 0 or more")
         require(self.experts > 0 or ranks == 1, f"{given}: there are no experts to share; give --experts")
+        require(not self.qk_norm or self.experts > 0, "--qk-norm: it is for models with experts; give --experts")
+        given = f"--capacity {self.capacity:g}"
+        require(self.capacity == 0 or self.experts > 0, f"{given}: there are no experts to limit; give --experts")
+        require(0 <= self.capacity < math.inf, f"{given}: give 0 for no limit, or a number above it, such as 1.25")
         require(0 <= self.balance_rate <= 1, f"--balance-rate {self.balance_rate:g}: give a number from 0 to 1")
 
 

@@ -359,7 +359,6 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
         self.check_experts(self.ep, "--ep")
         for flag, path in (("--record-routes", self.record_routes), ("--replay-routes", self.replay_routes)):
             require(path is None or self.experts > 0, f"{flag}: there are no routes without experts; give --experts")
-            require(path is None or self.cp == 1, f"{flag} with --cp {self.cp}: leave one of them out")
             require(path is None or self.resume is None, f"{flag} with --resume: routes begin at the first step")
         is_one = self.record_routes is None or self.replay_routes is None
         require(is_one, "--record-routes with --replay-routes: they would be the same; leave one of them out")
@@ -370,6 +369,9 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
         require(not self.run_on, f"{given} with --run-on: the balance of a step cannot be undone; {advice}")
         changes = f"{given} with --shard weights: the router's correction changes between steps"
         require(self.shard != "weights", f"{changes}; use --shard gradients")
+        padded = f"--seq-len {self.seq_len} with --cp {self.cp} and --experts: padding would count as tokens; give a "
+        chunk = self.cp * (2 if self.cp_order == "zigzag" else 1)
+        require(self.positions * self.cp == self.seq_len, f"{padded}multiple of {chunk}")
         single = (
             f"--shard {self.shard} with --dp {self.dp} and --ep {self.ep}: an expert has a single holder, which has "
         )

@@ -117,6 +117,23 @@ def test_sums_are_those_of_each_hosts_ranks_and_then_of_the_hosts(hosts: str) ->
         assert sent_bytes.get("gradients between hosts", 0) == pytest.approx(between * is_first, abs=3)
 
 
+def exchange_rows(rank: int, hosts: str, port: int) -> dict[str, int]:
+    """Each rank sends r rows of 8 bytes to rank r."""
+    ledger, size = join_hosts(rank, hosts, port).ledger, len(hosts)
+    received, numbers = torch.empty(rank * size, 2), list(range(size))
+    with named("the rows", "rows"):
+        dist.all_to_all_single(received, torch.full((sum(numbers), 2), float(rank)), [rank] * size, numbers)
+    assert received[:, 1].tolist() == [source for source in numbers for _ in range(rank)]
+    return dict(ledger.sent_bytes)
+
+
+def test_rows_that_leave_a_host_are_counted_apart() -> None:
+    zero, one, two = run_ranks(3, exchange_rows, "ABA", free_port())
+    assert (zero["rows"], zero["rows between hosts"]) == (16, 8)
+    assert (one["rows"], one["rows between hosts"]) == (0, 16)
+    assert (two["rows"], two["rows between hosts"]) == (0, 8)
+
+
 def reduce_in_groups(rank: int, port: int) -> list[tuple[float, bool, bool]]:
     """The sums of groups, some with the same ranks; is the buffer of one host, did this rank send to another host?"""
     ledger, results = join_hosts(rank, "AABB", port).ledger, []
