@@ -19,7 +19,7 @@ SUBCOMMANDS = {
         "grade": ("distlab_exercises.commands:grade", "Check the exercises of all students of a course: grade FOLDER"),
     },
     "before a run": {
-        "plan": ("distlab_planner.plan:command", "Predict which layout of hybrid is fastest on a machine."),
+        "plan": ("distlab_planner.plan:command", "Predict which layout of a model is fastest on a machine."),
         "calibrate": ("distlab_planner.calibrate:command", "Measure this machine for the planner: calibrate FILE"),
         "show-schedule": ("distlab.show_schedule:command", "Show a pipeline schedule: a table of ticks, its costs."),
         "collective-costs": ("distlab_planner.collective_costs:command", "Predict collectives between computers."),
@@ -27,6 +27,7 @@ SUBCOMMANDS = {
         "import": ("distlab.exchange.import_hf:command", "Make a Hugging Face Llama a run to resume: import DIR OUT"),
     },
     "after a run": {
+        "compare": ("distlab.compare:command", "Where two runs of the same training part: compare RUN_A RUN_B"),
         "figures": ("distlab.figures:command", "Draw a figure of runs, such as their losses."),
         "export": ("distlab.exchange.export:command", "Write a run's model for Hugging Face: export RUN DIR"),
     },

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedEndpoint, SimulatedWorld
+from distlab.comparison.shares import fit
 from distlab_exercises.loading import load
 from distlab_exercises.ranks import Facts, Submission
-from distlab_exercises.shares import fit
 from distlab_exercises.verdict import Wrong, expect, where
 
 SIZES = [2, 3, 4, 5, 8]

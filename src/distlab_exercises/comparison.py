@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,24 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distlab.axes.layout import coordinate
-from distlab_exercises import shares
+from distlab.comparison import shares
+from distlab.comparison.differences import Difference, tell
+from distlab.comparison.shares import Mistake
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.ranks import Facts, Report
-from distlab_exercises.shares import Mistake
 from distlab_exercises.verdict import Wrong, expect
 
 # The ledger's columns of collectives that have no name, such as those of a loop over the parameters.
 COLLECTIVES = "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A tensor that differs from one process's."""
-
-    step: int
-    rank: int
-    name: str
-    mistake: Mistake
 
 
 class Comparison:
@@ -174,28 +164,9 @@ class Comparison:
         return torch.isclose(a, b, rtol=1e-5, atol=1e-7)
 
     def _tell(self, kind: str, step: int, found: list[Difference]) -> list[str]:
-        """Return a sentence for each kind of mistake, the most frequent first; the first tensor of each is named."""
-        what = "the gradient of" if kind == "gradient" else "the weights"
-        when = f"step {step}" if kind == "gradient" else f"after step {step}"
-        by_sentence: dict[str, list[Difference]] = {}
-        for difference in found:
-            by_sentence.setdefault(difference.mistake.sentence, []).append(difference)
-        sentences = []
-        for sentence, same in sorted(by_sentence.items(), key=lambda item: -len(item[1]))[:2]:
-            first, ranks = same[0], sorted({difference.rank for difference in same})
-            names = {difference.name for difference in same}
-            held = {key.split("|")[2] for rank in ranks for key in self.ranks[rank]}
-            others = f" and {len(names) - 1} other parameter{'s' * (len(names) > 2)}" if len(names) > 1 else ""
-            if names == held:
-                others = ", like every other parameter," if len(names) > 1 else ""
-            on = (
-                "on all ranks" if len(ranks) == len(self.ranks) > 1 else f"on {' and '.join(map(self.describe, ranks))}"
-            )
-            sentences.append(f"{when}: {what} {first.name}{others} {on} {sentence}")
-        right = sorted(set(range(len(self.ranks))) - {difference.rank for difference in found})
-        if right:
-            sentences.append(f"{' and '.join(map(self.describe, right))}: right")
-        return sentences
+        when = f"step {step}: the gradient of" if kind == "gradient" else f"after step {step}: the weights"
+        held = [{key.split("|")[2] for key in tensors} for tensors in self.ranks]
+        return tell(when, found, self.describe, held)
 
     def expect_average_when_due(self, steps: int) -> None:
         """Raise `Wrong` with the first step after which a rank sends weights although it should not, or does not."""

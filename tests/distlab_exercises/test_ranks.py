@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from support.processes import alive, wait_for
 
+from distlab.comparison.shares import name_loss, name_ratios, name_weights
 from distlab_exercises.ranks import Facts, Patience, Report, Submission, raise_trouble
-from distlab_exercises.shares import name_loss, name_ratios, name_weights
 from distlab_exercises.verdict import Wrong
 
 PATIENCE = Patience(still=0.5, longest=1)

@@ -82,6 +82,23 @@ class ModelParts:
         """Return the parameters that this rank updates, or its shards of them, by their names in the whole model."""
         return {name: parameter for _, name, parameter in self.by_stage()}
 
+    def held(self) -> dict[str, nn.Parameter]:
+        """Return the parameters with which this rank computes, by their names in the whole model.
+
+        Of weights that the replicas shard, which are whole only while a block computes, it returns the shards.
+        """
+        found: dict[str, nn.Parameter] = {}
+        for stage, part in self.stages.items():
+            around = self.sharded.get(stage)
+            is_in_shards = around is not None and around.shard == "weights"
+            found |= own_parameters(around) if around is not None and is_in_shards else dict(part.named_parameters())
+        return found
+
+    def wait_for_weights(self) -> None:
+        """Wait until all weights that replicas shard are gathered."""
+        for part in self.sharded.values():
+            part.wait_for_weights()
+
     def by_stage(self) -> list[tuple[int, str, nn.Parameter]]:
         """Return the `parameters`, each with its stage and name."""
         if self.shards:
@@ -92,8 +109,7 @@ class ModelParts:
     @contextlib.contextmanager
     def changing_shards(self) -> Iterator[None]:
         """Allow changes of parameters inside; where replicas shard them, all replicas then get the new values."""
-        for part in self.sharded.values():
-            part.wait_for_weights()
+        self.wait_for_weights()
         yield
         for part in self.sharded.values():
             part.gather_weights()

@@ -5,7 +5,7 @@ import gc
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -32,12 +32,14 @@ from distlab.settings.resume import ResumePolicy, marked
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
+    from distlab.comparison.recording import Recording
     from distlab.rendezvous.survivors import Position
     from distlab.run.checkpointer import Batches, Checkpointer
     from distlab.run.repair import Repair
     from distlab.run.run_on import RunningOn
 
 TAKE, EVALUATE, SAVE, MEET = range(4)  # phases of a step; the last one only after the last step, with `--repair`
+STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
 RunT = TypeVar("RunT", bound="Run[Any]")
@@ -47,10 +49,11 @@ class Run(Generic[SettingsT]):
     """One rank's part of a run."""
 
     checkpointer: "Checkpointer | None" = None  # of a run that saves checkpoints, or resumes from one
+    recording: "Recording | None" = None  # with `--record-gradients`
     repair: "Repair | None" = None  # with `--repair`
 
     def __init__(self, settings: SettingsT, script: Path) -> None:
-        self.settings = settings
+        self.settings, self._script = settings, script
         self.rank, self.world_size = identity(settings)
         self.has_terminal = self.rank == 0 or not started_by_torchrun()  # a separate one, or as the first rank
         self.terminal = Terminal(self.rank, self.has_terminal)
@@ -116,6 +119,7 @@ class Run(Generic[SettingsT]):
 
     def _write_config(self) -> None:
         config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
+        config |= {"script": str(self._script.resolve())}
         config |= {name: value for name, value in self.decided.items() if name != "out"}
         (self.out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -141,6 +145,20 @@ class Run(Generic[SettingsT]):
         if self.checkpointer is not None:
             sizes = {name: getattr(self.settings, name) for name in marked(self.settings, ResumePolicy.MODEL)}
             self.checkpointer.register(dict(model.named_parameters()), sizes, optimizer)
+        self._record(dict(model.named_parameters()), dict(model.named_parameters()), optimizer)
+
+    def _record(
+        self, updated: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter], optimizer: Optimizer
+    ) -> None:
+        """With `--record-gradients`, record the first steps; the arguments are those of `Recording`."""
+        steps = getattr(self.settings, "record_gradients", None)
+        if steps is None:
+            return
+        from distlab.comparison.recording import Recording
+
+        shares = getattr(self.settings, "micro_batches", 1) if self.world_size == 1 else 0
+        recorded = range(self.first_step, self.first_step + steps)
+        self.recording = Recording(self.out, self.rank, recorded, updated, held, optimizer, shares)
 
     def count_steps(
         self,
@@ -169,6 +187,7 @@ class Run(Generic[SettingsT]):
             if self.has_terminal:
                 say(text)
 
+        steps = min(steps, int(os.environ.get(STOP_AFTER, steps)))
         done = f"; {self.first_step:,} of {steps:,} are done" if self.first_step else ""
         of_each = f" of {counted(per_step, unit)}{' each' * (steps - self.first_step != 1)}"
         tell(f"{counted(steps - self.first_step, 'steps')}{of_each}{done}")
@@ -182,6 +201,8 @@ class Run(Generic[SettingsT]):
             if self.repair is not None:
                 self.repair.reach(step, phase)
             if phase == TAKE:
+                if self.recording is not None:
+                    self.recording.begin(step)
                 if step not in taken:
                     taken[step] = next(source), batches.state_dict() if checkpointer else {}
                 with self.records.timing_a_step(), self.recorder.span(STEP, f"step {step}"):
@@ -303,6 +324,8 @@ class Run(Generic[SettingsT]):
 
     def close(self) -> None:
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""
+        if self.recording is not None:
+            self.recording.end(self._wait_for_weights)
         held: list[list[int]] = []
         traces: list[dict[str, Any]] = []
         has_met = False
@@ -329,6 +352,9 @@ class Run(Generic[SettingsT]):
         self.terminal.give_back()
         if self.joined.claim is not None:
             self.joined.claim.release()
+
+    def _wait_for_weights(self) -> None:
+        """Wait until this rank has all the weights with which it computes."""
 
     def _collect(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """Return the memory that each rank held and, on the first rank, their traces."""

@@ -1,6 +1,7 @@
 """The start of a process as a rank of a run: its number, its device, its folder, and its process group."""
 
 import os
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_flags, layout_size
 from distlab.comm.context import Context, Options, context_of
+from distlab.comparison import RECORDED
 from distlab.machine import devices
 from distlab.machine.heap import set_up_heap
 from distlab.machine.processes import started_by_torchrun
@@ -94,6 +96,7 @@ def decide(settings: RunSettings, script: Path) -> tuple[dict[str, Any], Claim]:
             resumed = decided.get("candidates", [])[:1]
             has_earlier = has_earlier and not any(out.resolve() in Path(each).resolve().parents for each in resumed)
     if has_earlier:
+        shutil.rmtree(out / RECORDED, ignore_errors=True)
         say(f"the records of an earlier run in {out} are replaced")
     return decided, claim
 

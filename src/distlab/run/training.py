@@ -114,6 +114,7 @@ class TrainingRun(Run[TrainSettingsT]):
             sizes = {**parts.sizes, "n_layers": args.n_layers}
             parameters = parts.parameters()
             self.checkpointer.register(parameters, sizes, optimizer, parts.changing_shards, outer, compressor)
+        self._record(parts.parameters(), parts.held(), optimizer)
         self._optimizer = optimizer
         self._remark_on_weight_gradients(parts)
         whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
@@ -193,6 +194,9 @@ class TrainingRun(Run[TrainSettingsT]):
             if self.is_first:
                 measured = f"loss {loss:.6f}, perplexity {perplexity(loss):,.2f}"
                 say(f"validation after {counted(step + 1, 'steps')}: {measured}")
+
+    def _wait_for_weights(self) -> None:
+        self._parts.wait_for_weights()
 
     def _take_over(self, alive: tuple[int, ...]) -> None:
         super()._take_over(alive)

@@ -140,6 +140,8 @@ class ResumableSettings(RunSettings):
     """how many of the last checkpoints to keep"""
     resume: Annotated[Path | None, shown_as("DIR", "default: a new run")] = None
     """run or checkpoint to resume; model, data and optimizer settings are taken from it"""
+    record_gradients: Annotated[int | None, shown_as("INT", "default: none")] = None
+    """record the first N steps for `compare`: 8 bytes for each parameter of a rank and step, at most 4 GiB a rank"""
 
     @property
     def has_checkpoints(self) -> bool:
@@ -179,7 +181,7 @@ class ResumableSettings(RunSettings):
 
     def check(self) -> None:
         super().check()
-        require_positive(self, "keep", "save_every")
+        require_positive(self, "keep", "save_every", "record_gradients")
         where = os.path.abspath(self.out or "runs")
         shown = where.encode(errors="backslashreplace").decode()
         is_text = self.save_every is None or shown == where

@@ -24,6 +24,7 @@ class Mistake:
 
     name: str  # for machines: "summed", "rank-missing"
     sentence: str  # goes on after "the gradient of `head.weight` on rank 1 …"
+    detail: str = ""  # the end of the sentence, which may differ between tensors with the same mistake
 
 
 def differs(own: Tensor, expected: Tensor) -> bool:

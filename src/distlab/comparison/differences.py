@@ -1,0 +1,58 @@
+"""Tensors of a run that are not those of the run it is compared with, and the sentences about them."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from distlab.comparison.shares import Mistake
+
+# Share of the norm of all gradients up to which a gradient counts as rounding: the bias of an attention's keys, which
+# changes nothing, has a gradient of zero in theory, and of rounding errors in practice.
+ROUNDING = 1e-6
+UNSURE = 10  # relative errors of an element's gradient, in tolerances, with which Adam's update of it is arbitrary
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor of a rank that differs from the one it should be."""
+
+    step: int
+    rank: int
+    name: str
+    mistake: Mistake
+
+
+def differs(own: Tensor, right: Tensor, tolerance: float, floor: float = 0.0) -> bool:
+    """Return whether two tensors differ by more than a share of the norm of the right one, and by more than `floor`."""
+    error = float((own - right).norm())
+    return not error <= max(tolerance * float(right.norm()), floor, 1e-30)  # true for NaN
+
+
+def tell(
+    what: str, found: Sequence[Difference], describe: Callable[[int], str], held: Sequence[Collection[str]]
+) -> list[str]:
+    """Return a sentence for each kind of mistake, the most frequent first; the first tensor of each is named.
+
+    Args:
+        what: the beginning of each sentence: "step 3: the gradient of".
+        found: differences of one step and one kind of tensor, at least one.
+        describe: returns the name of a rank in messages.
+        held: by rank, the names of its tensors.
+    """
+    by_sentence: dict[str, list[Difference]] = {}
+    for difference in found:
+        by_sentence.setdefault(difference.mistake.sentence, []).append(difference)
+    sentences = []
+    for sentence, same in sorted(by_sentence.items(), key=lambda item: -len(item[1]))[:2]:
+        first, ranks = same[0], sorted({difference.rank for difference in same})
+        names = {difference.name for difference in same}
+        others = f" and {len(names) - 1} other parameter{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+        if names == {name for rank in ranks for name in held[rank]}:
+            others = ", like every other parameter," if len(names) > 1 else ""
+        on = "on all ranks" if len(ranks) == len(held) > 1 else f"on {' and '.join(map(describe, ranks))}"
+        sentences.append(f"{what} {first.name}{others} {on} {sentence}{first.mistake.detail}")
+    right = sorted(set(range(len(held))) - {difference.rank for difference in found})
+    if right:
+        sentences.append(f"{' and '.join(map(describe, right))}: right")
+    return sentences

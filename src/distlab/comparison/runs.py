@@ -1,0 +1,203 @@
+"""The first step at which two recorded runs part: the tensors that differ there, on which ranks, and by which factor.
+
+In each step, losses are compared first, then gradients, then the weights after the update. All ranks of a run are
+compared with the whole tensors of the other run, which may have a different layout.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distlab.axes.layout import replica_of
+from distlab.comparison import shares
+from distlab.comparison.differences import ROUNDING, UNSURE, Difference, differs, tell
+from distlab.comparison.records import Part, Records
+from distlab.comparison.shares import Mistake
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step at which two runs part.
+
+    Attributes:
+        step: its number.
+        kind: "start" (the weights before it), "loss", "gradient", or "weights" (after its update).
+        sentences: what differs.
+        differences: the tensors that differ, those of the lowest rank first.
+    """
+
+    step: int
+    kind: str
+    sentences: list[str]
+    differences: list[Difference]
+
+
+class Pair:
+    """A recorded run, and another one that it should equal.
+
+    Args:
+        run: the run to judge.
+        other: the run that counts as right.
+        tolerance: relative error of a tensor that counts as rounding.
+        losses: by step, of `run` and of `other`.
+        micro_batches: of `run`.
+        has_moments: the optimizer divides gradients by their size (Adam): the update of an element whose gradient is
+            only rounding is arbitrary.
+    """
+
+    def __init__(
+        self,
+        run: Records,
+        other: Records,
+        tolerance: float,
+        losses: tuple[Mapping[int, float], Mapping[int, float]] = ({}, {}),
+        micro_batches: int = 1,
+        has_moments: bool = False,
+    ) -> None:
+        self.run, self.other, self.tolerance = run, other, tolerance
+        self._losses, self._micro_batches, self._has_moments = losses, micro_batches, has_moments
+        self._unsure: dict[str, Tensor] = {}  # by parameter, its elements whose gradients are rounding
+        self._negligible: set[str] = set()  # parameters whose gradients in the current step are rounding
+        self.largest = 0.0  # the largest relative difference so far
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that both runs have recorded with their gradients."""
+        both = [step for step in self.run.steps if step in self.other.steps]
+        return [step for step in both if all(one.names(step, "gradient") for one in (self.run, self.other))]
+
+    def first_parting(self) -> Parting | None:
+        """Return the first step at which the runs part; None if they are equal in all steps."""
+        for step in self.steps:
+            if step == self.steps[0] and (found := self._differing("weights", step)):
+                return self._parting("start", step, f"before step {step}: the weights", found)
+            gradients = self._differing("gradient", step)
+            loss = self._loss(step)
+            if gradients:
+                parting = self._parting("gradient", step, f"step {step}: the gradient of", gradients)
+                return Parting(step, "gradient", [*loss, *parting.sentences], gradients)
+            if loss:
+                return Parting(step, "loss", loss, [])
+            self._note_unsure(step)
+            has_weights = step + 1 in self.run.steps and step + 1 in self.other.steps
+            if has_weights and (found := self._differing("weights", step + 1)):
+                return self._parting("weights", step, f"after step {step}: the weights", found)
+        return None
+
+    def _parting(self, kind: str, step: int, beginning: str, found: list[Difference]) -> Parting:
+        key, at = ("gradient", step) if kind == "gradient" else ("weights", step + (kind == "weights"))
+        left_out = self._negligible if kind == "gradient" else set()
+        held = [set(rank.names(key)) - left_out for rank in self.run.ranks(at)]
+        return Parting(step, kind, tell(beginning, found, self.run.describe, held), found)
+
+    def _loss(self, step: int) -> list[str]:
+        own, right = (losses.get(step) for losses in self._losses)
+        if own is None or right is None or abs(own - right) <= max(self.tolerance, 1e-5) * abs(right):
+            return []
+        mistake = shares.name_loss(own, right, self.run.replicas, self._micro_batches)
+        return [f"step {step}: the loss {mistake.sentence} ({own:.6f} instead of {right:.6f})"]
+
+    def _differing(self, kind: str, step: int) -> list[Difference]:
+        """Return the differences of all tensors of a kind at a step, by rank and in the model's order."""
+        names = self.other.names(step, kind)
+        wholes = {name: self.other.whole(step, kind, name) for name in names}
+        floor = 0.0
+        if kind == "gradient":
+            floor = ROUNDING * float(torch.stack([whole.norm() for whole in wholes.values()]).norm())
+            self._negligible = {name for name, whole in wholes.items() if float(whole.norm()) <= floor}
+        found = [
+            Difference(step, rank, name, self._name(kind, step, rank, name, part, right))
+            for name in names
+            for rank, part in self.run.parts(step, kind, name)
+            if self._differs(kind, name, part, right := part.of(wholes[name]), floor)
+        ]
+        return sorted(found, key=lambda difference: difference.rank)  # stable
+
+    def _differs(self, kind: str, name: str, part: Part, right: Tensor, floor: float) -> bool:
+        own = part.flat
+        if kind == "weights" and name in self._unsure:
+            sure = ~part.of(self._unsure[name])
+            own, right = own[sure], right[sure]
+        if differs(own, right, self.tolerance, floor):
+            return True
+        error, norm = float((own - right).norm()), float(right.norm())
+        self.largest = max(self.largest, error / norm if error > floor and norm else 0.0)
+        return False
+
+    def _note_unsure(self, step: int) -> None:
+        """With Adam, note the elements whose gradients agree in nothing but their smallness."""
+        for name in self.other.names(step, "gradient") if self._has_moments else ():
+            own, right = (run.whole(step, "gradient", name) for run in (self.run, self.other))
+            unsure = (own - right).abs() > UNSURE * self.tolerance * right.abs()
+            self._unsure[name] = unsure | self._unsure.get(name, torch.zeros_like(unsure))
+
+    def _name(self, kind: str, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+        if not part.flat.isfinite().all():
+            return Mistake("not-finite", "is not finite" if kind == "gradient" else "are not finite")
+        if kind == "gradient":
+            return self._name_gradient(step, rank, name, part, right)
+        return self._name_weights(step, rank, name, part, right)
+
+    def _name_gradient(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+        n, m = self.run.replicas, self._micro_batches
+        before = None
+        if step - 1 in self.steps:
+            before = part.of(self.other.whole(step - 1, "gradient", name))
+        factor = shares.fit(part.flat, [right])
+        shown = f" (factor {factor[0]:.4g})" if factor else ""
+        if parts := self._shares(step, name, part, right):
+            mistake = shares.name_gradient(part.flat, parts, before, self._replica(step, rank, name, part))
+        elif float(part.flat.norm()) < 1e-9 * float(right.norm()):
+            mistake, shown = Mistake("zero", "is zero or None: nothing was added to it, or it was cleared"), ""
+        elif factor:
+            mistake = shares.name_ratios([[factor[0]] * m] * n, -1)
+        elif before is not None and (found := shares.fit(part.flat, [right, before])) and abs(found[0] - 1) < 0.05:
+            mistake = Mistake("not-cleared", "also contains the gradient of the step before")
+        else:
+            mistake = Mistake("other", "is no multiple of the other run's")
+        return Mistake(mistake.name, mistake.sentence, shown or f" ({_percent(part.flat, right)} away)")
+
+    def _shares(self, step: int, name: str, part: Part, right: Tensor) -> list[list[Tensor]]:
+        """Return, by replica and micro-batch, its share of a gradient, such that their mean is the right one.
+
+        Empty if the other run, one process with as many micro-batches, has not recorded them.
+        """
+        n, m = self.run.replicas, self._micro_batches
+        if n * m < 2 or any(name not in self.other.names(step, f"share.{k}") for k in range(n * m)):
+            return []
+        flat = [part.of(self.other.whole(step, f"share.{k}", name)) * n * m for k in range(n * m)]
+        scale = shares.fit(right, [torch.stack(flat).mean(0)])  # not 1 where gradients are clipped
+        if scale is None or self.other.names(step, f"share.{n * m}"):
+            return []
+        flat = [scale[0] * share for share in flat]
+        return [flat[r * m : (r + 1) * m] for r in range(n)]
+
+    def _replica(self, step: int, rank: int, name: str, part: Part) -> int:
+        """Return the number of a rank's replica; -1 if all ranks have the same tensor."""
+        others = [other for _, other in self.run.parts(step, "gradient", name) if other.flat.shape == part.flat.shape]
+        alike = all(not shares.differs(other.flat, part.flat) for other in others)
+        return -1 if alike and self.run.replicas > 1 else replica_of(self.run.layout, rank)
+
+    def _name_weights(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+        away = f" ({_percent(part.flat, right)} away)"
+        if step - 1 in self.run.steps and step - 1 in self.other.steps:
+            before, right_before = self._before(step - 1, rank, name, part)
+            if not shares.differs(part.flat, before):
+                return Mistake("not-updated", "are those before the update", away)
+            found = shares.fit(part.flat - before, [right - right_before])
+            if found and abs(found[0] - 1) > 1e-3:
+                return Mistake("update-scaled", f"have changed by {found[0]:.3g} times as much as they should", away)
+        found = shares.fit(part.flat, [right])
+        if found and abs(found[0] - 1) > 1e-3:
+            return Mistake("weights-scaled", f"are {found[0]:.4g} times what they should be", away)
+        return Mistake("other", "are others", away)
+
+    def _before(self, step: int, rank: int, name: str, part: Part) -> tuple[Tensor, Tensor]:
+        own = self.run.ranks(step)[rank].part("weights", name)
+        return own.flat, part.of(self.other.whole(step, "weights", name))
+
+
+def _percent(own: Tensor, right: Tensor) -> str:
+    return f"{100 * float((own - right).norm()) / max(float(right.norm()), 1e-30):.3g} %"

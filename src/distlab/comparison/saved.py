@@ -1,0 +1,134 @@
+"""The first checkpoint in which two runs part; a checkpoint has each tensor once, whichever ranks held it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.checkpoints.format import Checkpoint, valid
+from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
+from distlab.comparison import shares
+from distlab.comparison.differences import ROUNDING, UNSURE, differs
+from simplellm.errors import InputError, require
+
+MOMENT = "exp_avg"  # Adam's moving average of the gradients: as wrong as they are
+
+
+class Saved:
+    """A checkpoint's tensors, read when they are needed."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._tensors: dict[str, Tensor] = {}
+
+    @cached_property
+    def _metadata(self) -> dict[str, Any]:
+        return {name: about for name, about in tensors_in(self.checkpoint.folder).items() if RANDOM not in name}
+
+    @property
+    def parameters(self) -> list[str]:
+        names = [name for name in self._metadata if OPTIMIZER not in name]
+        return sorted(names, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._metadata
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor as float32."""
+        if not self._tensors:  # all at once: torch reads the headers of all files each time
+            tensors = {
+                key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in self._metadata.items()
+            }
+            read_into(tensors, self.checkpoint)
+            self._tensors = {key: tensor.float() for key, tensor in tensors.items()}
+        return self._tensors[name]
+
+    def writers(self, name: str, wrong: Tensor) -> list[int]:
+        """Return the ranks that wrote the elements of a tensor that are `wrong`."""
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+        storage = HuggingFaceStorageReader(str(self.checkpoint.folder)).read_metadata().storage_data
+        found = set()
+        for index, info in storage.items():
+            if index.fqn != name or not (number := re.search(r"shard-(\d+)-", info.relative_path)):
+                continue
+            start = [*(index.offset or [0] * wrong.dim())]
+            chunk = next(c for c in self._metadata[name].chunks if [*c.offsets] == start)
+            if wrong[tuple(slice(a, a + size) for a, size in zip(start, chunk.sizes, strict=True))].any():
+                found.add(int(number[1]) - 1)
+        return sorted(found)
+
+
+def by_step(run: Path) -> Mapping[int, Saved]:
+    """Return a run's intact checkpoints by their steps, in order; none if it has none."""
+    found: dict[int, Saved] = {}
+    try:
+        for checkpoint in valid(run):
+            found[checkpoint.step] = Saved(checkpoint)
+    except InputError:  # there is no other
+        pass
+    return dict(sorted(found.items()))
+
+
+def first_parting(
+    own: Mapping[int, Saved], right: Mapping[int, Saved], steps: Sequence[int], tolerance: float
+) -> list[str]:
+    """Return sentences about the first of some steps whose checkpoints differ; none if all are equal.
+
+    Adam's moments come before the weights, because they are as wrong as the gradients. The weights of elements whose
+    gradients are only rounding count as equal.
+    """
+    before: int | None = None
+    for step in steps:
+        mine, others = own[step], right[step]
+        names = others.parameters
+        for name in names:
+            is_same = name in mine and mine[name].shape == others[name].shape
+            require(is_same, f"{mine.checkpoint.folder}: its model has no {name} of {[*others[name].shape]}")
+        moments = {name: f"{OPTIMIZER}{name}.{MOMENT}" for name in names}
+        moments = {name: key for name, key in moments.items() if key in mine and key in others}
+        floor = ROUNDING * sum(float(others[key].norm()) ** 2 for key in moments.values()) ** 0.5
+        wrong = [name for name, key in moments.items() if differs(mine[key], others[key], tolerance, floor)]
+        if wrong:
+            return [_sentence(step, "the mean gradients of", wrong, moments, mine, others)]
+        unsure = {
+            name: (mine[key] - others[key]).abs() > UNSURE * tolerance * others[key].abs()
+            for name, key in moments.items()
+        }
+        wrong = [name for name in names if differs(*_sure(mine[name], others[name], unsure.get(name)), tolerance)]
+        if wrong:
+            changed = "" if before is None else _changed(wrong[0], mine, others, own[before], right[before])
+            return [_sentence(step, "the weights", wrong, {}, mine, others) + changed]
+        before = step
+    return []
+
+
+def _sure(own: Tensor, right: Tensor, unsure: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (own, right) if unsure is None else (own[~unsure], right[~unsure])
+
+
+def _sentence(step: int, what: str, wrong: Sequence[str], keys: Mapping[str, str], own: Saved, right: Saved) -> str:
+    """Return a sentence about the first of some wrong parameters; `keys` are the names of their tensors."""
+    key = keys.get(wrong[0], wrong[0])
+    mine, others = own[key], right[key]
+    away = float((mine - others).norm()) / max(float(others.norm()), 1e-30)
+    parts = own.writers(key, (mine - others).abs() > 1e-3 * away * others.abs().max())
+    ranks = f", as rank {' and '.join(map(str, parts))} wrote them," if parts else ""
+    more = f" and {len(wrong) - 1} other parameter{'s' * (len(wrong) > 2)}" if len(wrong) > 1 else ""
+    factor = shares.fit(mine, [others])
+    is_scaled = factor is not None and abs(factor[0] - 1) > 1e-3
+    told = f"are {factor[0]:.4g} times what they should be" if factor and is_scaled else "are others"
+    return f"after {step} steps: {what} {wrong[0]}{more}{ranks} {told} ({100 * away:.3g} % away)"
+
+
+def _changed(name: str, own: Saved, right: Saved, own_before: Saved, right_before: Saved) -> str:
+    """Return the end of a sentence: by how much too much a weight has changed since the checkpoint before."""
+    found = shares.fit(own[name] - own_before[name], [right[name] - right_before[name]])
+    if not found or abs(found[0] - 1) < 1e-3:
+        return ""
+    since = f"since step {own_before.checkpoint.step}"
+    return f"; {since}, {name} has changed by {found[0]:.3g} times as much as it should"

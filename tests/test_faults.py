@@ -1,0 +1,95 @@
+"""Some of the faults and pairs of `faults.py`; docs/comparing.md has the result of all of them."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from faults import KINDS, ONE, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
+from support.processes import LAB
+
+from distlab.compare import Request
+from simplellm.errors import InputError
+
+SEED = 0
+
+
+@pytest.fixture(autouse=True)
+def examples_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(LAB / "examples"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.mark.parametrize("index", range(len(KINDS)), ids=[kind.__name__ for kind in KINDS])
+def test_a_fault_is_named_by_step_parameter_and_factor(index: int, folder: Path) -> None:
+    fault = list(faults(index + 1, SEED))[index]
+    (place := folder / str(index)).mkdir()
+    status, said = beside_one_process(fault, place, again=False)
+    assert status == 1
+    for told in fault.told:
+        assert re.search(told, said), said
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_two_layouts_of_a_model_are_equal(index: int, tmp_path: Path) -> None:
+    pair = list(pairs(index + 1, SEED))[index]
+    status, said = compared(Request(*trained_pair(pair, tmp_path)))
+    assert (status, f"gradients and weights of steps 0 to {STEPS - 1}" in said) == (0, True), said
+
+
+RECIPE = "--optimizer sgd --lr 0.5 --batch-size 12"
+SGD = f"--world-size 1 {RECIPE}"
+
+
+def test_one_process_runs_again_from_checkpoints_alone(tmp_path: Path) -> None:
+    """With a fault in the gradients that Adam hides: only its moments show the factor."""
+    flags = "--world-size 2 --batch-size 6 --optimizer adam --save-every 2"
+    script = tmp_path / "faulty.py"
+    shutil.copy(LAB / "examples/gpt.py", tmp_path)
+    script.write_text((LAB / "examples/gpt_dp.py").read_text().replace("ReduceOp.AVG)", "ReduceOp.SUM)"))
+    run = trained(2, str(script), [*flags.split(), "--lr", "1e-2"], tmp_path / "run", records=False)
+    status, said = compared(Request(run, with_one_process=True))
+    named = re.search(r"after 2 steps: the mean gradients of \S+ and \d+ other.* are 2 times what they should be", said)
+    assert (status, named is not None) == (1, True), said
+    again = compared(Request(run, tmp_path / "run"))
+    assert (again[0], "equal: weights in the checkpoints of steps 2 to 4" in again[1]) == (0, True)
+
+
+def test_runs_that_cannot_be_compared_are_told_apart(folder: Path) -> None:
+    one = trained(1, ONE.script, SGD.split(), folder / "one")
+
+    def refused(*flags: str, records: bool = True) -> str:
+        other = trained(1, ONE.script, [*SGD.split(), *flags], folder / "-".join(["other", *flags]), records)
+        with pytest.raises(InputError) as caught:
+            compared(Request(one, other))
+        return str(caught.value)
+
+    assert "are different trainings: --seed 0 and 1; different data" in refused("--seed", "1")
+    assert "a global batch of 12 and 6" in refused("--batch-size", "6")
+    assert "--dmodel 32 and 64" in refused("--dmodel", "64")
+    assert "has neither gradients nor checkpoints to compare; run it with --record-gradients 3" in refused(
+        records=False
+    )
+    llama = trained(1, "primer/intro.py", RECIPE.split(), folder / "llama")
+    with pytest.raises(InputError, match=r"have different models: only .*/one has tokens\.weight"):
+        compared(Request(one, llama))
+    for request, sentence in (
+        (Request(one), "compare needs a second run: give RUN_B or --with-one-process"),
+        (Request(one, one, tolerance=2), "--tolerance 2: give a number between 0 and 1"),
+        (Request(one, one, script=one), "is for --with-one-process; leave it out"),
+        (Request(folder, one), f"{folder}: is not the folder of a run"),
+        (Request(folder / "none", one), f"{folder / 'none'}: there is no such folder"),
+        (Request(one, with_one_process=True, script=folder / "none.py"), "none.py: there is no such file"),
+    ):
+        with pytest.raises(InputError) as caught:
+            compared(request)
+        assert sentence in str(caught.value)
+
+
+def test_too_many_steps_to_record(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"--record-gradients 1000000: rank 0 would write .* GB; give at most \d+"):
+        trained(1, ONE.script, [*SGD.split(), "--record-gradients", "1000000"], tmp_path / "run")
