@@ -2,6 +2,7 @@
 
     python bench/single.py --steps 20 --threads 1
     python bench/single.py --recompute               the lab's model with --recompute none, blocks and all instead
+    python bench/single.py --compile                 both compiled, and the lab's as it is
     python bench/single.py --profile                 where the time of a step goes, in both models
 
 Both models start from the same weights and take the same batches and the same Adam, in turns within one run, so that
@@ -10,6 +11,7 @@ wall-clock times of a whole step: zero_grad, forward, loss, backward, optimizer.
 """
 
 import argparse
+import contextlib
 import statistics
 from collections.abc import Callable
 from typing import Any, get_args
@@ -21,6 +23,7 @@ from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.machine.heap import set_up_heap
 from distlab.machine.saved_activations import SavedActivations
+from simplellm.compiled import Compiler
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.options import Recompute
@@ -44,12 +47,18 @@ def training_step(model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Step
     return step
 
 
-def ours(dtype: torch.dtype, recompute: Recompute = "none") -> Step:
+def ours(dtype: torch.dtype, recompute: Recompute = "none", compiled: bool = False) -> Step:
     model = build(dtype, recompute)
-    return training_step(model, lambda ids: causalLLMLoss(model(ids), ids, VOCAB_SIZE))
+    compiler = Compiler()
+
+    def loss_of(ids: Tensor) -> Tensor:
+        with compiler.applied() if compiled else contextlib.nullcontext():
+            return causalLLMLoss(model(ids), ids, VOCAB_SIZE)
+
+    return training_step(model, loss_of)
 
 
-def theirs(parameters: torch.dtype, autocast: bool) -> Step:
+def theirs(parameters: torch.dtype, autocast: bool, compiled: bool = False) -> Step:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ModuleNotFoundError:
@@ -69,12 +78,25 @@ def theirs(parameters: torch.dtype, autocast: bool) -> Step:
     model.load_state_dict(build(torch.float32).state_dict())
     model.to(parameters)
 
-    def loss_of(ids: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss: Tensor = model(ids, labels=ids, use_cache=False).loss
+    def plain_loss_of(ids: Tensor) -> Tensor:
+        loss: Tensor = model(ids, labels=ids, use_cache=False).loss
         return loss
 
+    compiled_or_plain = torch.compile(plain_loss_of) if compiled else plain_loss_of
+
+    def loss_of(ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return compiled_or_plain(ids)
+
     return training_step(model, loss_of)
+
+
+def compiled_steps(dtype: torch.dtype) -> dict[str, Step]:
+    return {
+        "ours, compiled": ours(dtype, compiled=True),
+        "ours": ours(dtype),
+        "transformers, compiled": theirs(torch.float32, autocast=dtype != torch.float32, compiled=True),
+    }
 
 
 def build(dtype: torch.dtype, recompute: Recompute = "none") -> CausalLLama:
@@ -158,6 +180,8 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     parser.add_argument("--recompute", action="store_true", help="compare the values of the lab's --recompute")
+    parser.add_argument("--compile", action="store_true", help="compare compiled models")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="only the table of this one")
     parser.add_argument("--profile", action="store_true", help="show where the time of a step goes")
     arguments = parser.parse_args()
     if arguments.steps < 2:
@@ -170,6 +194,12 @@ def main() -> None:
     )
     if arguments.recompute:
         compare_recomputation(arguments.warm_up, arguments.steps)
+        return
+    if arguments.compile:
+        for dtype in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            if arguments.dtype in (None, name):
+                print_table(name, compare(compiled_steps(dtype), arguments.warm_up, arguments.steps))
         return
     float32 = {"ours": ours(torch.float32), "transformers": theirs(torch.float32, autocast=False)}
     if arguments.profile:

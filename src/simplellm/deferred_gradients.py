@@ -26,6 +26,8 @@ class DeferredWeightGradients(WeightGradients):
         keep: called with each tensor that is kept for a product; its result is held for as long as the tensor is kept.
     """
 
+    defers = True
+
     def __init__(self, keep: Callable[[Tensor], object] = lambda _: None) -> None:
         self._keep = keep
         # By weight, the factors of its products; several if layers share the weight: together they give one gradient.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from simplellm.compiled import through_compiler
 from simplellm.layers import Linear
 from simplellm.options import Mixture
 from simplellm.recomputation import kept
@@ -36,7 +37,13 @@ class MLP(nn.Module):
         self.down_proj = Linear(hidden_dim, dmodel, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        # The number of rows of an expert, (rows, dmodel), differs from step to step.
+        return through_compiler(MLP.compute, self, x) if x.dim() == 3 else self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """A feed-forward layer."""
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
 
 
 class Router(Linear):

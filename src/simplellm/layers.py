@@ -28,7 +28,10 @@ class Linear(nn.Linear):
         """Do nothing: `initialize` sets the weight, and the global random generator must not be used."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._product(x)
+        if torch.compiler.is_compiling():
+            y = F.linear(widen(x), widen(self.weight.to(x.dtype))).to(x.dtype)
+        else:
+            y = self._product(x)
         return y if self.bias is None or not self.adds_bias else y + self.bias.to(y.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
@@ -88,7 +91,7 @@ class RMSNorm(nn.Module):
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # torch has one kernel for each direction there
+        if x.is_cuda or torch.compiler.is_compiling():  # torch has one kernel for each direction there, or makes it
             y = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         else:
             y = _RMSNormFunction.apply(x, self.weight, self.eps)
@@ -148,8 +151,16 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-class Rotate(torch.autograd.Function):
-    """Rotary positions on x (batch, seq, heads, head_dim); the derivative is the opposite rotation."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to x (batch, seq, heads, head_dim), given the rows of the tables for them."""
+    if not torch.compiler.is_compiling():
+        return _Rotate.apply(x, cos, sin)
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second * sin, first * sin), dim=-1)).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The derivative of a rotation is the opposite one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

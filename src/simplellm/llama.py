@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from simplellm.attention import Attend, SequencePart, attend_to_earlier
+from simplellm.compiled import PartToCompile, can_compile, through_compiler
 from simplellm.errors import InputError
 from simplellm.feed_forward import MLP, MixtureOfExperts
 from simplellm.initial_weights import initialize
-from simplellm.layers import ROPE_THETA, Linear, RMSNorm, Rotate, rotary_tables
+from simplellm.layers import ROPE_THETA, Linear, RMSNorm, rotary_tables, rotate
 from simplellm.mixed_precision import widen
 from simplellm.options import Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
 
@@ -63,11 +64,24 @@ class Attention(nn.Module):
         attend: Attend = attend_to_earlier,
     ) -> Tensor:
         """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
+        if cache is None and attend is attend_to_earlier:
+            return through_compiler(Attention._compute, self, x, cos, sin)
+        return self._compute(x, cos, sin, cache, attend)
+
+    def _compute(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: "LayerCache | None" = None,
+        attend: Attend = attend_to_earlier,
+    ) -> Tensor:
+        """Attention."""
         batch, seq, _ = x.shape
         q, k = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.q_proj, self.k_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = (norm(y.to(norm.weight.dtype)) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
-        q, k = (Rotate.apply(heads, cos, sin) for heads in (q, k))
+        q, k = (rotate(heads, cos, sin) for heads in (q, k))
         v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
         q, k, v = (widen(heads).transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
@@ -112,8 +126,27 @@ class Block(nn.Module):
         cache: "LayerCache | None" = None,
         attend: Attend = attend_to_earlier,
     ) -> Tensor:
+        if cache is None and attend is attend_to_earlier and isinstance(self.mlp, MLP):
+            return through_compiler(Block._compute, self, x, cos, sin)
+        return self._compute(x, cos, sin, cache, attend)
+
+    def _compute(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: "LayerCache | None" = None,
+        attend: Attend = attend_to_earlier,
+    ) -> Tensor:
+        """A block."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _logits(norm: RMSNorm, head: Linear, x: Tensor) -> Tensor:
+    """The head."""
+    logits: Tensor = head(norm(x))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class _Decoder(nn.Module):
@@ -326,8 +359,33 @@ class LLamaPart(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         assert self.model.norm is not None
         assert self.lm_head is not None
-        logits = self.lm_head(self.model.norm(x))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return through_compiler(_logits, self.model.norm, self.lm_head, x)
+
+    def parts_to_compile(self, batch: int, seq: int) -> list[PartToCompile]:
+        """Return what a forward pass in training with activations (batch, seq, dmodel) compiles, with like arguments.
+
+        Parts with sizes that depend on the tokens, such as experts, are not among them.
+        """
+        device, found = next(self.parameters()).device, list[PartToCompile]()
+        x = torch.empty(batch, seq, self.options["dmodel"], device=device, requires_grad=True)
+        tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, device, self._rope_scaling)
+        cos, sin = (table[:seq] for table in tables)
+        sees_all = self.document_end is None
+        for block in list(self.model.layers.values())[:1]:
+            attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
+            is_usual = isinstance(block, Block) and isinstance(mlp, MLP) and sees_all
+            if is_usual and can_compile(Block._compute, block):
+                found.append((Block._compute, (block, x, cos, sin)))
+                continue
+            dtype = next(module.dtype for module in block.modules() if isinstance(module, RMSNorm))
+            h = x.detach().to(dtype).requires_grad_()
+            if isinstance(attention, Attention) and sees_all:
+                found.append((Attention._compute, (attention, h, cos, sin)))
+            if isinstance(mlp, MLP):
+                found.append((MLP.compute, (mlp, h)))
+        if self.has_head:
+            found.append((_logits, (self.model.norm, self.lm_head, x)))
+        return [(function, arguments) for function, arguments in found if can_compile(function, *arguments)]
 
     def new_cache(self) -> "list[LayerCache]":
         """Return an empty cache of keys and values for each layer, for generating text without gradients."""

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from simplellm.compiled import PartToCompile, through_compiler
 from simplellm.errors import InputError
 
 
@@ -49,8 +51,27 @@ def next_token_loss(
     Returns:
         A float32 scalar.
     """
+    next_tokens = next_tokens.to(logits.device)
+    if ignored is None and predictions is None:
+        return through_compiler(_next_token_loss, logits, next_tokens)
+    return _next_token_loss(logits, next_tokens, ignored, predictions)
+
+
+def loss_to_compile(batch: int, seq: int, vocab_size: int, device: torch.device) -> PartToCompile:
+    """Return the loss of float32 logits (batch, seq, vocab), as a part that a `Compiler` prepares."""
+    logits = torch.empty(batch, seq, vocab_size, device=device, requires_grad=True)
+    return _next_token_loss, (logits, torch.empty(batch, seq, dtype=torch.int64, device=device))
+
+
+def _next_token_loss(
+    logits: Tensor, next_tokens: Tensor, ignored: Tensor | None = None, predictions: float | None = None
+) -> Tensor:
+    """The loss."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss: Tensor = _NextTokenLoss.apply(wide, next_tokens.to(logits.device), ignored, predictions)
+    if torch.compiler.is_compiling():
+        losses = F.cross_entropy(wide.flatten(0, 1), next_tokens.flatten(), reduction="none")
+        return losses.view_as(next_tokens)[:, :-1].mean()
+    loss: Tensor = _NextTokenLoss.apply(wide, next_tokens, ignored, predictions)
     return loss
 
 

@@ -32,6 +32,8 @@ class WeightGradients:
     error, `weight.grad` is undefined, and may be None.
     """
 
+    defers = False  # whether products wait
+
     def deferred(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
         """Return a function that defers a product, given the input and the gradient of the output; None: none waits."""
         return None

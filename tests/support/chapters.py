@@ -113,11 +113,11 @@ def whole(sharded: list[ShardedDP]) -> tuple[State, State]:
 
 
 def train_on(
-    world_size: int, script: str, out: Path, *flags: str, exact: bool = False
+    world_size: int, script: str, out: Path, *flags: str, exact: bool = False, deadline: float = 60
 ) -> tuple[list[State], list[State], list[float]]:
     """A chapter on several ranks: each rank's parameters and gradients, and the run's losses."""
     arguments = ["--out", str(out), *flags, "--master-port", str(free_port())]
-    ended = run_ranks(world_size, train, script, arguments, exact)
+    ended = run_ranks(world_size, train, script, arguments, exact, deadline=deadline)
     return [parameters for parameters, _ in ended], [gradients for _, gradients in ended], losses(out)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from distlab.parallel.gradient_compression import Compressor
     from distlab.parallel.outer import OuterState
     from distlab.run.validation import Validator
+    from simplellm.compiled import Compiler
 
 OF_IMPORTS = "head_dim", "rope_scaling", "attention_bias", "mlp_bias", "qk_norm"  # options of imported models
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
@@ -166,6 +168,7 @@ class TrainingRun(Run[TrainSettingsT]):
         for is_asked, flags in ((args.eval_every, "--eval-every"), (changes, "--warmup-steps and --lr-schedule")):
             is_missing = is_asked and not has_tracked
             require(not is_missing, f"{flags} need a script that calls run.track before its first step")
+        compiler = self._compiled() if args.compile else None
         tokens = replicas_in(self.grid.layout) * args.batch_size * args.seq_len
         for step, batch in self.count_steps(stories, args.steps, tokens, "tokens", after_step=self._validate):
             self.records.values["lr"] = lr = args.learning_rate(step)
@@ -173,8 +176,29 @@ class TrainingRun(Run[TrainSettingsT]):
                 group["lr"] = lr
             self._step, self._batch = step, batch.to(self.device, non_blocking=True)
             is_counted = self.memory is not None and step == self.first_step  # all steps save the same activations
-            with self.memory.counting() if self.memory and is_counted else contextlib.nullcontext():
+            with contextlib.ExitStack() as contexts:
+                if self.memory and is_counted:
+                    contexts.enter_context(self.memory.counting())
+                if compiler is not None:
+                    contexts.enter_context(compiler.applied())
                 yield step, self._batch
+
+    def _compiled(self) -> "Compiler":
+        """Compile the model for the run's micro-batches, unless the script has not called `track`."""
+        from distlab.run.compiling import compile_model
+        from simplellm.compiled import Compiler
+
+        args, started = self.settings, time.perf_counter()
+        require(self._optimizer is not None, "--compile needs a script that calls run.track before its first step")
+        compiler = Compiler(say)
+        if self.is_first:
+            say("compiling the blocks, the head and the loss; a later run with the same sizes finds them in a cache")
+        rows = args.batch_size // args.micro_batches
+        compile_model(compiler, self._parts, rows, args.seq_len, self.joined, args.timeout)
+        seconds = self.records.seconds_apart["compiling"] = time.perf_counter() - started
+        if self.is_first:
+            say(f"compiled in {seconds:.1f} s")
+        return compiler
 
     def _is_validation_due(self, step: int) -> bool:
         return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0

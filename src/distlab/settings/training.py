@@ -101,6 +101,8 @@ class TrainSettings(ResumableSettings):
     """bfloat16 computes in mixed precision"""
     recompute: Recompute = "none"
     """activations that the backward pass computes again: the inside of each block, or all that it can (less memory)"""
+    compile: bool = False
+    """compile blocks, head and loss with torch.compile before the first step, which takes up to a minute"""
     document_mask: Annotated[bool, ResumePolicy.FIXED] = False
     """tokens attend within their own document, where several are joined to one sequence"""
     data: Annotated[str, tyro.conf.arg(metavar="auto|sample|tinystories|FILE")] = "auto"
@@ -222,6 +224,10 @@ class TrainSettings(ResumableSettings):
             tokens, given = sequences * self.seq_len, f"{flag} {sequences} with --seq-len {self.seq_len}"
             require(tokens <= MOST_TOKENS, f"{given}: {tokens:,} tokens at a time; give at most {MOST_TOKENS:,}")
         self._check_recipe()
+        if self.compile:
+            from distlab.machine.compilers import require_compiler
+
+            require_compiler()
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
         if self.resume is None:  # otherwise they are the checkpoint's, whose heads may have a different width
             check_heads(self.dmodel, self.num_heads, self.num_kv_heads)

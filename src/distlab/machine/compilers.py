@@ -1,0 +1,18 @@
+"""The compiler that torch.compile needs on this machine."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from simplellm.errors import require
+
+
+def require_compiler() -> None:
+    """Raise `InputError` unless torch finds a C++ compiler and Python's headers, with which it compiles."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    is_there = shutil.which(compiler) is not None
+    require(is_there, f"--compile: torch needs the C++ compiler {compiler}, which is not here; install it, or set CXX")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    require(header.exists(), f"--compile: torch needs {header}, which is not here; install Python's headers")

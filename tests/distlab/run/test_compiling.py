@@ -1,0 +1,76 @@
+"""--compile: the run of one process, by gradients and parameters, and the parts that it cannot compile."""
+
+import os
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.chapters import OneProcess, assert_equal, train_on
+from support.processes import LAB
+from torch import Tensor
+
+from distlab.settings.common import parse
+from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+    reason="needs g++ and Python's headers",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty cache of torch's compiler, which the tests of this file share, unless the environment names one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("ranks", "script", "flags"),
+    [
+        (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2 --transport shared"),
+        (3, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6 --micro-batches 3"),
+        (2, "PP/schedules/intro_PP_schedules.py", "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3"),
+        (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --recompute all"),
+    ],
+)
+def test_a_compiled_run_is_the_run_of_one_process(
+    ranks: int, script: str, flags: str, one_process: OneProcess, tmp_path: Path
+) -> None:
+    expected_parameters, expected_gradients, expected_losses = one_process(6)
+    parameters, gradients, losses = train_on(ranks, script, tmp_path, "--compile", *flags.split(), deadline=240)
+    log = (tmp_path / "rank0.log").read_text()
+    assert re.search(r"# compiled in \d+\.\d s", log), "it says how long that took"
+    assert ("blocks and head of these micro-batches stay uncompiled" in log) == ("zb" in flags)
+    assert "during this step" not in log
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    for own, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):
+        for rank, tensors in enumerate(own):
+            assert_equal(tensors, {name: slice_like(tensor, expected[name], rank) for name, tensor in tensors.items()})
+        assert set().union(*own) == set(expected)
+
+
+def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:
+    """Return the part of a parameter that one of two neighboring ranks holds, if that is not all of it."""
+    dims = [dim for dim, size in enumerate(whole.shape) if size != own.shape[dim]]
+    return whole.chunk(2, dims[0])[rank % 2] if dims else whole
+
+
+def test_a_machine_without_a_compiler_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        InputError, match=r"--compile: torch needs the C\+\+ compiler no-such-compiler, which is not here"
+    ):
+        parse(TrainSettings(), "", ["--compile"])
+
+
+def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(LAB / "examples"))
+    with pytest.raises(AssertionError, match="--compile: this script trains a model that is not the lab's Llama"):
+        train_on(1, "examples/gpt_dp.py", tmp_path, "--world-size", "1", "--compile")
