@@ -14,6 +14,7 @@ from distlab.launching.launcher_flags import Nodes
 from distlab.launching.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
 from distlab.launching.supervisor import SECONDS_TO_END, RankFailure, TerminatedError, raise_signal, supervise
 from distlab.machine.cgroups import memory_kills
+from distlab.machine.compilers import import_compiler
 from distlab.machine.processes import require_open_files
 from distlab.rendezvous.store import StoreError
 from distlab.run.commands import LAUNCHED_AS
@@ -48,6 +49,8 @@ def run_ranks(
                 signal.signal(sent, raise_signal)
             rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
             forks = may_fork and can_fork(settings.device)
+            if forks and getattr(settings, "compile", False):
+                import_compiler()  # once, instead of in each rank
             try:
                 repairs = settings.why_lost if settings.can_repair else None
                 failures = supervise([str(script), *args], rendezvous, max_restarts, errors, forks, repairs)

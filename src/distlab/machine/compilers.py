@@ -16,3 +16,9 @@ def require_compiler() -> None:
     require(is_there, f"--compile: torch needs the C++ compiler {compiler}, which is not here; install it, or set CXX")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     require(header.exists(), f"--compile: torch needs {header}, which is not here; install Python's headers")
+
+
+def import_compiler() -> None:
+    """Import torch's compiler, which takes seconds."""
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401
