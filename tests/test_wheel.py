@@ -5,6 +5,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ USER_SCRIPT = """
 from distlab.run.main import main
 from distlab.settings.training import TrainSettings
 from distlab.run.training import TrainingRun
-import distlab, distlab_exercises, distlab_planner, simplellm
+import distlab, distlab_exercises, distlab_page, distlab_planner, simplellm
 DEFAULTS = TrainSettings(steps=1)
 def work(run):
-    for package in (distlab, distlab_exercises, distlab_planner, simplellm):
+    for package in (distlab, distlab_exercises, distlab_page, distlab_planner, simplellm):
         print("#", package.__file__)
 if __name__ == "__main__":
     main(work, DEFAULTS, __doc__)
@@ -74,6 +75,8 @@ def test_the_command_lists_and_launches_the_chapters(installed: Installed) -> No
     assert ended.status == 0, ended.err
     assert [line.split()[0] for line in ended.out.splitlines() if not line.startswith("#")] == ["0", "1"]
     assert "# save the model next time: distlab launch dp-ga --steps 2" in ended.out
+    if find_spec("plotly"):
+        assert "/page.html" in installed.run("distlab", "page", "runs/intro_DP_GA").out
 
 
 def test_the_planner_and_the_exercises_are_in_it(installed: Installed) -> None:
@@ -95,5 +98,5 @@ def test_a_script_of_a_user_imports_what_is_installed(installed: Installed) -> N
         ended = installed.run(program, script, "--data", "sample")
         assert ended.status == 0, ended.err
         modules = [line[2:] for line in ended.out.splitlines() if line.endswith("__init__.py")]
-        assert len(modules) == 4
+        assert len(modules) == 5
         assert all(Path(module).is_relative_to(installed.python.parents[1]) for module in modules), modules

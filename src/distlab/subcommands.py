@@ -1,7 +1,7 @@
 """The subcommands of `distlab` and `./launch.sh` that start no topology: a table of functions by their names.
 
-The subcommands of the planner and the exercises are in packages beside `distlab`, which works without them. A module is
-imported only when one of its subcommands is requested.
+The subcommands of the planner, the exercises and the page are in packages beside `distlab`, which works without them.
+A module is imported only when one of its subcommands is requested.
 """
 
 import importlib
@@ -28,6 +28,7 @@ SUBCOMMANDS = {
     },
     "after a run": {
         "compare": ("distlab.compare:command", "Where two runs of the same training part: compare RUN_A RUN_B"),
+        "page": ("distlab_page.command:command", "Write a run as a page, an HTML file: page RUN [OTHER RUN]"),
         "figures": ("distlab.figures:command", "Draw a figure of runs, such as their losses."),
         "export": ("distlab.exchange.export:command", "Write a run's model for Hugging Face: export RUN DIR"),
     },

@@ -33,7 +33,7 @@ COUNTED = (
 # These change nothing in a step that it would count.
 WITHOUT_EFFECT = (
     "rank seed timeout master_addr master_port out save_every keep resume steps lr betas weight_decay "
-    "warmup_steps lr_schedule min_lr data eval_every eval_sequences machine trace tensorboard"
+    "warmup_steps lr_schedule min_lr data eval_every eval_sequences machine trace page tensorboard"
 ).split()
 
 
@@ -84,6 +84,11 @@ class Prediction:
         collectives = step.exchanging + step.averaging - in_rings
         messages = step.seconds - computing - collectives
         return {"computing": computing, "collectives": collectives, "waiting for messages": messages}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of a step, and of its parts, for the records of the run."""
+        return {"step": self.step.seconds, **self.parts}
 
     @property
     def sentence(self) -> str:

@@ -5,19 +5,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from distlab.axes.layout import (
-    REPLICAS,
-    STAGES,
-    WORDS,
-    Layout,
-    coordinate,
-    layout_size,
-    name_stages,
-    pipelines_on_host,
-    ranks_along,
-    replica_of,
-    replicas_in,
-)
+from distlab.axes.layout import Layout, describe_rank, layout_size, pipelines_on_host, ranks_along
 from distlab.comm.context import Group, during, group_timeout
 
 
@@ -146,18 +134,7 @@ class Grid:
 
     def describe(self, rank: int) -> str:
         """Return the name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
-        rank = self._alive[rank]
-        sizes = self.layout | ({REPLICAS: replicas_in(self.layout)} if REPLICAS in self.layout else {})
-        several = [name for name, size in sizes.items() if size > 1]
-        words = {name: WORDS[name] for name in WORDS if name in several and WORDS[name]}
-        numbers = {name: f"{word} {coordinate(self.layout, rank, name)}" for name, word in words.items()}
-        if REPLICAS in numbers:
-            numbers[REPLICAS] = f"{WORDS[REPLICAS]} {replica_of(self.layout, rank)}"
-        if STAGES in numbers and self._stages:
-            numbers[STAGES] = name_stages(self._stages[coordinate(self.layout, rank, STAGES)])
-        if len(several) == 1 and several != [STAGES]:  # along a single axis, the rank's number is enough
-            numbers = {}
-        return f"rank {rank} ({' of '.join(numbers.values())})" if numbers else f"rank {rank}"
+        return describe_rank(self.layout, self._alive[rank], self._stages)
 
 
 def all_ranks(name: str) -> Axis:

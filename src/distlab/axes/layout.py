@@ -83,6 +83,24 @@ def layout_flags(layout: Layout) -> str:
     return flags + " --neighbors replicas" * (neighbors_of(layout) == "replicas")
 
 
+def describe_rank(layout: Layout, rank: int, stages: Sequence[Sequence[int]] = ()) -> str:
+    """Return the name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)".
+
+    `stages` are those of each worker of a pipeline, if there are several.
+    """
+    sizes = layout | ({REPLICAS: replicas_in(layout)} if REPLICAS in layout else {})
+    several = [name for name, size in sizes.items() if size > 1]
+    words = {name: WORDS[name] for name in WORDS if name in several and WORDS[name]}
+    numbers = {name: f"{word} {coordinate(layout, rank, name)}" for name, word in words.items()}
+    if REPLICAS in numbers:
+        numbers[REPLICAS] = f"{WORDS[REPLICAS]} {replica_of(layout, rank)}"
+    if STAGES in numbers and stages:
+        numbers[STAGES] = name_stages(stages[coordinate(layout, rank, STAGES)])
+    if len(several) == 1 and several != [STAGES]:  # along a single axis, the rank's number is enough
+        numbers = {}
+    return f"rank {rank} ({' of '.join(numbers.values())})" if numbers else f"rank {rank}"
+
+
 def name_stages(stages: Sequence[int]) -> str:
     """Return the name of stages in messages: "stage 1", "stages 1 and 4"."""
     *others, last = map(str, stages)

@@ -36,7 +36,7 @@ from distlab.comm.context import Context, ContextGroup, Group
 from distlab.comm.context import Transport as AskedTransport
 from distlab.comm.names import CONTROL, counted_as, name_of, named
 from distlab.comm.pending import Pending, SharedWork
-from distlab.comm.recorder import SEND
+from distlab.comm.recorder import SEND, Way
 from distlab.comm.transports.library import Library
 from distlab.comm.transports.one_host import OneHost
 from distlab.comm.transports.queues import Queues
@@ -405,7 +405,7 @@ class LabGroup(ContextGroup):
         if sent_bytes is not None:
             columns: Mapping[str, int] = carried.sent_bytes or {"": sent_bytes}
             for column, count in columns.items():
-                self.context.ledger.count(f"{wait.kind}{column}", count)
+                self.context.ledger.count(Way(f"{wait.kind}{column}", wait.way, wait.peers), count)
         if isinstance(carried.by, SharedWork):
             carried.by.named = wait
         pending = Pending(self.context, wait, carried.by, tensors)

@@ -5,14 +5,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from distlab.machine.streams import StreamClock, passed
+    from distlab.machine.streams import StreamClock
 
 STEP, COMPUTE, WAIT, MESSAGE, SEND = "step", "compute", "wait", "message", "send"
 PART = "part"  # of what a rank computes: inside of a `COMPUTE`, or of a step without any
+RING_STEP = "ring step "  # and its number: the name of a `PART`
+
+
+class Way(NamedTuple):
+    """Where bytes of a kind went."""
+
+    kind: str
+    way: Literal["send", "receive", "collective", "other"]
+    peers: tuple[int, ...]  # the receiver of a message; the other ranks of a collective
 
 
 @dataclass
@@ -21,13 +31,17 @@ class Ledger:
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
+    bytes_to: Counter[Way] = field(default_factory=Counter)  # `sent_bytes`, by the ranks that take part
+    messages_to: Counter[Way] = field(default_factory=Counter)
     waited_seconds: float = 0.0  # waiting for other ranks, and moving data in shared memory
     collective_seconds: float = 0.0  # of these, in collectives
 
-    def count(self, kind: str, sent_bytes: int) -> None:
+    def count(self, to: Way, sent_bytes: int) -> None:
         """Add a message or collective."""
-        self.sent_bytes[kind] += sent_bytes
-        self.messages[kind] += 1
+        self.sent_bytes[to.kind] += sent_bytes
+        self.messages[to.kind] += 1
+        self.bytes_to[to] += sent_bytes
+        self.messages_to[to] += 1
 
     def waited(self, seconds: float, in_collective: bool) -> None:
         """Add a wait for other ranks.
@@ -87,19 +101,26 @@ class Recorder:
         measured with the same clock.
         """
         if self.enabled and kind == STEP and self.is_over_nccl:
+            from distlab.machine.streams import StreamClock
+
             self._clock = StreamClock()
         if self._clock is not None and kind in (COMPUTE, PART):
+            from distlab.machine.streams import passed
+
             start = passed()
             yield
             self.add_on_stream(kind, name, start, passed())
             return
         started = time.perf_counter()
         yield
-        if self.enabled and kind in (COMPUTE, PART) and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
+        if self.enabled and kind in (COMPUTE, PART):
+            import torch  # here, because readers of traces do without it
+
+            if torch.cuda.is_initialized():
+                torch.cuda.current_stream().synchronize()
         self.add(kind, name, started)
 
-    def add_on_stream(self, kind: str, name: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+    def add_on_stream(self, kind: str, name: str, start: "torch.cuda.Event", end: "torch.cuda.Event") -> None:
         """Record an interval between two events of the stream, within a step."""
         if self._clock is not None:
             self._on_stream.append((self._clock, kind, name, start, end))

@@ -1,5 +1,6 @@
 """This machine's ranks of a script, from their start to the end of the run, and the sentence about a failure."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -17,7 +18,8 @@ from distlab.machine.cgroups import memory_kills
 from distlab.machine.compilers import import_compiler
 from distlab.machine.processes import require_open_files
 from distlab.rendezvous.store import StoreError
-from distlab.run.commands import LAUNCHED_AS
+from distlab.run.commands import LAUNCHED_AS, NOTE_OF_FOLDER
+from distlab.run.logs import LAUNCHER_LOG
 from distlab.run.terminal import Terminal, say
 from distlab.settings.common import RunSettings
 from distlab.settings.folders import temporary_folder
@@ -44,6 +46,8 @@ def run_ranks(
     rendezvous: NodeRendezvous | None = None  # None until this launcher has found the one of node 0
     kills, (status, sentence, cause) = memory_kills(), (0, "", "")  # the cause is reported to the other machines
     with temporary_folder() as errors:
+        note = errors / "folder"
+        os.environ[NOTE_OF_FOLDER] = str(note)
         try:
             for sent in ending:
                 signal.signal(sent, raise_signal)
@@ -74,6 +78,9 @@ def run_ranks(
             status, sentence = 1, str(error)
         except StoreError as error:
             status, sentence = 1, LOST_NODE_0 if rendezvous else str(error)
+        if sentence and note.exists():  # for the run's page: a rank that is killed cannot report it
+            with contextlib.suppress(OSError), (Path(note.read_text()) / LAUNCHER_LOG).open("a") as log:
+                log.write(f"# {sentence}\n")
     if sentence:
         tell(sentence)
     if rendezvous:

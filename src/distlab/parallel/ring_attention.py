@@ -21,10 +21,9 @@ from distlab.axes.grid import Axis
 from distlab.comm.context import context_of
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
-from distlab.comm.recorder import PART
+from distlab.comm.recorder import PART, RING_STEP
 from simplellm.attention_blocks import Mask, attention_block, attention_block_backward, merge
 
-RING_STEP = "ring step "  # and its number: the name of a computation in a trace
 BLOCKS, GRADIENTS = "keys and values", "gradients of keys and values"  # the ledger's columns
 
 

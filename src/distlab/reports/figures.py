@@ -4,15 +4,13 @@ import itertools
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from distlab.comm.recorder import PART
-from distlab.parallel.ring_attention import RING_STEP
 from distlab.reports import style
 from distlab.reports.diagrams import (
     Png,
@@ -27,6 +25,7 @@ from distlab.reports.diagrams import (
     topologies,
 )
 from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
+from distlab.reports.newest import newest_run
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
 from distlab.reports.trace import Trace, read_chrome
 from simplellm.errors import InputError, require
@@ -176,12 +175,6 @@ def _named(runs: list[str]) -> list[tuple[str, Path]]:
     return [(name or (path.name if uses[path.name] == 1 else str(path)), path) for name, path in pairs]
 
 
-def newest_run(folder: Path) -> Path:
-    """Return a run's folder, or in a folder of runs, such as `runs/intro`, the run that began last."""
-    runs = [file.parent for file in folder.glob("*/config.json")] if not (folder / "config.json").exists() else []
-    return max(runs, key=lambda run: (run / "config.json").stat().st_mtime, default=folder)
-
-
 def _read_trace(run: Path) -> Trace:
     return read_chrome(run / "trace.json" if run.is_dir() else run)
 
@@ -282,7 +275,7 @@ def ring_steps(png: Png, runs: NamedTraces, /) -> None:
     for axes, (name, trace) in zip(grid[0], traces, strict=True):
         ranks, work = range(len(trace.ranks)), []
         for rank in ranks:
-            seconds = _seconds_in_ring(trace, rank)
+            seconds = trace.seconds_in_ring(rank)
             work.append(sum(seconds.values()))
             require(work[-1] > 0, f"{name}: rank {rank} was in no ring; give runs of cp-ring, or of 5d with --cp")
             left = 0.0
@@ -296,19 +289,6 @@ def ring_steps(png: Png, runs: NamedTraces, /) -> None:
         axes.set_yticklabels([f"rank {rank}" for rank in ranks])
     style.legend(figure, legend)
     style.save(figure, png)
-
-
-def _seconds_in_ring(trace: Trace, rank: int) -> dict[int, float]:
-    """Return, by step of the ring, the median seconds of a rank's computation in a layer, forward and backward."""
-    taken = defaultdict[str, list[float]](list)
-    for step in trace.steps():
-        for event in trace.ranks[rank].within(step[rank], PART):
-            if event.name.startswith(RING_STEP):
-                taken[event.name].append(event.seconds)
-    seconds: dict[int, float] = defaultdict(float)
-    for name, times in taken.items():
-        seconds[int(name.removeprefix(RING_STEP).partition(",")[0])] += statistics.median(times)
-    return seconds
 
 
 def sharding(png: Png, runs: NamedRuns, /) -> None:

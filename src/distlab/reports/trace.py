@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.axes.grid import Grid
-from distlab.axes.layout import EXPERTS, REPLICAS, Layout, coordinate, ranks_along
-from distlab.comm.recorder import COMPUTE, MESSAGE, SEND, STEP, WAIT, Event
+from distlab.axes.layout import EXPERTS, REPLICAS, Layout, coordinate, describe_rank, ranks_along
+from distlab.comm.recorder import COMPUTE, MESSAGE, PART, RING_STEP, SEND, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from simplellm.errors import InputError
@@ -67,7 +66,7 @@ class Trace:
 
     def describe(self, rank: int) -> str:
         """Return the name of a rank: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
-        return Grid(rank, self.layout, [stages_of(program) for program in self.programs or ()]).describe(rank)
+        return describe_rank(self.layout, rank, [stages_of(program) for program in self.programs or ()])
 
     def worker(self, rank: int) -> int:
         """Return the number of a rank in its pipeline."""
@@ -114,6 +113,18 @@ class Trace:
             total += max(0.0, end - max(start, until))  # with `--run-on`, steps of different ranks overlap
             until = max(until, end)
         return computed / total, waited / total
+
+    def seconds_in_ring(self, rank: int) -> dict[int, float]:
+        """Return, by step of the ring, the median seconds of a rank's computation in a layer, forward and backward."""
+        taken = defaultdict[str, list[float]](list)
+        for step in self.steps():
+            for event in self.ranks[rank].within(step[rank], PART):
+                if event.name.startswith(RING_STEP):
+                    taken[event.name].append(event.seconds)
+        seconds: dict[int, float] = defaultdict(float)
+        for name, times in taken.items():
+            seconds[int(name.removeprefix(RING_STEP).partition(",")[0])] += statistics.median(times)
+        return seconds
 
     def report(self) -> Iterator[str]:
         """Yield a line for each rank: its busy and waiting time, and the bubble in theory."""

@@ -22,7 +22,8 @@ _CHAPTERS = Path(__file__).resolve().parents[1] / "chapters"  # in a wheel, see 
 LAB = _CHAPTERS if _CHAPTERS.exists() else Path(__file__).resolve().parents[3]
 LAUNCHER = "./launch.sh" if (LAB / "launch.sh").exists() else "distlab"
 TEMPERATURE = 0.5  # small models write readable stories at this temperature
-LAUNCHED_AS = "LAB_LAUNCHED_AS"  # environment variable of ranks under launch.sh: the arguments of launch.sh
+# Environment variables of ranks under launch.sh: its arguments, and a file in which rank 0 notes the run's folder.
+LAUNCHED_AS, NOTE_OF_FOLDER = "LAB_LAUNCHED_AS", "LAB_NOTE_OF_FOLDER"
 
 
 # Like `python -m`, but does not import modules from the current folder, which may be a stranger's.
@@ -47,6 +48,7 @@ def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -
         saved: number of steps at its last checkpoint; None if it wrote none.
     """
     yield f"draw the loss: {_shown(*_python(), '-m', 'distlab.figures', 'losses', out / 'losses.png', out)}"
+    yield f"see the run as a page: {_shown(*_launcher(), 'page', out)}"
     if saved is not None and settings.architecture == LLAMA:
         command = _shown(*_python(), LAB / "primer/tell_story.py", out)
         yield f"tell a story: {command} --prompt 'Once upon a time' --temperature {TEMPERATURE} --seed 1"
@@ -76,12 +78,20 @@ def _started_as(*replaced: str) -> list[str | Path]:
         parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}")
     _, args = parser.parse_known_args(sys.argv[1:] if launched is None else shlex.split(launched))
     if launched is not None:
-        launcher = os.path.join(".", _short(LAB / "launch.sh")) if LAUNCHER == "./launch.sh" else LAUNCHER
-        return [launcher, *args]
+        return [*_launcher(), *args]
     if started_by_torchrun():
         torchrun = ["torchrun"] if shutil.which("torchrun") else [*_python(), "-m", "torch.distributed.run"]
         return [*torchrun, "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], sys.argv[0], *args]
     return [*_python(), sys.argv[0], *args]
+
+
+def own_command() -> str:
+    """Return the command that started this run."""
+    return _shown(*_started_as())
+
+
+def _launcher() -> list[str]:
+    return [os.path.join(".", _short(LAB / "launch.sh")) if LAUNCHER == "./launch.sh" else LAUNCHER]
 
 
 def _python() -> list[str | Path]:

@@ -22,7 +22,8 @@ from simplellm.errors import InputError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS = "metrics.jsonl"
+METRICS, LEDGER, LAUNCHER_LOG = "metrics.jsonl", "ledger.json", "launcher.log"
+AT_THE_END = LEDGER, LAUNCHER_LOG, "memory.json", "trace.json"  # written when a run ends; until then, an earlier run's
 SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a separate line
 
 
@@ -104,6 +105,8 @@ class RunLog:
             **self.values,
             self.unit: self.count,
             "seconds": round(seconds, 6),
+            "waited_seconds": round(self.times[-1].waited, 6),
+            "collective_seconds": round(self.times[-1].in_collectives, 6),
             f"{self.unit}_per_second": round(self._per_step / seconds, 1),
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "sent_bytes": dict(sent - self._sent_before),
@@ -174,6 +177,19 @@ class RunLog:
     def steps(self) -> int:
         """Number of steps timed."""
         return len(self.times)
+
+    def account(self) -> dict[str, Any]:
+        """Return this rank's part of `ledger.json`: the seconds of its steps, and the bytes that it sent, by way."""
+        messages = self._ledger.messages_to
+        return {
+            "rank": self._rank,
+            "steps": self.steps,
+            "seconds": round(sum(time.seconds for time in self.times), 6),
+            "waited_seconds": round(sum(time.waited for time in self.times), 6),
+            "collective_seconds": round(sum(time.in_collectives for time in self.times), 6),
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "sent": [{**to._asdict(), "bytes": n, "messages": messages[to]} for to, n in self._ledger.bytes_to.items()],
+        }
 
     def summary(self) -> None:
         """Print the run's speed, its times by activity, the bytes this rank sent by kind, and its peak memory."""

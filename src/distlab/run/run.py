@@ -20,15 +20,17 @@ from distlab.comm.recorder import STEP
 from distlab.machine import devices
 from distlab.machine.processes import started_by_torchrun
 from distlab.reports import memory
-from distlab.run.commands import next_commands
-from distlab.run.logs import RunLog
+from distlab.run.commands import NOTE_OF_FOLDER, next_commands
+from distlab.run.logs import AT_THE_END, LEDGER, RunLog
 from distlab.run.loss_sum import LossSum, NotFiniteError
 from distlab.run.progress import Progress
+from distlab.run.provenance import provenance
 from distlab.run.starting import identity, start_alone
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import CONFIG, Claim
 from distlab.settings.resume import ResumePolicy, marked
+from distlab.settings.training import page_writer
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -112,7 +114,12 @@ class Run(Generic[SettingsT]):
                 "a" if self._continues else "w", buffering=1, encoding="utf-8", errors="backslashreplace"
             )
             if self.rank == 0:
+                if not self._continues:
+                    for name in AT_THE_END:
+                        (self.out / name).unlink(missing_ok=True)
                 self._write_config()
+                if note := os.environ.get(NOTE_OF_FOLDER):
+                    Path(note).write_text(str(self.out))
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
         self.terminal.keep_in(log)
@@ -120,7 +127,7 @@ class Run(Generic[SettingsT]):
     def _write_config(self) -> None:
         config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
         config |= {"script": str(self._script.resolve())}
-        config |= {name: value for name, value in self.decided.items() if name != "out"}
+        config |= {name: value for name, value in self.decided.items() if name != "out"} | provenance(self.device)
         (self.out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
     def _introduce(self, script: Path) -> None:
@@ -334,6 +341,7 @@ class Run(Generic[SettingsT]):
                 if self.repair is not None and self.repair.position.phase == MEET:  # another rank has yet to
                     self._meet()
                 held, traces = self._collect()
+                self.joined.store.set(f"account/{self.rank}", json.dumps(self.records.account()))
                 self._meet()
                 has_met = True
         if self.device.type == "cuda":
@@ -346,6 +354,8 @@ class Run(Generic[SettingsT]):
             memory.keep(self.out / "memory.json", held)
             for line in memory.as_table(held, self.repair.alive if self.repair else None):
                 say(line)
+        if self.is_first:
+            self._keep_ledger()
         self.summarize()
         self.records.close()
         dist.destroy_process_group()
@@ -355,6 +365,14 @@ class Run(Generic[SettingsT]):
 
     def _wait_for_weights(self) -> None:
         """Wait until this rank has all the weights with which it computes."""
+
+    def _keep_ledger(self) -> None:
+        """Write the bytes that each rank sent; not after a repair, which numbers the ranks again."""
+        if self.repair is not None and len(self.repair.alive) < self.world_size:
+            return
+        accounts = [json.loads(self.joined.store.get(f"account/{rank}")) for rank in range(self.world_size)]
+        named = [{"name": self.grid.describe(account["rank"]), **account} for account in accounts]
+        (self.out / LEDGER).write_text(json.dumps(named) + "\n")
 
     def _collect(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """Return the memory that each rank held and, on the first rank, their traces."""
@@ -383,3 +401,5 @@ class Run(Generic[SettingsT]):
                 saved = self.checkpointer.saved if self.checkpointer else None
                 for command in next_commands(self.settings, self.out, saved):
                     say(command)
+            if getattr(self.settings, "page", False):
+                say(f"the run as a page: {page_writer()(self.out, has_ended=True)}")

@@ -7,7 +7,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -19,7 +19,7 @@ from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
 from distlab.settings.learning_rate import LRSchedule, learning_rate
 from distlab.settings.resume import ResumePolicy, file_identity
-from simplellm.errors import InputError, require
+from simplellm.errors import InputError, require, require_package
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -38,6 +38,10 @@ class Prediction(Protocol):
     @property
     def sentence(self) -> str: ...
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of a step, and of its parts."""
+
     def check_device(self, device: str) -> None:
         """Raise `InputError` if the prediction is for a different kind of device than a value of `--device`."""
 
@@ -53,6 +57,16 @@ def planner_prediction() -> Any:
         if error.name != "distlab_planner":
             raise
         raise InputError("--machine needs the package distlab_planner, which is not installed") from None
+
+
+def page_writer() -> Callable[..., Path]:
+    """Return the function that writes a run's page; `InputError` if its package or plotly is not installed."""
+    require_package("plotly", "--page")
+    try:
+        write: Callable[..., Path] = importlib.import_module("distlab_page").write
+        return write
+    except ModuleNotFoundError:
+        raise InputError("--page needs the package distlab_page, which is not installed") from None
 
 
 @dataclass
@@ -117,6 +131,8 @@ class TrainSettings(ResumableSettings):
     """file of python -m distlab.calibrate: print the predicted time of a step and, at the end, the measured time"""
     trace: bool = False
     """record the timeline, and draw it at the end of the run"""
+    page: bool = False
+    """write the run's page, an HTML file, at the end of the run"""
     tensorboard: bool = False
     """also write the records for TensorBoard, in the run's folder"""
 
@@ -140,6 +156,8 @@ class TrainSettings(ResumableSettings):
         if self.prediction is not None:
             self.prediction.check_device(self.device)
         decided = {"data": source, "data_because": why, "data_identity": replace(self, data=source).data_identity}
+        if self.prediction is not None:
+            decided["predicted_seconds"] = self.prediction.seconds
         if source == "tinystories":
             from simplellm.sources.hub import hub_revision
 
@@ -234,6 +252,8 @@ class TrainSettings(ResumableSettings):
         rows, parts = self.batch_size, self.micro_batches
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
         require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
+        if self.page:
+            page_writer()
         has_end = SPTokenizer(self.tokenizer).eos_id >= 0
         sentence = "the model has no end-of-document piece (eos); give one that has"
         require(has_end, f"--tokenizer {self.tokenizer}: {sentence}")

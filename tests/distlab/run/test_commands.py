@@ -15,7 +15,8 @@ from distlab.settings.common import parse
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 32 --data sample --device cpu".split()
 SAVE, LONGER, EACH = "save the model next time", "train longer", " (each rank likewise)"
-NEXT = ("draw the loss", "tell a story", LONGER, "resume", SAVE)
+DRAW = ["draw the loss", "see the run as a page"]
+NEXT = (*DRAW, "tell a story", LONGER, "resume", SAVE)
 GA, WA = "DP/gradient_aggr/intro_DP_GA.py", "DP/weight_aggr/intro_DP_WA.py"
 SENTIMENT = "TP/sentiment/tp_tensor_parallel.py"
 
@@ -40,7 +41,7 @@ def test_the_commands_of_a_launched_run_work(tmp_path: Path) -> None:
     (begin,) = [number for number, line in enumerate(lines) if line.startswith("# Once upon a time")]
     assert "parameters after 3 steps" in lines[begin - 1]
     after = told(first.out)
-    assert list(after) == ["draw the loss", "tell a story", "train longer"], first.out
+    assert list(after) == [*DRAW, "tell a story", "train longer"], first.out
     (folder,) = (tmp_path / "runs/intro_DP_GA").iterdir()
     assert f" {folder.relative_to(tmp_path)}" in after["draw the loss"], "as one would type it"
 
@@ -61,10 +62,10 @@ def test_a_run_that_saves_nothing_says_how_to(tmp_path: Path) -> None:
     first = run(sys.executable, script, *TINY, "--steps", "2", cwd=tmp_path, deadline=180)
     assert first.status == 0, first.err
     after = told(first.out)
-    assert list(after) == ["draw the loss", "save the model next time"]
+    assert list(after) == [*DRAW, "save the model next time"]
     saving = run("bash", "-c", after["save the model next time"], cwd=tmp_path, deadline=180)
     assert saving.status == 0, saving.err
-    assert list(told(saving.out)) == ["draw the loss", "tell a story", "train longer"]
+    assert list(told(saving.out)) == [*DRAW, "tell a story", "train longer"]
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_the_commands_of_a_run_by_hand(
     monkeypatch.syspath_prepend(LAB / Path(script).parent)
     after = of(script, started, saved, monkeypatch)
     can_tell = ["tell a story"] * (saved is not None and "intro" in script)
-    assert list(after) == ["draw the loss", *can_tell, what]
+    assert list(after) == [*DRAW, *can_tell, what]
     assert flags_of(after[what], script) == again
     without_resume = again.replace("--resume runs/a", "").split()
     parse(load(script).DEFAULTS, "", without_resume)
@@ -156,6 +157,7 @@ def test_launch_sh_and_its_python_are_found_from_elsewhere(tmp_path: Path, monke
     lab = shlex.quote(str(LAB))
     assert after == {
         "draw the loss": f"env PYTHONPATH={lab}/src {lab}/.venv/bin/python {draws} 'my run/losses.png' 'my run'",
+        "see the run as a page": f"{lab}/launch.sh page 'my run'",
         "save the model next time": f"{lab}/launch.sh primer --save-every 1000",
     }
 
@@ -168,4 +170,4 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = f"torchrun --standalone --nproc-per-node 2 {GA} --world-size 2 --steps 4 --save-every 1"
     assert after["save the model next time"] == expected
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert list(of(GA, "--world-size 2 --steps 4", None, monkeypatch)) == ["draw the loss"]
+    assert list(of(GA, "--world-size 2 --steps 4", None, monkeypatch)) == DRAW

@@ -1,0 +1,133 @@
+"""A run's folder, read."""
+
+import fcntl
+import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from distlab.axes.layout import Layout, layout_size
+from distlab.reports.newest import newest_run
+from distlab.reports.trace import Trace, read_chrome
+from distlab.settings.folders import CONFIG, is_run
+from simplellm.errors import InputError, require
+
+NOT_COMPLETE = "this is not a complete record of a run; remove it, or wait until the run has written it"
+STEP = {"step", "loss", "seconds"}  # what each line of metrics.jsonl has at least
+ACCOUNT = {"name", "rank", "steps", "seconds", "waited_seconds", "collective_seconds", "sent"}  # each of ledger.json
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a run; those that it does not have, or not yet, are empty or None."""
+
+    folder: Path
+    is_running: bool
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]  # by step
+    trace: Trace | None
+    ledger: list[dict[str, Any]]  # by rank
+    memory: list[dict[str, int]]  # by rank, bytes by kind
+    logs: dict[str, list[str]]  # by their names, "rank 0", the lines that begin with "#"; first "launcher"
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = self.config["settings"]
+        return settings
+
+    @property
+    def layout(self) -> Layout:
+        layout: Layout = self.config["layout"]
+        return layout
+
+    @property
+    def ranks(self) -> int:
+        return layout_size(self.layout)
+
+    @property
+    def unit(self) -> str:
+        """The unit in which the run counts its input: "tokens", "reviews"."""
+        names = [name.removesuffix("_per_second") for name in (self.metrics or [{}])[0] if name.endswith("_per_second")]
+        return names[0] if names else "tokens"
+
+
+def read(folder: Path, has_ended: bool = False) -> Records:
+    """Read a run's folder, or the newest run in a folder of runs.
+
+    Args:
+        folder: the run's folder.
+        has_ended: the caller knows that no rank writes there any more.
+
+    Raises:
+        InputError: it is not a run's folder, or one of its records is not complete.
+    """
+    folder = newest_run(folder)
+    require(is_run(folder), f"{folder}: this is not a run's folder; give one that has a {CONFIG}, such as runs/intro")
+    config, trace = _read_json(folder / CONFIG), folder / "trace.json"
+    ledger, memory = (_of_ranks(folder / name, keys) for name, keys in (("ledger.json", ACCOUNT), ("memory.json", ())))
+    return Records(
+        folder=folder,
+        is_running=not has_ended and _is_claimed(folder),
+        config=config,
+        metrics=_of_steps(folder / "metrics.jsonl"),
+        trace=read_chrome(trace) if trace.exists() else None,
+        ledger=ledger,
+        memory=memory,
+        logs={
+            "launcher": _remarks(folder / "launcher.log"),
+            **{f"rank {rank}": _remarks(folder / f"rank{rank}.log") for rank in range(layout_size(config["layout"]))},
+        },
+    )
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {NOT_COMPLETE} ({error})") from error
+
+
+def _of_ranks(path: Path, keys: Collection[str]) -> list[dict[str, Any]]:
+    """Return a list with an object for each rank; [] if there is no such file."""
+    records = _read_json(path) if path.exists() else []
+    are_right = isinstance(records, list) and all(isinstance(r, dict) and r.keys() >= {*keys} for r in records)
+    require(are_right, f"{path}: {NOT_COMPLETE}")
+    return cast(list[dict[str, Any]], records)
+
+
+def _of_steps(path: Path) -> list[dict[str, Any]]:
+    """Return the records of the steps; the last one may not be complete yet."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    try:
+        records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    except ValueError as error:
+        raise InputError(f"{path}: {NOT_COMPLETE} ({error})") from error
+    require(all(isinstance(r, dict) and r.keys() >= STEP for r in records), f"{path}: {NOT_COMPLETE}")
+    return records
+
+
+def _remarks(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line.removeprefix("#").removeprefix(" ") for line in lines if line.startswith("#")]
+
+
+def _is_claimed(folder: Path) -> bool:
+    """Return whether a run is writing to a folder; it holds a lock on it (`distlab.settings.folders.Claim`)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # some file systems have no locks
+        pass
+    finally:
+        os.close(descriptor)
+    return False
