@@ -1,7 +1,9 @@
 """One thread for the tests' own process, and no GPU: forked ranks (see processes.py) can inherit neither."""
 
 import os
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +43,15 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["SIMPLELLM_CACHE"] = tempfile.mkdtemp(prefix="lab-tokens-")  # commands that tests start inherit it
     if not config.getoption("gpu"):  # before anything can initialize CUDA; commands that tests start inherit it
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif not hasattr(config, "workerinput"):  # of several processes, the one that prints
         config.pluginmanager.register(GPUReport(config))
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["SIMPLELLM_CACHE"], ignore_errors=True)
 
 
 class GPUReport:

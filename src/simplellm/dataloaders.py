@@ -7,22 +7,14 @@ same data as one replica with six: data is a function of (seed, step, row) only.
 """
 
 from collections import deque
-from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from simplellm.errors import InputError
-from simplellm.sources import SPLITS, choose_source, open_source
-from simplellm.tokenizers import SPTokenizer
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer that the batches need."""
-
-    eos_id: int
-
-    def encode(self, text: str) -> list[int]: ...
+from simplellm.sources import SPLITS, choose_source
+from simplellm.token_chunks import TokenChunks, Tokenizer
 
 
 class TinyStories:
@@ -42,7 +34,7 @@ class TinyStories:
             "text".
         seed: the generator's seed; other sources have a fixed order.
         rank: the number of this replica.
-        num_replicas: replicas that share each step; each of them reads the whole stream and keeps its own rows.
+        num_replicas: replicas that share each step; each of them takes its own rows of it.
         revision: revision of the hub's data set; by default the newest in the local cache, if any, else the newest.
 
     Raises:
@@ -77,38 +69,47 @@ class TinyStories:
             raise InputError(f'split="{split}": the splits are {" and ".join(SPLITS)}')
         if tokenizer.eos_id < 0:
             raise InputError("the tokenizer has no end-of-document piece (eos); give one that has")
-        self._tokenizer = tokenizer
         self._batch_size = batch_size
         self._seq_l = seq_l
         self._rank = rank
         self._num_replicas = num_replicas
-        self._source = open_source(choose_source(data)[0], split, seed, revision)
+        self._index = 0  # of the next token, in the chunks
+        self._held = 0  # tokens of the chunks
+        self._tokens = TokenChunks(tokenizer, choose_source(data)[0], split, seed, revision)
         self._go_to(document=skip, offset=0)
 
     def __iter__(self) -> "TinyStories":
         return self
 
     def __next__(self) -> Tensor:
-        rows, seq = self._batch_size, self._seq_l
-        step_tokens = self._num_replicas * rows * seq
-        while len(self._tokens) < step_tokens:
-            self._read_on()
-        first = self._rank * rows * seq
-        batch = torch.tensor(self._tokens[first : first + rows * seq], dtype=torch.int64).view(rows, seq)
-
-        del self._tokens[:step_tokens]
-        self._offset += step_tokens
-        while self._lengths and self._offset >= self._lengths[0] and (self._is_whole or len(self._lengths) > 1):
-            self._offset -= self._lengths.popleft()
-            self._document += 1
-        return batch
+        tokens = self._batch_size * self._seq_l
+        step_tokens = self._num_replicas * tokens
+        while self._held < self._index + step_tokens:
+            self._chunks.append(next(self._following))
+            self._held += len(self._chunks[-1][1].tokens)
+        batch = np.empty(tokens, np.int64)
+        begin, filled = self._index + self._rank * tokens, 0
+        for number, (passed, chunk) in enumerate(self._chunks):
+            if begin < len(chunk.tokens) and filled < tokens:
+                self._chunks[number] = passed, (chunk := self._tokens.checked(chunk))
+                part = chunk.tokens[begin : begin + tokens - filled]
+                batch[filled : filled + len(part)] = part
+                filled += len(part)
+            begin = max(0, begin - len(chunk.tokens))
+        self._index += step_tokens
+        while len(self._chunks) > 1 and self._index >= (first := len(self._chunks[0][1].tokens)):
+            self._chunks.popleft()
+            self._index, self._held = self._index - first, self._held - first
+        return torch.from_numpy(batch).view(self._batch_size, self._seq_l)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the next token is number `offset` of document number `document`.
 
         It is the same on every rank and does not depend on layout or batch size, so a run may be resumed with others.
         """
-        return {"document": self._document, "offset": self._offset}
+        passed, chunk = self._chunks[0]
+        document, offset = chunk.position(self._index)
+        return {"document": passed + document, "offset": offset}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go to a position from `state_dict`.
@@ -119,33 +120,9 @@ class TinyStories:
         self._go_to(state["document"], state["offset"])
 
     def _go_to(self, document: int, offset: int) -> None:
-        self._documents = self._source.documents(document)
-        self._document = document  # the document of the first token in the buffer
-        self._offset = offset  # number of its tokens that have been used
-        self._tokens: list[int] = []  # tokens that have been read but not used
-        self._lengths: deque[int] = deque()  # tokens of the documents in the buffer, including used ones
-        self._is_whole = True  # whether all of the last of these documents has been encoded
-        self._read_on()  # now, so that invalid data ends the run before ranks wait for each other
-        while offset >= len(self._tokens) and not self._is_whole:
-            self._read_on()
-        if offset >= len(self._tokens):
-            raise InputError(
-                f"token {offset} of document {document} does not exist ({len(self._tokens)} tokens); "
-                "go on with the data and the tokenizer that the position is from"
-            )
-        del self._tokens[:offset]
-
-    def _read_on(self) -> None:
-        """Encode the next part of the last document in the buffer, or the first part of the next document."""
-        if self._is_whole:
-            text, self._is_whole = next(self._documents), False
-            if isinstance(self._tokenizer, SPTokenizer):
-                self._parts = self._tokenizer.encode_in_parts(text)
-            else:
-                self._parts = iter([self._tokenizer.encode(text)])
-            self._lengths.append(0)
-        part = next(self._parts, None)
-        if part is None:
-            self._is_whole, part = True, [self._tokenizer.eos_id]
-        self._tokens += part
-        self._lengths[-1] += len(part)
+        """Find the first chunk now, so that invalid data ends the run before ranks wait for each other."""
+        self._following = self._tokens.walk(document, offset)
+        passed, chunk = next(self._following)
+        self._chunks = deque([(passed, chunk)])  # that have tokens yet to be used, with the documents before this pass
+        self._index = chunk.index_of(document - passed, offset)
+        self._held = len(chunk.tokens)

@@ -31,8 +31,9 @@ class HubTokenizer:
     def __init__(self, content: bytes, folder: Path) -> None:
         require_package("tokenizers", "a tokenizer.json", "tokenizer")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or it warns in ranks that are forks
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, __version__
 
+        self.version: str = __version__
         fields = json.loads(content)
         if not isinstance(fields, dict) or "model" not in fields:
             raise ValueError("it is no tokenizer.json")

@@ -5,6 +5,7 @@ The shipped model has 4,096 pieces, trained on stories by byte pair encoding (Se
 """
 
 import functools
+import hashlib
 import itertools
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 from sentencepiece import SentencePieceProcessor
 
 from simplellm.errors import InputError
@@ -36,13 +38,14 @@ class SPTokenizer:
         vocab_size: the number of ids, which are 0 to vocab_size - 1.
         bos_id, eos_id, pad_id: the ids of the beginning and the end of a document and of padding; -1 if the model has
             none. No text encodes to them: "</s>" in a text is treated as four ordinary characters.
+        identity: stands for the ids that it gives: SHA-256 of its file, and the library's version.
 
     Raises:
         InputError: there is no tokenizer at this path.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._model = _load(SHIPPED_MODEL if path is None else Path(path))
+        self._model, self.identity = _load(SHIPPED_MODEL if path is None else Path(path))
         self._is_sentencepiece = isinstance(self._model, SentencePieceProcessor)
         self.vocab_size: int = self._model.vocab_size()
         self.bos_id: int = self._model.bos_id()
@@ -62,14 +65,25 @@ class SPTokenizer:
         not depend on the other side, because both algorithms of SentencePiece only join characters to pieces. Parts
         that fit in the processor's cache are also encoded three times as fast as a text of megabytes.
         """
-        begin = 0
-        while len(text) - begin > PART_CHARACTERS and self._is_cut_at_spaces:
+        ids, begin = self.encode_part(text)
+        yield ids
+        while begin < len(text):
+            ids, begin = self.encode_part(text, begin)
+            yield ids
+
+    def encode_part(self, text: str, begin: int = 0) -> tuple[list[int], int]:
+        """Return the ids of the next part of a text, and the character at which the part after it begins.
+
+        Args:
+            text: the whole text.
+            begin: the character at which the part begins: 0, or as returned for the part before it.
+        """
+        if len(text) - begin > PART_CHARACTERS and self._is_cut_at_spaces:
             cut = re.compile("(?<=[A-Za-z0-9]) (?=[A-Za-z0-9])").search(text, begin + PART_CHARACTERS)
-            if cut is None:
-                break
-            yield self._encode_whole(text[begin : cut.start()])
-            begin = cut.end() if self._adds_space else cut.start()
-        yield self._encode_whole(text[begin:])
+            if cut is not None:
+                end = cut.end() if self._adds_space else cut.start()
+                return self._encode_whole(text[begin : cut.start()]), end
+        return self._encode_whole(text[begin:]), len(text)
 
     def _encode_whole(self, text: str) -> list[int]:
         if self._meta_space_bytes is None or _META_SPACE not in text:
@@ -107,7 +121,8 @@ class SPTokenizer:
         return ids if all(map(self._model.is_byte, ids)) and not self._adds_space else None
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> tuple[Any, str]:
+    """Return the model at a path, and its identity."""
     wanted = "give the path of a SentencePiece model (.model), or leave it out for the shipped one"
     try:
         if path.is_fifo() or path.is_char_device():  # reading it might never end
@@ -117,11 +132,13 @@ def _load(path: Path) -> Any:
         raise InputError(f"tokenizer {path}: there is no such file; {wanted}", "tokenizer") from None
     except OSError as error:
         raise InputError(f"tokenizer {path}: cannot be read ({error.strerror}); {wanted}", "tokenizer") from None
+    digest = hashlib.sha256(model).hexdigest()
     if is_json(model):
         from simplellm.hub_tokenizer import HubTokenizer
 
         try:
-            return HubTokenizer(model, path.parent)
+            hub = HubTokenizer(model, path.parent)
+            return hub, f"{digest} {hub.version} {hub.added}"
         except InputError:
             raise
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -130,7 +147,7 @@ def _load(path: Path) -> Any:
             ) from None
     try:
         # SentencePiece accepts an empty file as a model, and fails later.
-        return SentencePieceProcessor(model_proto=model or b"?")
+        return SentencePieceProcessor(model_proto=model or b"?"), f"{digest} {sentencepiece.__version__}"
     except RuntimeError:
         raise InputError(f"tokenizer {path}: is no SentencePiece model; {wanted}", "tokenizer") from None
 

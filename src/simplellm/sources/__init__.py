@@ -3,7 +3,11 @@
 A kind of source is imported when it is asked for.
 """
 
+import hashlib
+import os
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from simplellm.sources.source import Source
 
@@ -55,3 +59,27 @@ def open_source(data: str, split: str, seed: int, revision: str | None = None) -
     from simplellm.sources.files import open_split
 
     return open_split(data, split)
+
+
+def source_identity(data: str, split: str, seed: int, revision: str | None = None) -> dict[str, Any] | None:
+    """Return a record that identifies the documents of `open_source`; None if the arguments do not identify them.
+
+    A file is identified without its path, by its size, its time of modification and its first MiB.
+    """
+    if data == "sample":
+        return {"source": data, "split": split, "seed": seed}
+    if data == "tinystories":
+        from simplellm.sources.hub import hub_identity
+
+        return hub_identity(split, revision)
+    path = Path(os.path.expanduser(data))
+    try:
+        if not path.is_file():
+            return None
+        status = path.stat()
+        with path.open("rb") as file:
+            beginning = hashlib.sha256(file.read(1 << 20)).hexdigest()
+    except OSError:
+        return None
+    same = {"format": path.suffix.lower(), "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+    return {"sha256_of_first_mib": beginning, **same, "split": split}

@@ -10,6 +10,8 @@ from simplellm.stories import story
 class Generator(Source):
     """The generated stories (see `simplellm.stories`)."""
 
+    starts_anywhere = True
+
     def __init__(self, split: str, seed: int) -> None:
         self._split = split
         self._seed = seed

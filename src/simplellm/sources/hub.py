@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from simplellm.errors import InputError, require_package
 from simplellm.sources.parquet import Parquet, check_ends
@@ -91,6 +92,16 @@ def cached_files(split: str, revision: str | None = None) -> list[Path]:
                 check_ends(file)
             return files
     return []
+
+
+def hub_identity(split: str, revision: str | None = None) -> dict[str, Any] | None:
+    """Return a record that identifies the documents of `open_hub`; None for an unknown revision."""
+    try:
+        files = [[path.name, path.stat().st_size] for path in cached_files(split, revision)]
+    except (OSError, ImportError):
+        return None
+    is_known = files or (revision is not None and not os.path.isdir(HUB_REPOSITORY))
+    return {"source": HUB_REPOSITORY, "split": split, "revision": revision, "files": files} if is_known else None
 
 
 def hub_revision() -> str | None:

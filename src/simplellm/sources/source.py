@@ -12,9 +12,11 @@ class Source(ABC):
 
     Attributes:
         advice: advice to the user if there are too few documents.
+        starts_anywhere: whether `read` takes no longer for a later start.
     """
 
     advice = "give a longer file"
+    starts_anywhere = False
 
     @abstractmethod
     def read(self, start: int) -> Iterator[str]:

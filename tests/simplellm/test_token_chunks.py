@@ -1,0 +1,234 @@
+"""Tokens that are encoded once: the same sequences as without files, whatever happens to the files."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+import torch
+from support.processes import LAB, run
+
+from simplellm.dataloaders import TinyStories
+from simplellm.errors import InputError
+from simplellm.sources import open_source
+from simplellm.stories import story
+from simplellm.tokenizers import SPTokenizer
+
+TOKENIZER = SPTokenizer()
+SMALL = {"GROUP": 8, "MOST": 150, "FIRST": 40}  # so that few documents have many chunks
+STORIES = [" ".join(story(index).split()[: 3 + index * 7 % 40]) for index in range(45)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SIMPLELLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL.items():
+        monkeypatch.setattr(f"simplellm.token_chunks.{name}", value)
+    monkeypatch.setattr("simplellm.tokenizers.PART_CHARACTERS", 300)
+
+
+def stream(data: str, split: str, skip: int) -> Iterator[tuple[int, int, int]]:
+    """Each token with its document and its number in it, encoded as the documents come from the source."""
+    for document, text in enumerate(open_source(data, split, 0).documents(skip), skip):
+        for offset, token in enumerate([*TOKENIZER.encode(text), TOKENIZER.eos_id]):
+            yield document, offset, token
+
+
+def write(path: Path, texts: list[str]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=7)
+    elif path.suffix == ".txt":
+        path.write_text("\n<|endoftext|>\n".join(texts))
+    else:
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def tokens_in(path: Path) -> int:
+    return int(json.loads(path.read_bytes().splitlines()[0][9:])["tokens"])
+
+
+def files_of(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.rglob("*.tokens") if tokens_in(path))
+
+
+DATA = {  # name of the file, and its documents
+    "text": ("stories.txt", STORIES),
+    "lines": ("stories.jsonl", ["", *STORIES, "a"]),
+    "parquet": ("stories.parquet", STORIES),
+    "groups": ("groups.jsonl", STORIES[:25]),  # 24 for training: the last chunk is full
+    "long": ("long.txt", [" ".join(STORIES) * 3, *STORIES[:3]]),
+}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("skip", [0, 3, 70])
+@pytest.mark.parametrize("name", ["sample", *DATA])
+def test_the_sequences_are_those_of_the_documents(name: str, skip: int, tmp_path: Path, cache: Path) -> None:
+    data = "sample" if name == "sample" else write(tmp_path / DATA[name][0], DATA[name][1])
+    batch, seq, steps = 3, 37, 60
+    wanted = list(islice(stream(data, "train", skip), batch * seq * (steps + 1)))
+    ids = torch.tensor([token for *_, token in wanted]).view(-1, batch, seq)
+
+    def check(loader: TinyStories, first: int, steps: int, rank: int = 0, rows: int = batch) -> None:
+        for step in range(first, first + steps):
+            document, offset, _ = wanted[step * batch * seq]
+            assert loader.state_dict() == {"document": document, "offset": offset}
+            assert torch.equal(next(loader), ids[step, rank * rows : (rank + 1) * rows])
+
+    def loader(rows: int = batch, rank: int = 0, at: int | None = None) -> TinyStories:
+        new = TinyStories(TOKENIZER, rows, seq, skip, data=data, rank=rank, num_replicas=batch // rows)
+        if at is not None:
+            document, offset, _ = wanted[at * batch * seq]
+            new.load_state_dict({"document": document, "offset": offset})
+        return new
+
+    check(loader(), 0, steps)  # encodes
+    there = files_of(cache)
+    assert len(there) > 5
+    check(loader(), 0, steps)
+    check(loader(rows=1, rank=2), 0, steps, rank=2, rows=1)
+    for step in range(1, steps, 7):
+        check(loader(at=step), step, 2)
+    assert files_of(cache) == there, "nothing is encoded a second time"
+    shutil.rmtree(cache)
+    for step in range(steps - 1, 0, -7):
+        check(loader(at=step), step, 2)
+
+
+def test_tokens_of_a_large_vocabulary_have_32_bits(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = next(TinyStories(TOKENIZER, data="sample"))
+    tokenizer = SPTokenizer()
+    tokenizer.vocab_size, tokenizer.identity = 2**16 + 1, "another"
+    assert torch.equal(next(TinyStories(tokenizer, data="sample")), before)
+    sizes = [path.stat().st_size for path in files_of(cache)]
+    assert len(sizes) == 2
+    assert 1.8 < max(sizes) / min(sizes) < 2.1
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def flip_in_head(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"end": [1', b'"end": [3'))
+
+
+def overwrite(path: Path) -> None:
+    path.write_text('{"begin": [1, 2, 3, 4]}\n')
+
+
+@pytest.mark.parametrize("damage", [shorten, empty, flip, flip_in_head, overwrite])
+def test_a_broken_file_is_encoded_again(damage: object, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = next(TinyStories(TOKENIZER, data="sample"))
+    [path] = files_of(cache)
+    content = path.read_bytes()
+    damage(path)  # type: ignore[operator]
+    assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
+    assert capsys.readouterr().err == f"# {path} is broken: its tokens are encoded again\n"
+    assert path.read_bytes() == content
+
+
+COUNTING = """
+import sys
+from simplellm import dataloaders, tokenizers
+encode, count = tokenizers.SPTokenizer.encode_part, 0
+def counting(*arguments):
+    global count
+    ids, end = encode(*arguments)
+    count += len(ids) + 1
+    return ids, end
+tokenizers.SPTokenizer.encode_part = counting
+loader = dataloaders.TinyStories(tokenizers.SPTokenizer(), 8, 256, data="sample")
+sys.stdin.read()
+total = sum(int(next(loader).sum()) for _ in range(60))
+print(total, count)
+"""
+
+
+def test_processes_that_start_together_encode_once(cache: Path) -> None:
+    command = [sys.executable, "-c", COUNTING]
+    env = {**os.environ, "PYTHONPATH": str(LAB / "src")}
+    pipe = subprocess.PIPE
+    ranks = [subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    printed = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert len({total for total, _ in printed}) == 1
+    kept = sum(map(tokens_in, files_of(cache)))
+    assert sum(int(count) for _, count in printed) == kept > 60 * 8 * 256
+
+
+def test_a_stuck_process_does_not_stop_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simplellm.token_files.SECONDS_FOR_A_CHUNK", 0.1)
+    wanted = next(TinyStories(TOKENIZER, data="sample"))
+    [path] = files_of(cache)
+    path.unlink()
+    with path.with_name("lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
+    assert files_of(cache) == [path]
+
+
+@pytest.mark.parametrize("value", ["", "relative", "{file}/cache"])
+def test_without_a_cache_tokens_stay_in_memory(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = next(TinyStories(TOKENIZER, data="sample"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SIMPLELLM_CACHE", value.format(file=tmp_path / "file"))
+    assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode != 0,
+    reason="needs a mount namespace",
+)
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    mount = f"mkdir {tmp_path}/disk && mount -t tmpfs -o size=8k none {tmp_path}/disk"
+    flags = f"--world-size 2 --batch-size 2 --steps 2 --data sample --out {tmp_path}/run"
+    ended = run("unshare", "-m", "bash", "-c", f"{mount} && exec {LAB}/launch.sh dp-ga {flags}",
+                SIMPLELLM_CACHE=f"{tmp_path}/disk/cache")  # fmt: skip
+    assert ended.status == 2
+    wanted = rf"# rank \d failed: cannot write {tmp_path}/disk/cache/tokens/\S+ \(No space left on device\); make room"
+    assert re.fullmatch(wanted, ended.err.splitlines()[-1]), ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_an_edited_file_is_other_data(tmp_path: Path) -> None:
+    path = tmp_path / "stories.txt"
+    path.write_text("One two.")
+    first = next(TinyStories(TOKENIZER, seq_l=8, data=str(path)))
+    path.write_text("One six.")
+    assert not torch.equal(next(TinyStories(TOKENIZER, seq_l=8, data=str(path))), first)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "stories.jsonl", STORIES))
+    loader = TinyStories(TOKENIZER, 1, 16, data=str(path))
+    next(loader)
+    write(path, STORIES[::-1])
+    with pytest.raises(InputError, match=r"^data .*stories.jsonl: changed while it was read; start the run again$"):
+        list(islice(loader, 50))
