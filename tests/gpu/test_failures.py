@@ -4,10 +4,13 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.gpu_runs import DEADLINE, NCCL, PATIENCE, TRAINING, command, needs
+from support.gpu_runs import DEADLINE, NCCL, PATIENCE, TRAINING, command
 from support.processes import children, environment, finish, process_of, run, start, steps_taken, wait_for
+
+from distlab.machine.devices import SHARE_GPUS
 
 
 def test_a_loss_that_is_not_finite_names_its_cause(tmp_path: Path) -> None:
@@ -25,11 +28,13 @@ def test_a_loss_that_is_not_finite_names_its_cause(tmp_path: Path) -> None:
     "line",
     [
         "hybrid --dp 2 --pp 2 --batch-size 3 --backend gloo",
-        pytest.param(f"pp-dapple --world-size 2 --batch-size 6 --backend {NCCL}", marks=needs(2)),
+        f"pp-dapple --world-size 2 --batch-size 6 --backend {NCCL}",
     ],
 )
 def test_a_killed_rank_is_named_and_leaves_no_orphans(line: str, tmp_path: Path) -> None:
-    launcher = start(*command(f"{line} --data sample --seq-len 64 --steps 1000000", "--out", tmp_path))
+    endless = command(f"{line} --data sample --seq-len 64 --steps 1000000", "--out", tmp_path)
+    sharing: dict[str, Any] = {SHARE_GPUS: "1"}
+    launcher = start(*endless, **sharing)
     try:
         assert wait_for(lambda: steps_taken(tmp_path) > 3, DEADLINE), "training began"
         ranks = children(launcher.pid)

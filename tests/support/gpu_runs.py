@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from distlab.checkpoints.models import read_model
+from distlab.machine.devices import SHARE_GPUS
 from support.chapters import State, initial_weights
 from support.processes import Ended, run
 
@@ -85,7 +86,8 @@ def launch(line: str, out: Path, *flags: str | Path, device: str = DEVICE) -> GP
     Raises:
         AssertionError: it failed, did not end by the deadline, or used another device or backend than it should have.
     """
-    ended = run(*command(line, "--out", out, *flags, device=device), deadline=DEADLINE)
+    sharing: dict[str, Any] = {SHARE_GPUS: "1"}  # ranks of --backend nccl share GPUs if there are too few
+    ended = run(*command(line, "--out", out, *flags, device=device), deadline=DEADLINE, **sharing)
     assert ended.status == 0, f"{line}:\n{ended.out}\n{ended.err}"
     assert "Traceback" not in ended.err, ended.err
     where = re.search(r"^# \w+: (?:one process|(\d+) ranks? over (\w+)) on (\w+)", ended.out, re.MULTILINE)
@@ -93,7 +95,8 @@ def launch(line: str, out: Path, *flags: str | Path, device: str = DEVICE) -> GP
     assert where[3] == device
     if where[1]:
         asks_for_gloo = "--backend gloo" in line or "--all-reduce" in line  # by hand, the lab averages over gloo alone
-        by_nccl = device == "cuda" and int(where[1]) <= GPUS and not asks_for_gloo
+        has_a_gpu_each = int(where[1]) <= GPUS and not asks_for_gloo
+        by_nccl = device == "cuda" and (has_a_gpu_each or "--backend nccl" in line)
         assert where[2] == ("nccl" if by_nccl else "gloo")
     return GPURun(out, ended)
 

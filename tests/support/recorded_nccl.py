@@ -5,6 +5,7 @@ process groups give to NCCL is recorded and goes nowhere; as NCCL, the stand-in 
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from distlab.comm.context import Context, context_of
 from distlab.comm.group import LabGroup
 from distlab.machine.devices import Place
 from distlab.machine.torch_patches import group_of_one, without_compiler
+from distlab.pipeline.actions import KINDS, Action
 from distlab.run.run import Run
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
@@ -30,7 +32,7 @@ PlainSGD = without_compiler(torch.optim.SGD)  # the lab's optimizers are fused, 
 
 
 class Call(NamedTuple):
-    """Something that a rank did: a collective or message, a "wait" for one, a "forward" pass, a "read" of a result."""
+    """Something that a rank did: a collective or message, a "wait" for one, a "load" of kernels, a "read"."""
 
     what: str
     ranks: tuple[int, ...] = ()  # that take part in the collective, or the two of the message
@@ -40,7 +42,7 @@ class Call(NamedTuple):
     @property
     def is_begun(self) -> bool:
         """Whether it is the collective or message itself."""
-        return self.what not in ("wait", "forward", "read")
+        return self.what not in ("wait", "load", "read")
 
 
 class Event:
@@ -113,6 +115,8 @@ class RecordedNCCL:
         self._groups = self._begun = 0
         self._ranks: tuple[int, ...] = ()  # of the group that is being made
         self.is_first_step = True
+        self._in_action = False
+        self._loaded: set[tuple[type[Action], int]] = set()  # kinds of actions that have run, and their stages
 
     def begin(self, what: str, ranks: tuple[int, ...], group: int) -> Work:
         call = Call(what, ranks, group, self._begun)
@@ -122,8 +126,23 @@ class RecordedNCCL:
 
     def note(self, module: nn.Module) -> None:
         """Record a forward pass of a part of the lab's Llama, up to the end of the first step."""
-        if isinstance(module, LLamaPart) and self.is_first_step:
-            self.calls.append(Call("forward"))
+        if isinstance(module, LLamaPart) and self.is_first_step and not self._in_action:
+            self.calls.append(Call("load"))
+
+    def noting_loads(self, run: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+        """The `run` of a kind of action, whose kernels are loaded when it first runs on a stage."""
+
+        def noted(action: Action, *given: Any) -> dict[str, Tensor]:
+            if (kind := (type(action), action.stage)) not in self._loaded:
+                self._loaded.add(kind)
+                self.calls.append(Call("load"))
+            self._in_action = True
+            try:
+                return run(action, *given)
+            finally:
+                self._in_action = False
+
+        return noted
 
     def noting_ranks(self, init: Callable[..., None]) -> Callable[..., None]:
         """A group's `__init__`."""
@@ -156,6 +175,14 @@ def zeros(read: Callable[[Tensor], Any], calls: list[Call]) -> Callable[[Tensor]
     return recorded
 
 
+def store_with_accounts(size: int) -> dist.HashStore:
+    """Return a store with the bytes that each rank has sent, for which rank 0 waits at the end of a run."""
+    store = dist.HashStore()
+    for rank in range(size):
+        store.set(f"account/{rank}", json.dumps({"rank": rank}))
+    return store
+
+
 @contextlib.contextmanager
 def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
     """Have this process, which must end after it, be a rank of a run over NCCL."""
@@ -168,6 +195,8 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("torch.distributed.ProcessGroupNCCL", nccl)
         patch("distlab.comm.group.LabGroup.__init__", nccl.noting_ranks(LabGroup.__init__))
         patch("distlab.comm.group.LabGroup._register_backend", register)
+        for kind in KINDS.values():
+            patched.enter_context(mock.patch.object(kind, "run", nccl.noting_loads(kind.run)))
         patch("torch.allclose", lambda *_, **__: True)
         patch("torch.cuda.Event", Event)
         patch("torch.cuda.set_device", lambda _: None)
@@ -179,7 +208,7 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("distlab.machine.devices.pick_device_type", lambda _: "cuda")
         patch("distlab.machine.network.own_place", lambda *_: None)
         patch("distlab.machine.devices.pick_device", lambda *_: GPU)
-        patch("distlab.rendezvous.ranks.open_store", lambda *_: dist.HashStore())
+        patch("distlab.rendezvous.ranks.open_store", lambda *_: store_with_accounts(size))
         patch("distlab.rendezvous.ranks.agree", lambda store, rank, size, place, same, decide, *_: decide())
         patch("distlab.run.starting.Claim", mock.Mock())  # each rank decides alone, about one folder
         patch("distlab.rendezvous.ranks.read_places", lambda *_: [Place("here", (f"GPU-{r}",)) for r in range(size)])

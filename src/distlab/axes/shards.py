@@ -23,6 +23,10 @@ class ReplicaShards(nn.Module, ABC):
         """Wait for the weights that `gather_weights` has started to gather."""
 
     @abstractmethod
+    def release_weights(self) -> None:
+        """Free the weights that a pass without gradients has left whole, where replicas hold only shards of them."""
+
+    @abstractmethod
     def flat_weights(self) -> list[Tensor]:
         """Return the memory in which weights are gathered."""
 

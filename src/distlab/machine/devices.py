@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from distlab.machine.threads import asked_threads, cores
-from simplellm.errors import require
+from simplellm.errors import InputError, require
+
+SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable; with 1, ranks may share a GPU over NCCL
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,20 @@ def _gpu_of(places: Sequence[Place], rank: int) -> int:
     return local_ranks(places, rank).index(rank) % len(places[rank].gpus)
 
 
+def ranks_on_one_gpu(places: Sequence[Place]) -> list[int]:
+    """Return the first ranks that use the same GPU; [] if each has its own."""
+    users: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        users.setdefault(place.gpus[_gpu_of(places, rank)], []).append(rank)
+    return next((ranks for ranks in users.values() if len(ranks) > 1), [])
+
+
 def pick_backend(name: str, places: Sequence[Place]) -> str:
     """Return the backend for a value of `--backend`; `auto` is NCCL when every rank has its own GPU, else gloo.
 
     Raises:
-        InputError: NCCL was requested but cannot work, for example with two ranks on one GPU; or only some of the ranks
-            see a GPU.
+        InputError: NCCL was requested but cannot work, for example with two ranks on one GPU that are not meant to
+            share it; or only some of the ranks see a GPU.
     """
     other = next((rank for rank, place in enumerate(places) if bool(place.gpus) != bool(places[0].gpus)), 0)
     kinds = ["cuda" if places[rank].gpus else "cpu" for rank in (0, other)]
@@ -73,13 +83,21 @@ def pick_backend(name: str, places: Sequence[Place]) -> str:
         on_cpu = "--backend nccl: NCCL moves CUDA tensors only and this run computes on the CPU; use gloo"
         require(name != "nccl", on_cpu)
         return "gloo"
-    users: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        users.setdefault(place.gpus[_gpu_of(places, rank)], []).append(rank)
-    shared = next((ranks for ranks in users.values() if len(ranks) > 1), None)
-    who = "" if shared is None else f"ranks {shared[0]} and {shared[1]} share a GPU of {places[shared[0]].host}"
-    require(shared is None or name != "nccl", f"--backend nccl: {who}, which NCCL refuses; use --backend gloo")
+    shared = ranks_on_one_gpu(places)
+    if shared and name == "nccl" and os.environ.get(SHARE_GPUS) != "1":
+        who = f"ranks {shared[0]} and {shared[1]} share a GPU of {places[shared[0]].host}"
+        raise InputError(f"--backend nccl: {who}, which NCCL refuses; use --backend gloo, or set {SHARE_GPUS}=1")
     return name if name != "auto" else "gloo" if shared else "nccl"
+
+
+def let_ranks_share_gpus(rank: int) -> None:
+    """Make NCCL take each rank for a host of its own, which it reaches through sockets.
+
+    NCCL refuses two ranks of one host on one GPU; from version 2.30 on, `SHARE_GPUS` changes that. A name of a host for
+    each rank works with earlier versions too, but not over InfiniBand.
+    """
+    os.environ.setdefault("NCCL_HOSTID", f"lab-rank-{rank}")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
 
 
 def check_transport(name: str, places: Sequence[Place]) -> None:

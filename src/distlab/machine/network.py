@@ -43,10 +43,10 @@ def patient_threads() -> Iterator[None]:
 
 
 def keep_to_loopback() -> None:
-    """Make gloo listen only on the loopback interface, whatever this host's name resolves to."""
+    """Make gloo and NCCL listen only on the loopback interface, whatever this host's name resolves to."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+        _keep_to(names[0])
 
 
 def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
@@ -59,8 +59,12 @@ def keep_to_interface(master_addr: str, on_one_host: bool) -> None:
     if address is not None and ipaddress.ip_address(address).is_loopback:
         keep_to_loopback()
     elif address is not None and (name := interface_of(address)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one; a bare name is a prefix
+        _keep_to(name)
+
+
+def _keep_to(interface: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one; a bare name is a prefix
 
 
 def own_address(towards: str) -> str | None:

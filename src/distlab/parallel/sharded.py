@@ -131,6 +131,10 @@ class ShardedDP(ReplicaShards):
         for unit in self._units:
             unit.arrive()
 
+    def release_weights(self) -> None:
+        for unit in self._units:
+            unit.release()
+
     def whole_parameters(self) -> dict[str, Tensor]:
         """Return copies of the weights by name, whole on every rank; all replicas must call it."""
         whole: dict[Tensor, Tensor] = {p: p.detach() for p in self.model.parameters()}

@@ -1,7 +1,7 @@
 """A micro-batch on a stage, with the tensors that its actions keep for each other."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from distlab.axes.shards import ReplicaShards
 from distlab.machine.saved_activations import SavedActivations
 from simplellm.attention import SequencePart
 from simplellm.autograd import Observer, backward, observers
@@ -56,19 +57,38 @@ class Stage:
         """Count a tensor for as long as the returned object exists."""
         return [observer.keep(tensor) for observer in self.observers()]
 
-    def rehearse(self, ids: Tensor, x: Tensor, part: Part | None = None) -> None:
-        """Run a forward and a backward pass that leave no trace: no gradients, and the random state is restored.
+    @contextlib.contextmanager
+    def rehearsed(self) -> Iterator["Stage"]:
+        """Yield this stage with stand-ins for its parameters, of the same values, so that actions leave no trace.
+
+        The stand-ins have no hooks, and their gradients are forgotten. Random states are restored.
+        """
+        places = [(m, name, p) for m in self.net.modules() for name, p in m.named_parameters(recurse=False)]
+        stand_ins = {p: nn.Parameter(p.detach(), p.requires_grad) for _, _, p in places}
+        with torch.random.fork_rng({p.device for p in stand_ins if p.is_cuda}):
+            try:
+                for module, name, parameter in places:
+                    setattr(module, name, stand_ins[parameter])
+                yield Stage(self.net, self.loss, None)
+            finally:
+                for module, name, parameter in places:
+                    setattr(module, name, parameter)
+
+    def rehearse_sharded(self, ids: Tensor, x: Tensor, part: Part | None) -> None:
+        """Run a forward and a backward pass that leave no trace, of a stage whose replicas hold shards of the weights.
 
         Args:
             ids: token ids (batch, seq), the targets on the last stage.
             x: the stage's input.
             part: as of `MicroBatch`.
         """
+        assert isinstance(self.net, ReplicaShards)
         with torch.random.fork_rng({p.device for p in self.net.parameters() if p.is_cuda}):
             y = self.output(x, ids, part, share=1.0)
             inputs = [tensor for tensor in (x, *self.net.parameters()) if tensor.requires_grad]
             if inputs:  # not `backward`, which would trigger the hooks that collect gradients
                 torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)
+        self.net.release_weights()
 
 
 class MicroBatch:

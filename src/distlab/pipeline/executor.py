@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
+from distlab.axes.shards import ReplicaShards
 from distlab.comm.context import context_of
 from distlab.comm.names import CONTROL, counted_as
 from distlab.comm.recorder import COMPUTE
 from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.actions import Action, ActionCosts, Programs, stages_of
-from distlab.pipeline.activations import Loss, PartOf, Stage
+from distlab.pipeline.activations import Loss, MicroBatch, PartOf, Stage
 from distlab.pipeline.flow import Flow
 from distlab.pipeline.links import Links
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
@@ -163,16 +164,35 @@ class Pipeline:
             self._recorder.keeps(self.kept.now_bytes)
 
     def _warm_up(self, ids: Tensor) -> None:
-        """Over NCCL, before the first receive is posted, run a forward and a backward pass of each stage on zeros.
+        """Over NCCL, before the first message, run the actions of a micro-batch on each stage, on zeros.
 
         CUDA loads a kernel at its first use ("lazy loading" in NVIDIA's CUDA C++ Programming Guide), and may wait until
-        the GPU is idle to do so. If a receive were already posted, the GPU would stay busy until its message arrived,
-        and the sender may need a result of this rank before it can send: a deadlock. Some kernels, such as those of the
-        optimizer, are still loaded during the first step, so no receive is posted ahead in that step either.
+        the GPU is idle to do so. While a message is on its way the GPU is busy, and the message's other end may need a
+        result of this rank first: a deadlock. So every kind of action runs twice, as the second time adds to gradients.
         """
         part = self._part_of(ids) if self._part_of else None
         ids = ids if part is None else part.ids
         with counted_as(CONTROL):  # of tensor-parallel layers
             for index, stage in self._stages.items():
-                zeros = torch.zeros(*ids.shape, self.width, device=ids.device, requires_grad=True)
-                stage.rehearse(ids, ids if index == 0 else zeros, part)
+                if isinstance(stage.net, ReplicaShards) and stage.net.shard == "weights":
+                    x = torch.zeros(*ids.shape, self.width, device=ids.device, requires_grad=True)
+                    stage.rehearse_sharded(ids, x if index else ids, part)
+                    continue
+                with stage.rehearsed() as rehearsed:
+                    for actions in 2 * self._kinds_of_passes(index):
+                        self._rehearse(actions, MicroBatch(rehearsed, ids, part=part))
+
+    def _kinds_of_passes(self, stage: int) -> list[list[Action]]:
+        """Return the actions on a stage for one of the micro-batches that have the same kinds of actions, for each."""
+        passes: dict[int, list[Action]] = {}
+        for action in self.program:
+            if action.stage == stage:
+                passes.setdefault(action.micro_batch, []).append(action)
+        return [*{tuple(map(type, actions)): actions for actions in passes.values()}.values()]
+
+    def _rehearse(self, actions: Sequence[Action], here: MicroBatch) -> None:
+        for action in actions:
+            action.prepare(here)
+        for action in actions:
+            needed = [result for result in action.needs(len(self.owners)) if result.stage != action.stage]
+            action.run(here, *(torch.zeros(*here.ids.shape, self.width, device=here.ids.device) for _ in needed))

@@ -60,6 +60,8 @@ def join(settings: RunSettings, script: Path) -> Joined:
     set_up(grid, places, settings)
     is_on_one_host = len(devices.local_ranks(places, rank)) == size
     network.keep_to_interface(address, on_one_host=by_torchrun and is_on_one_host)
+    if decided["backend"] == "nccl" and devices.ranks_on_one_gpu(places):
+        devices.let_ranks_share_gpus(rank)
     context = connect(settings, grid, places, store, decided["backend"])
     if context.is_over_nccl:
         context.waits.watch(_end)

@@ -12,6 +12,8 @@ from support.recorded_nccl import Call, run_alone
 from distlab.pipeline.executor import Pipeline
 
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
+SEVERAL_STAGES = "interleaved", "zb-v", "dualpipe-v"  # schedules whose workers hold several stages
+DEEPER = f"{LLAMA} --n-layers 6 --batch-size 4 --micro-batches 4"
 SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"
 PIPELINES = {
     "2 stages": (2, SCHEDULES, f"{LLAMA} --world-size 2 --batch-size 3"),
@@ -20,6 +22,11 @@ PIPELINES = {
     "naive": (2, "PP/1F1B/intro_PP_1F1B.py", f"{LLAMA} --world-size 2"),
     "plain dapple": (3, PLAIN, f"{LLAMA} --world-size 3 --batch-size 4 --micro-batches 4"),
     "plain gpipe": (3, PLAIN, f"{LLAMA} --world-size 3 --batch-size 3 --schedule gpipe"),
+    **{
+        name: (2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule {name}")
+        for name in ("interleaved", "zb-v", "dualpipe-v")
+    },
+    "2 replicas, interleaved": (4, "hybrid/intro_hybrid.py", f"{DEEPER} --dp 2 --pp 2 --schedule interleaved"),
     "2 replicas of 2 stages": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 2 --pp 2 --batch-size 3"),
     "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),
 }
@@ -59,11 +66,11 @@ def test_nccl_gets_only_tensors_of_the_gpu_and_all_ranks_end(
 @pytest.mark.parametrize(
     "case", sorted({*PIPELINES} - {"naive", "plain dapple", "plain gpipe"})
 )  # these post nothing ahead
-def test_communicators_are_set_up_before_the_first_forward_pass(
+def test_communicators_are_set_up_before_the_first_kernel_is_loaded(
     case: str, recorded: Callable[[str], list[list[Call]]]
 ) -> None:
     for own in recorded(case):
-        first = next(index for index, call in enumerate(own) if call.what == "forward")
+        first = next(index for index, call in enumerate(own) if call.what == "load")
         assert {*map(communicator, own)} - {*map(communicator, own[:first])} == set()
 
 
@@ -87,9 +94,10 @@ def test_deadlocks_are_found(flags: str, ranks: list[int], tmp_path: Path) -> No
 def stuck(calls: list[list[Call]]) -> list[int]:
     """The ranks that do not come to their end, by the rules of CUDA and NCCL.
 
-    A rank's thread waits in three places. A forward pass of the first step loads a kernel, which waits until all that
-    the rank has begun is done. The first use of a communicator sets it up: so does that, and then it waits until the
-    communicator's other ranks have come to it. To read a result is to wait for all that the rank has waited for on its
+    A rank's thread waits in three places. To load a kernel is to wait until all that the rank has begun is done: in the
+    first run of a kind of action on a stage, and, in scripts without actions, in the forward passes of the first step.
+    The first use of a communicator sets it up: so does that, and then it waits until the communicator's other ranks
+    have come to it. To read a result is to wait for all that the rank has waited for on its
     stream. The rest is up to the GPU: a collective or message starts when all that the rank has waited for before is
     done, and what it has begun before on the same communicator; it is done when it has started on all its ranks.
     """
@@ -127,7 +135,7 @@ def may_make(
 ) -> bool:
     """Whether a rank's thread gets through its next call."""
     call, before = own[place], own[:place]
-    if call.what == "forward":
+    if call.what == "load":
         return begun_by(rank, before) <= done
     if call.what == "read":
         return {(rank, wait.number) for wait in before if wait.what == "wait"} <= done

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.machine.saved_activations import SavedActivations
-from distlab.pipeline.activations import Stage
+from distlab.pipeline.actions import Backward, Forward
+from distlab.pipeline.activations import MicroBatch, Stage
 from simplellm.llama import CausalLLama, LLama
 
 pytestmark = pytest.mark.quick
@@ -95,13 +96,17 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     collected: list[Tensor] = []
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(collected.append)
-    stage, x = Stage(net, lambda y, _: y.mean(), None), torch.ones(2, 3, 4, requires_grad=True)
+    parameters, x = [*net.parameters()], torch.ones(2, 3, 4)
     state = torch.get_rng_state()
-    stage.rehearse(torch.zeros(2, 3, dtype=torch.int64), x)
+    with Stage(net, lambda y, _: y.mean(), None).rehearsed() as rehearsed:
+        here = MicroBatch(rehearsed, torch.zeros(2, 3, dtype=torch.int64))
+        for action in (Forward(1, 0), Backward(1, 0)):
+            action.run(here, *[x] * isinstance(action, Forward))
+        assert all(p.grad is not None and p.grad.any() for p in net.parameters()), "it computes gradients"
     assert torch.equal(torch.get_rng_state(), state)
     assert collected == []
-    assert x.grad is None
-    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(p is q for p, q in zip(net.parameters(), parameters, strict=True))
+    assert all(parameter.grad is None for parameter in parameters)
 
 
 def test_mixed_precision_keeps_no_copies_of_weights() -> None:
