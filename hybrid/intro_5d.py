@@ -86,7 +86,16 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
     cores, run_on = run.shared_cores, args.run_on
     pipeline = Pipeline(
-        sharded or nets, programs, run.grid, loss, args.dmodel, cores=cores, costs=costs, part_of=part_of, run_on=run_on
+        sharded or nets,
+        programs,
+        run.grid,
+        loss,
+        args.dmodel,
+        cores=cores,
+        costs=costs,
+        part_of=part_of,
+        run_on=run_on,
+        message_dtype=run.dtype,
     )
     outer: OuterOptimizer | None = None
     if args.outer == "diloco":

@@ -39,8 +39,9 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     if args.schedule == "auto":  # the order depends on what the passes take here
         programs = find_schedule(run, nets, loss)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
+    cores, run_on = run.shared_cores, args.run_on
     pipeline = Pipeline(
-        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, run_on=args.run_on
+        nets, programs, run.grid, loss, args.dmodel, cores=cores, costs=costs, run_on=run_on, message_dtype=run.dtype
     )
     run.track(nets, optimizer, owners=pipeline.owners)
 

@@ -44,6 +44,8 @@ class Pipeline:
             the last step.
         pipelines: number of replicas whose workers follow these programs together, as those of `rerouting` do; every
             rank then runs the program with its own number, and several may hold a stage.
+        message_dtype: activations and their gradients have it on the way to another rank: in bfloat16 they are half as
+            large, and rounded. Between the stages of one rank they stay float32.
 
     Raises:
         InputError: the schedule cannot run at all (`ScheduleError`), or not with these stages or on this rank.
@@ -62,12 +64,13 @@ class Pipeline:
         part_of: PartOf | None = None,
         run_on: bool = False,
         pipelines: int = 1,
+        message_dtype: torch.dtype = torch.float32,
     ) -> None:
         context, workers = context_of(), grid.axis("pp") if pipelines == 1 else grid.axis(*grid.layout)
         self._pipelines = pipelines
         self._recorder, self._worker, self._workers = context.recorder, workers.rank, workers.size
         self.width, self._cores, self._costs, self._run_on = width, cores, costs, run_on
-        self._part_of = part_of
+        self._part_of, self._message_dtype = part_of, message_dtype
         self.links = Links(workers.ranks, workers.rank, pipelines)
         self._is_cold = context.is_over_nccl  # until the first step is complete
         plan = self._checked(programs)
@@ -119,7 +122,7 @@ class Pipeline:
         require(len(micro_batches) == planned, f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
         if self._is_cold:
             self._warm_up(micro_batches[0])
-        inputs = micro_batches, self._part_of, self.width
+        inputs = micro_batches, self._part_of, self.width, self._message_dtype
         flow = Flow(
             self._stages, self.links, self.program, *inputs, posts_ahead=not self._is_cold, pipelines=self._pipelines
         )

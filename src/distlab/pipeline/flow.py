@@ -22,6 +22,7 @@ class Flow:
         micro_batches: token ids, each (batch, seq).
         part_of: the part of them that this rank sees, if that is not all.
         width: width of the activations between stages: (batch, seq, `width`).
+        message_dtype: of activations and their gradients on the way to another rank.
         posts_ahead: post receives before they are needed, where there is no queue.
         pipelines: among which the micro-batches are divided.
     """
@@ -34,6 +35,7 @@ class Flow:
         micro_batches: Sequence[Tensor],
         part_of: PartOf | None,
         width: int,
+        message_dtype: torch.dtype,
         posts_ahead: bool,
         pipelines: int = 1,
     ) -> None:
@@ -47,7 +49,8 @@ class Flow:
             for k, given in enumerate(zip(own, shares, parts, strict=True))
         }
         self._links, self._micro_batches, self._width, self._posts_ahead = links, own, width, posts_ahead
-        links.make_room(max(ids.numel() for ids in own) * width, torch.empty(0, device=own[0].device))
+        self._like = torch.empty(0, dtype=message_dtype, device=own[0].device)
+        links.make_room(max(ids.numel() for ids in own) * width, self._like)
         self._here: dict[Result, Tensor] = {}  # results that another stage of this worker needs
         self._posted: dict[Result, tuple[Tensor, dist.Work]] = {}  # receives
         self._sent: dict[Result, dist.Work] = {}
@@ -74,14 +77,14 @@ class Flow:
         for arrived in self._links.confirmed[result]:
             if arrived in self._sent:  # until it has been waited for, its tensor is kept
                 self._sent.pop(arrived).wait()
-        return tensor
+        return tensor.float()
 
     def give(self, result: Result, tensor: Tensor) -> None:
         """Pass a result to the stage that needs it."""
         way = self._links.ways.get(result)
         if way is None:
             self._here[result] = tensor
-        elif (work := way.send(result, tensor)) is not None:
+        elif (work := way.send(result, tensor.to(self._like.dtype))) is not None:
             self._sent[result] = work
 
     def end(self, run_on: bool) -> list[Tensor]:
@@ -98,5 +101,5 @@ class Flow:
         result = next(self._expected[way], None)
         if result is not None:
             ids = self._micro_batches[result.micro_batch]
-            tensor = torch.empty(*ids.shape, self._width, device=ids.device)
+            tensor = self._like.new_empty(*ids.shape, self._width)
             self._posted[result] = tensor, way.receive(result, tensor)

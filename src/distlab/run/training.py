@@ -45,12 +45,18 @@ class TrainingRun(Run[TrainSettingsT]):
     _step: int  # the current one
     _batch: Tensor  # its token ids
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type in which the run computes, and in which stages exchange activations."""
+        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        return dtype
+
     def model_options(self) -> dict[str, Any]:
         """Return keyword arguments for the models of `simplellm.llama`, from the flags or the checkpoint."""
         args = self.settings
         names = "n_layers", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "seed"
         options: dict[str, Any] = {name: getattr(args, name) for name in names}
-        options |= {"ctx_size": args.seq_len, "device": self.device, "dtype": getattr(torch, args.dtype)}
+        options |= {"ctx_size": args.seq_len, "device": self.device, "dtype": self.dtype}
         options["recompute"] = args.recompute
         if args.document_mask:
             options["document_end"] = SPTokenizer(args.tokenizer).eos_id
@@ -174,7 +180,8 @@ class TrainingRun(Run[TrainSettingsT]):
             self.records.values["lr"] = lr = args.learning_rate(step)
             for group in self._optimizer.param_groups if self._optimizer else ():
                 group["lr"] = lr
-            self._step, self._batch = step, batch.to(self.device, non_blocking=True)
+            pinned = batch.pin_memory() if self.device.type == "cuda" else batch  # so that the copy is asynchronous
+            self._step, self._batch = step, pinned.to(self.device, non_blocking=True)
             is_counted = self.memory is not None and step == self.first_step  # all steps save the same activations
             with contextlib.ExitStack() as contexts:
                 if self.memory and is_counted:

@@ -14,12 +14,12 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, Transport, context_of
 from distlab.comm.group import LabGroup
 from distlab.comm.pending import Pending
 from distlab.comm.transports.queues import FREE
 from distlab.comm.transports.signals import Channel
-from distlab.pipeline.actions import stages_of
+from distlab.pipeline.actions import ACTIVATIONS, GRADIENTS, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.links import channels
 from distlab.pipeline.plan import simulate
@@ -64,6 +64,31 @@ def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
         sends = CountedSends(monkeypatch)
         pipeline.step(batch(0, rows=12).chunk(12))
         return sends.total, sends.peak, sends.now
+
+
+def losses_and_gradients(rank: int, port: int, transport: Transport, dtype: torch.dtype) -> tuple[float, Any, int]:
+    """The loss of a step, this rank's gradients, and the bytes that it has sent to other stages."""
+    with process_group(rank, 3, port, options=Options(transport=transport)):
+        net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
+        programs = all_stages("zb-h1", 3, 6)
+        pipeline = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH, message_dtype=dtype)
+        losses = pipeline.step(batch(0, rows=6).chunk(6))
+        sent = context_of().ledger.sent_bytes
+        sent_bytes = sent[ACTIVATIONS] + sent[GRADIENTS]
+        return sum(loss.item() for loss in losses), {name: grad_of(p) for name, p in net.named_parameters()}, sent_bytes
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_messages_in_bfloat16_are_half_as_large_and_the_gradients_nearly_the_same(transport: Transport) -> None:
+    whole, half = (
+        run_ranks(3, losses_and_gradients, free_port(), transport, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert half[2][0] == pytest.approx(whole[2][0], rel=2e-3)
+    assert half[2][0] != whole[2][0], "they were rounded"
+    for (_, wanted, whole_bytes), (_, own, half_bytes) in zip(whole, half, strict=True):
+        assert 2 * half_bytes == whole_bytes > 0
+        for name, grad in wanted.items():
+            assert (own[name] - grad).norm() < 0.02 * grad.norm(), name
 
 
 def test_messages_are_let_go_as_soon_as_they_are_known_to_have_arrived() -> None:
