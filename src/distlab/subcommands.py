@@ -16,6 +16,7 @@ SUBCOMMANDS = {
         "exercise": ("distlab_exercises.commands:exercise", "List the exercises, or write one: exercise NAME"),
         "hint": ("distlab_exercises.commands:hint", "A hint on an exercise, by default the first: hint NAME [NUMBER]"),
         "check": ("distlab_exercises.commands:check", "Compare a solved exercise with one process: check FILE"),
+        "find": ("distlab_exercises.finding:find", "Check the fault that you have found in the museum: find FOLDER"),
         "grade": ("distlab_exercises.commands:grade", "Check the exercises of all students of a course: grade FOLDER"),
     },
     "before a run": {

@@ -5,7 +5,7 @@
 a file, and `grading` the files of a course: `loading` imports it, and `ranks` forks its ranks, which raise mistakes
 (`verdict`). `training` tries a script, `comparison` compares it with one process, and `shares` names the mistake behind
 a wrong gradient. `schedules`, `collectives`, `programs`, `layers`, `classifier`, `checkpoints` and `over_mpi` try
-functions.
+functions. `exhibits` lists the museum's scripts, `finding` has `find`, and `museum` tries a mended one.
 
 May import `distlab`, but not `distlab_planner`, and no script of a chapter.
 """

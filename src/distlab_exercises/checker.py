@@ -13,8 +13,10 @@ from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.checkpoints import try_checkpoint
 from distlab_exercises.classifier import try_classifier
 from distlab_exercises.collectives import try_collective
+from distlab_exercises.exhibits import Exhibit
 from distlab_exercises.experts import RANKS, try_norm, try_passage, try_permutation, try_scale
 from distlab_exercises.layers import try_conjugate, try_layer
+from distlab_exercises.museum import try_exhibit
 from distlab_exercises.over_mpi import try_function, try_method
 from distlab_exercises.programs import try_case, try_product
 from distlab_exercises.ranks import Patience, RankWork, Submission, raise_trouble
@@ -45,7 +47,7 @@ FUNCTIONS: dict[str, tuple[int, RankWork, str]] = {
 SECONDS_AFTER_A_DEADLOCK = 3.0  # for ranks to stand still, or compute, after a deadlock of another function
 
 
-def prepare(exercises: Iterable[Exercise] = EXERCISES.values()) -> None:
+def prepare(exercises: Iterable[Exercise | Exhibit] = EXERCISES.values()) -> None:
     """Do the common work of all forked ranks once: import the modules that ranks import, read the generator's stories.
 
     This process computes with one thread, as forks inherit no others.
@@ -84,6 +86,13 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
                 most = SECONDS_AFTER_A_DEADLOCK
                 patience = replace(patience, still=min(patience.still, most), work=min(patience.work, most))
             yield verdict
+
+
+def verdict_of(exhibit: Exhibit, script: Path, patience: Patience | None = None) -> Verdict:
+    """Return the verdict on a mended exhibit."""
+    with tempfile.TemporaryDirectory(prefix="lab-find-") as name:
+        submission = Submission(script.resolve(), Path(name), patience or Patience())
+        return _judge(Verdict(f"train: {exhibit.trial}"), try_exhibit, submission, exhibit)
 
 
 def _judge(verdict: Verdict, trial: Callable[..., None], submission: Submission, *args: object) -> Verdict:

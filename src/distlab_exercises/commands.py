@@ -16,6 +16,7 @@ from distlab.run.commands import LAUNCHER
 from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.skeleton import write_out
 from distlab_exercises.submissions import exercise_of, handed_in, name_of, read, shown, taken_from_the_lab
+from distlab_exercises.verdict import Verdict
 from simplellm.errors import InputError, require
 
 MY = Path("my")  # which git ignores
@@ -24,7 +25,7 @@ NOTHING = f"has no file of an exercise; {LAUNCHER} exercise writes them"
 
 def exercise(args: Sequence[str], prog: str) -> int:
     """List the exercises, or write the file of one."""
-    parser = _parser(prog, "Lists the exercises, or writes the file of one.")
+    parser = parser_of(prog, "Lists the exercises, or writes the file of one.")
     parser.add_argument("name", nargs="?", help="exercise to write; none lists them all")
     parser.add_argument("folder", nargs="?", type=Path, help="folder for its file (default: my/NAME)")
     given = parser.parse_args(args)
@@ -65,7 +66,7 @@ def _list_by_chapter(prog: str) -> None:
 
 def hint(args: Sequence[str], prog: str) -> int:
     """Print one hint of an exercise."""
-    parser = _parser(prog, "Prints a hint on an exercise, from a nudge to nearly the solution.")
+    parser = parser_of(prog, "Prints a hint on an exercise, from a nudge to nearly the solution.")
     parser.add_argument("name", help="exercise")
     parser.add_argument("number", nargs="?", type=int, default=1, help="which hint (default: the first)")
     given = parser.parse_args(args)
@@ -79,7 +80,7 @@ def hint(args: Sequence[str], prog: str) -> int:
 
 def check(args: Sequence[str], prog: str) -> int:
     """Check files; the exit status is 0 if all pass, 1 if one does not."""
-    parser = _parser(prog, "Compares solved exercises with one process. The file runs as a program of yours.")
+    parser = parser_of(prog, "Compares solved exercises with one process. The file runs as a program of yours.")
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="file of an exercise, or folder of such files"
     )
@@ -101,7 +102,6 @@ def check(args: Sequence[str], prog: str) -> int:
 
 
 def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
-    from distlab.run.logs import human_bytes
     from distlab_exercises.checker import check
 
     started = time.monotonic()
@@ -110,18 +110,8 @@ def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
         print(f"# {path}: {wanted.name}, {wanted.title}", flush=True)
     for verdict in check(wanted, path):
         verdicts.append(verdict)
-        if as_json:
-            continue
-        print(f"{'right' if verdict.passed else 'WRONG'}  {verdict.trial}  ({verdict.seconds:.1f} s)")
-        for sentence in verdict.sentences:
-            print(textwrap.indent(sentence, "       "))
-        for what, (sent, needed) in verdict.sent.items():
-            bytes_of_all = f"{human_bytes(sent)} in a step over a network, of all ranks"
-            print(f"       {what}: {bytes_of_all}; {human_bytes(needed)} are needed")
-        for remark in verdict.remarks:
-            print(f"       remark: {remark}")
-        for line in verdict.printed:
-            print(f"       | {line}")
+        if not as_json:
+            show(verdict)
     passed, seconds = all(verdict.passed for verdict in verdicts), round(time.monotonic() - started, 2)
     imports = taken_from_the_lab(wanted, path)
     if as_json:
@@ -138,10 +128,26 @@ def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
     return passed
 
 
+def show(verdict: Verdict) -> None:
+    """Print the result of a trial."""
+    from distlab.run.logs import human_bytes
+
+    print(f"{'right' if verdict.passed else 'WRONG'}  {verdict.trial}  ({verdict.seconds:.1f} s)")
+    for sentence in verdict.sentences:
+        print(textwrap.indent(sentence, "       "))
+    for what, (sent, needed) in verdict.sent.items():
+        bytes_of_all = f"{human_bytes(sent)} in a step over a network, of all ranks"
+        print(f"       {what}: {bytes_of_all}; {human_bytes(needed)} are needed")
+    for remark in verdict.remarks:
+        print(f"       remark: {remark}")
+    for line in verdict.printed:
+        print(f"       | {line}")
+
+
 def grade(args: Sequence[str], prog: str) -> int:
     """Grade a course; the exit status is 0 if every student has passed every exercise."""
     about = "Grades the exercises in a folder that has a folder for each student. The files run as programs of yours."
-    parser = _parser(prog, about)
+    parser = parser_of(prog, about)
     parser.add_argument("folder", type=Path, help="folder of the course, with a folder for each student")
     parser.add_argument("--exercise", action="append", help="exercise of the course (default: all that are found)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the grades as a table for a spreadsheet, too")
@@ -196,5 +202,6 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(f"{self.prog}: {message}")
 
 
-def _parser(prog: str, about: str) -> Any:
+def parser_of(prog: str, about: str) -> Any:
+    """Return a parser of a subcommand's arguments, which raises the lab's errors."""
     return _Parser(prog=prog, description=about, allow_abbrev=False)

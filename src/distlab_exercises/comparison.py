@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distlab.axes.layout import coordinate
+from distlab.axes.layout import replica_of
 from distlab.comparison import shares
 from distlab.comparison.differences import Difference, tell
 from distlab.comparison.shares import Mistake
@@ -36,7 +36,9 @@ class Comparison:
         self.trial, self.one, self.facts, self.lr, self.reports = trial, one, facts, lr, reports
         self.steps, self.describe = len(facts["losses"]), describe
         self.ranks = [load_file(folder / f"rank{report.rank}.safetensors") for report in reports]
-        self.member = "rank" if len(reports) == trial.replicas else "pipeline"
+        self.member = "pipeline" if trial.layout.get("pp", 1) > 1 else "replica"
+        if len(reports) == trial.replicas:
+            self.member = "rank"
 
     def expect_one_process(self, losses: list[float], weights_only: bool) -> None:
         """Raise `Wrong` with the first step in which something differs, and a description."""
@@ -48,6 +50,25 @@ class Comparison:
             for kind, name_mistake in [*kinds, ("weights", self._weights_mistake)]:
                 if found := self._differences(kind, step, name_mistake):
                     raise Wrong(found[0].mistake.name, *self._tell(kind, step, found))
+
+    def expect_right_data(self) -> None:
+        """Raise `Wrong` with the first step in which a rank has other sequences than its own."""
+        right = self.facts["tokens"]  # by step and replica
+        for step in range(self.steps):
+            for report in self.reports:
+                own, replica = report.facts["tokens"][step], replica_of(self.trial.layout, report.rank)
+                if own != right[step][replica]:
+                    told = f"step {step}: {self.describe(report.rank)} has {self._whose(own)}, not its own"
+                    raise Wrong("wrong-data", told)
+
+    def _whose(self, batch: list[list[int]]) -> str:
+        for step, batches in enumerate(self.facts["tokens"]):
+            for replica, right in enumerate(batches):
+                if batch == right:
+                    return f"the sequences of {self.member} {replica} in step {step}"
+                if batch[0] in right:
+                    return f"sequences from number {right.index(batch[0])} of {self.member} {replica} in step {step} on"
+        return f"sequences of none of the steps up to {self.steps - 1}"
 
     def _expect_all_parameters(self) -> None:
         held = {name.split("|")[2] for tensors in self.ranks for name in tensors}
@@ -107,7 +128,7 @@ class Comparison:
 
     def _replica(self, rank: int, key: str) -> int:
         """Return the number of a rank's replica; -1 if all replicas have the same tensor."""
-        replica = coordinate(self.trial.layout, rank, "dp")
+        replica = replica_of(self.trial.layout, rank)
         own, ranks_each = self.ranks[rank][key], len(self.ranks) // self.trial.replicas
         alike = self.ranks[rank % ranks_each :: ranks_each]  # the ranks that hold the same parameters
         same = all(not shares.differs(tensors.get(key, own), own) for tensors in alike)
@@ -137,7 +158,25 @@ class Comparison:
     def _gradient_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
         before = self._gradient(rank, step - 1, name) if step else None
         replica = self._replica(rank, f"gradient|{step}|{name}")
-        return shares.name_gradient(own, self._shares(rank, step, name), before, replica, self.member)
+        found = shares.name_gradient(own, self._shares(rank, step, name), before, replica, self.member)
+        if found.name != "other":
+            return found
+        right, key = self._gradient(rank, step, name), f"gradient|{step}|{name}"
+        mine = replica_of(self.trial.layout, rank)
+        copies = [
+            tensors[key]
+            for other, tensors in enumerate(self.ranks)
+            if key in tensors and replica_of(self.trial.layout, other) == mine
+        ]
+        is_copy = name not in self.reports[rank].facts["slices"] and len(copies) > 1
+        if is_copy and not shares.differs(torch.stack(copies).sum(0), right):
+            told = f"is a part of the gradient: only the sum over the {len(copies)} ranks that hold copies is right"
+            return Mistake("part", told)
+        ratio = float(own.norm() / right.norm().clamp_min(1e-30))
+        detail = f"; its norm is {ratio:.2f} times that of the right one"
+        if is_copy and any(shares.differs(other, own) for other in copies):
+            detail += ", and ranks that hold copies have different ones"
+        return Mistake(found.name, found.sentence, detail)
 
     def _weights_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
         before = self._own(rank, name, self.one[f"weights|{step}|{name}"])

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ from distlab.comm.pending import Pending
 from distlab.machine.torch_patches import running_backward_pass
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.training import TrainingRun
+from distlab.settings.experts import ExpertSettings
 from distlab.settings.training import TrainSettings
-from distlab_exercises.catalogue import Exercise, Trial
+from distlab_exercises.catalogue import USUAL, Exercise, OneProcess, Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.loading import load, settings_for
 from distlab_exercises.ranks import Facts, Submission, raise_trouble
 from distlab_exercises.verdict import Verdict, Wrong, expect
 from simplellm.dataloaders import TinyStories
+from simplellm.documents import document_ids
 from simplellm.errors import require
 from simplellm.llama import CausalLLama, LLama, LLamaPart
-from simplellm.losses import causalLLMLoss
+from simplellm.losses import next_token_loss
 from simplellm.tokenizers import SPTokenizer
 
 STEPS, LR = 3, 0.5
@@ -50,6 +52,7 @@ class TensorKeeper:
         self.collectives: list[Pending] = []
         self.messages: list[Pending] = []  # sent in this step
         self.overlaps = False  # whether it starts to average gradients before a backward pass has ended
+        self.tokens: list[list[list[int]]] = []  # the batch of each step
 
     def observe(self, pending: Pending) -> None:
         """Keep a message that starts, to find out later whether it was waited for."""
@@ -94,7 +97,8 @@ def train(rank: int, submission: Submission, values: dict[str, Any], start_apart
     require(callable(work), "the file needs a function train(run), as in its chapter")
     assert work is not None
     run: TrainingRun[Any] = TrainingRun(settings, submission.script)
-    recorder, track, log = TensorKeeper(), run.track, run.log
+    recorder, track, log, steps = TensorKeeper(), run.track, run.log, run.steps
+    recorder.updates = run.first_step
     logged: list[int] = []  # losses in each step
 
     def track_and_watch(model: Any, optimizer: Optimizer, *args: Any, **options: Any) -> None:
@@ -109,7 +113,12 @@ def train(rank: int, submission: Submission, values: dict[str, Any], start_apart
         logged.append(len(losses))
         log(step, losses, *args, **options)
 
-    run.track, run.log = track_and_watch, log_and_count  # type: ignore[method-assign]
+    def keep_tokens(stories: Any) -> Iterator[tuple[int, Tensor]]:
+        for step, batch in steps(stories):
+            recorder.tokens.append(batch.tolist())
+            yield step, batch
+
+    run.track, run.log, run.steps = track_and_watch, log_and_count, keep_tokens  # type: ignore[method-assign]
     context_of().observers.append(recorder.observe)
     work(run)
     sent_at_end = dict(context_of().ledger.sent_bytes)
@@ -129,6 +138,7 @@ def train(rank: int, submission: Submission, values: dict[str, Any], start_apart
         "sent": [*recorder.sent, sent_at_end],
         "slices": slices,
         "overlaps": recorder.overlaps,
+        "tokens": recorder.tokens,
     }
 
 
@@ -141,55 +151,92 @@ def _with_other_weights(*args: Any, **options: Any) -> nn.Module:
 
 
 @functools.cache
-def expected_of(batch_size: int, replicas: int, micro_batches: int) -> tuple[dict[str, Tensor], Facts]:
+def expected_of(
+    batch_size: int, replicas: int, micro_batches: int, how: OneProcess = USUAL, start: Path | None = None
+) -> tuple[dict[str, Tensor], Facts]:
     """Return the tensors and losses of `one_process`; computed once for all files that are checked."""
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
         submission = Submission(Path(__file__), Path(name))
-        [report] = submission.run_ranks(1, one_process, batch_size, replicas, micro_batches)
+        [report] = submission.run_ranks(1, one_process, batch_size, replicas, micro_batches, how, start)
         if report.state != "ended":
             raise RuntimeError(f"one process failed: {report.sentences} {report.line}")
         return load_file(Path(name, ONE_PROCESS)), report.facts
 
 
-def one_process(rank: int, submission: Submission, batch_size: int, n: int, m: int) -> Facts:
+def one_process(
+    rank: int, submission: Submission, batch_size: int, n: int, m: int, how: OneProcess, start: Path | None
+) -> Facts:
     """Run one process with the global batch of `n` replicas of `batch_size` sequences, `m` micro-batches each.
 
-    It keeps its weights and, for each replica and micro-batch, its share of every gradient: the gradients of the mean
-    loss over its sequences.
+    It keeps its weights and, for each replica and micro-batch, its share of every gradient: the gradients of its part
+    of the loss, so that their mean is the gradient of the global batch.
+
+    Args:
+        how: what is unusual about the model or the loss.
+        start: a file with the initial weights, instead of those that follow from the seed.
     """
-    args = settings_for(rank, TrainSettings(), TrainSettings, MODEL | TRAINING)
+    args = settings_for(rank, TrainSettings(), TrainSettings, MODEL | TRAINING | dict(how.settings))
     tokenizer = SPTokenizer(args.tokenizer)
     sizes = {name: getattr(args, name) for name in "dmodel num_heads num_kv_heads hidden_dim n_layers seed".split()}
+    if how.mixture:
+        sizes |= ExpertSettings(experts=4).mixture_options()
+    if how.masks_documents:
+        sizes |= {"document_end": tokenizer.eos_id}
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, ctx_size=args.seq_len, **sizes)
+    for name, other in how.shared:
+        net.set_submodule(name, net.get_submodule(other))
+    if start is not None:
+        net.load_state_dict(load_file(start))
     data: dict[str, Any] = {"batch_size": batch_size, "seq_l": args.seq_len, "data": "sample", "seed": args.seed}
     stories = [TinyStories(tokenizer, **data, rank=replica, num_replicas=n) for replica in range(n)]
-    names, parameters = zip(*net.named_parameters(), strict=True)
+    parameters = dict(net.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     kept: dict[str, Tensor] = {}
     losses: list[float] = []
-    for step in range(STEPS):
-        total = 0.0
-        for name, parameter in zip(names, parameters, strict=True):
+    tokens: list[list[list[list[int]]]] = []
+
+    def keep_weights(step: int) -> None:
+        for name, parameter in parameters.items():
             kept[f"weights|{step}|{name}"] = parameter.detach().clone()
-            parameter.grad = torch.zeros_like(parameter)
-        for replica, batches in enumerate(stories):
-            for part, x in enumerate(next(batches).chunk(m)):
-                loss = causalLLMLoss(net(x), x, tokenizer.vocab_size)
+
+    for step in range(STEPS):
+        keep_weights(step)
+        batches = [next(replica) for replica in stories]
+        tokens.append([batch.tolist() for batch in batches])
+        ignored = [_ignored(batch, tokenizer, how) for batch in batches]
+        predictions = sum(int((~each).sum()) for each in ignored) / (n * m)  # of a mean share
+        total, gradients = 0.0, {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        for replica, (batch, without) in enumerate(zip(batches, ignored, strict=True)):
+            for part, (x, mask) in enumerate(zip(batch.chunk(m), without.chunk(m), strict=True)):
+                loss = next_token_loss(net(x), x.roll(-1, dims=1), mask, predictions)
                 total += loss.item() / (n * m)
-                gradients = torch.autograd.grad(loss, parameters)
-                for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
-                    kept[f"share|{step}|{name}|{replica}|{part}"] = gradient
-                    parameter.grad += gradient / (n * m)
+                shares = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+                shares |= dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+                for name, share in shares.items():
+                    kept[f"share|{step}|{name}|{replica}|{part}"] = share
+                    gradients[name] += share / (n * m)
         losses.append(total)
+        norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+        factor = min(1.0, how.clip_norm / norm)
+        for key in (key for key in kept if key.startswith(f"share|{step}|") and factor < 1):
+            kept[key] *= factor
         with torch.no_grad():
-            for parameter in parameters:
-                assert parameter.grad is not None
-                parameter -= LR * parameter.grad
-    for name, parameter in zip(names, parameters, strict=True):
-        kept[f"weights|{STEPS}|{name}"] = parameter.detach().clone()
+            for name, parameter in parameters.items():
+                parameter -= LR * factor * gradients[name]
+    keep_weights(STEPS)
     save_file(kept, submission.folder / ONE_PROCESS)
     sequence_bytes = args.seq_len * args.dmodel * 4  # of the activations of a sequence between two blocks
-    sizes = {"seq_len": args.seq_len, "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
-    return {"losses": losses, "names": list(names), **sizes}
+    facts = {"seq_len": args.seq_len, "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
+    return {"losses": losses, "names": list(parameters), "tokens": tokens, **facts}
+
+
+def _ignored(ids: Tensor, tokenizer: SPTokenizer, how: OneProcess) -> Tensor:
+    """Return the positions of token ids (batch, seq) that predict nothing: the last ones, and after first sentences."""
+    ignored = torch.zeros_like(ids, dtype=torch.bool)
+    if how.first_sentences:
+        ignored[:, :-1] = document_ids(ids, tokenizer.encode(".")[-1])[:, 1:] > 0
+    ignored[:, -1] = True
+    return ignored
 
 
 def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, trial: Trial) -> None:

@@ -24,6 +24,7 @@ from distlab.checkpoints.models import write_model
 from distlab.launching.start import read_script_for
 from distlab.reports import figures
 from distlab.subcommands import FUNCTIONS
+from distlab_exercises.verdict import Verdict
 from simplellm.errors import InputError, require
 from simplellm.tokenizers import SHIPPED_MODEL
 from support.chapters import load
@@ -33,9 +34,9 @@ from support.small_models import saved_model
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 OURS = re.compile(r"(\w+=\S+ )*((\./launch\.sh|\./test\.sh|\.ci/run)( |$)|(distlab|python3?|torchrun|mpirun|sbatch) )")
 VALUED = ("-k", "--minutes")  # flags of the tests
-BY_ARGPARSE = {"exercise", "hint", "check", "grade", "calibrate"}
+BY_ARGPARSE = {"exercise", "hint", "check", "find", "grade", "calibrate"}
 PARSED_BY_TYRO = FUNCTIONS.keys() - BY_ARGPARSE  # and do their work in this process
-OTHERS = ("git", "source", "tensorboard")  # programs that are not the lab's, and known as such
+OTHERS = ("cat", "git", "source", "tensorboard")  # programs that are not the lab's, and known as such
 
 
 def commands(page: str) -> Iterator[str]:
@@ -110,6 +111,9 @@ def check_one(words: list[str], folder: Path) -> None:
     elif program == "sbatch":
         assert (folder / args[0]).is_file()
         launched(["hybrid", *args[1:]])
+    elif program == "cp":
+        assert args[0] == "-r"
+        shutil.copytree(folder / args[1], args[2], dirs_exist_ok=True)  # into the folder where commands write
     elif program in ("python", "python3"):
         if args[0] == "-c":
             ast.parse(args[1])
@@ -157,6 +161,7 @@ def launched(args: list[str]) -> None:
             mock.patch.object(launch, "become_mpirun", mpirun),
             mock.patch("distlab_exercises.checker.prepare"),
             mock.patch("distlab_exercises.commands._check", return_value=True),
+            mock.patch("distlab_exercises.checker.verdict_of", return_value=Verdict("", passed=True)),
             mock.patch("distlab_exercises.grading.grade_course", return_value=True),
         ):
             if args and args[0] in PARSED_BY_TYRO:

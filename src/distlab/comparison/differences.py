@@ -10,6 +10,8 @@ from distlab.comparison.shares import Mistake
 # Share of the norm of all gradients up to which a gradient counts as rounding: the bias of an attention's keys, which
 # changes nothing, has a gradient of zero in theory, and of rounding errors in practice.
 ROUNDING = 1e-6
+# Order of mistakes by how much they tell; those that are not here are 1. What is imprecise may follow from another one.
+CLEAR = {"part": 0, "other": 2, "imprecise": 3}
 UNSURE = 10  # relative errors of an element's gradient, in tolerances, with which Adam's update of it is arbitrary
 
 
@@ -32,7 +34,7 @@ def differs(own: Tensor, right: Tensor, tolerance: float, floor: float = 0.0) ->
 def tell(
     what: str, found: Sequence[Difference], describe: Callable[[int], str], held: Sequence[Collection[str]]
 ) -> list[str]:
-    """Return a sentence for each kind of mistake, the most frequent first; the first tensor of each is named.
+    """Return sentences for two kinds of mistakes, the clearest and most frequent first, each with its first tensor.
 
     Args:
         what: the beginning of each sentence: "step 3: the gradient of".
@@ -44,7 +46,9 @@ def tell(
     for difference in found:
         by_sentence.setdefault(difference.mistake.sentence, []).append(difference)
     sentences = []
-    for sentence, same in sorted(by_sentence.items(), key=lambda item: -len(item[1]))[:2]:
+    ranked = sorted(by_sentence.items(), key=lambda item: (CLEAR.get(item[1][0].mistake.name, 1), -len(item[1])))
+    certain = [item for item in ranked if item[1][0].mistake.name != "imprecise"]
+    for sentence, same in (certain or ranked)[:2]:
         first, ranks = same[0], sorted({difference.rank for difference in same})
         names = {difference.name for difference in same}
         others = f" and {len(names) - 1} other parameter{'s' * (len(names) > 2)}" if len(names) > 1 else ""

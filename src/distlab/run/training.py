@@ -28,6 +28,7 @@ from simplellm.tokenizers import SPTokenizer
 if TYPE_CHECKING:
     from distlab.parallel.gradient_compression import Compressor
     from distlab.parallel.outer import OuterState
+    from distlab.run.checkpointer import Batches
     from distlab.run.validation import Validator
     from simplellm.compiled import Compiler
 
@@ -159,7 +160,7 @@ class TrainingRun(Run[TrainSettingsT]):
         context = resumed.record["model"]["ctx_size"] if resumed else args.seq_len
         return {**sizes, "vocab_size": SPTokenizer(args.tokenizer).vocab_size, "ctx_size": context}
 
-    def steps(self, stories: TinyStories) -> Iterator[tuple[int, Tensor]]:
+    def steps(self, stories: "Batches[Tensor]") -> Iterator[tuple[int, Tensor]]:
         """Number the steps and give each its batch of token ids, (batch, seq), on the run's device.
 
         With `--resume`, the checkpoint's state is loaded first, and the first step is the one after the checkpoint.

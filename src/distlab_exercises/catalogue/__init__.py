@@ -5,7 +5,7 @@ rest. Needs no torch.
 """
 
 from distlab_exercises.catalogue import collectives, experts, layers, pipelines, replicas, sequences
-from distlab_exercises.catalogue.exercise import Exercise, Trial
+from distlab_exercises.catalogue.exercise import USUAL, Exercise, OneProcess, Trial
 
 EXERCISES: dict[str, Exercise] = {
     exercise.name: exercise
@@ -13,4 +13,4 @@ EXERCISES: dict[str, Exercise] = {
     for exercise in module.EXERCISES
 }
 
-__all__ = ["EXERCISES", "Exercise", "Trial"]
+__all__ = ["EXERCISES", "USUAL", "Exercise", "OneProcess", "Trial"]

@@ -1,8 +1,9 @@
 """An exercise, and the layouts in which a training script is tried."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distlab.axes.layout import Layout
+from distlab.axes.layout import Layout, replicas_in
 
 WORDS = {"dp": "replicas", "pp": "stages", "cp": "parts", "ep": "shares", "tp": "slices"}
 
@@ -12,14 +13,14 @@ class Trial:
     """A layout in which a training script is tried beside one process."""
 
     layout: Layout
-    settings: dict[str, int | str]  # flags of the script, by their names
+    settings: Mapping[str, int | float | str]  # flags of the script, by their names
     batch_size: int = 2  # sequences of each replica
     micro_batches: int = 1
     stages_of_each: int = 1  # rank in a pipeline
 
     @property
     def replicas(self) -> int:
-        return self.layout.get("dp", 1)
+        return replicas_in(self.layout)
 
     @property
     def sync_every(self) -> int:
@@ -32,6 +33,21 @@ class Trial:
         )
         often = f", an average every {self.sync_every} steps" if self.sync_every > 1 else ""
         return f"{sizes}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}{often}"
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """The training run of one process that ranks are compared with, where it is not that of the chapters."""
+
+    settings: tuple[tuple[str, int | str], ...] = ()  # flags that differ from those of all trials, by their names
+    mixture: bool = False  # each block has experts
+    masks_documents: bool = False  # tokens attend within their documents
+    first_sentences: bool = False  # only the tokens of each row's first sentence are predicted
+    shared: tuple[tuple[str, str], ...] = ()  # names of two modules, of which the first is replaced by the second
+    clip_norm: float = float("inf")  # the largest norm of all gradients together
+
+
+USUAL = OneProcess()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""Layers in slices: each of two ranks has half of the heads, and half of the hidden units of the MLP.
+
+    ./launch.sh museum/slices/slices.py
+
+In attention and in the MLP, the first matrices are split by their outputs and the last one by its inputs.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distlab.parallel.tp_group import place_slice
+from distlab.run.main import main
+from distlab.run.training import TrainingRun
+from distlab.settings.stages import TensorParallelSettings
+from simplellm.dataloaders import TinyStories
+from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
+from simplellm.tokenizers import SPTokenizer
+
+MODEL = {"dmodel": 64, "num_heads": 4, "n_layers": 2, "seq_len": 64}
+DEFAULTS = TensorParallelSettings(world_size=2, batch_size=4, steps=100, lr=2e-3, **MODEL)
+
+
+class CopyTo(torch.autograd.Function):
+    """Megatron's f: give the input to all ranks' slices. Its gradient is the sum of the slices' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+
+class ReduceFrom(torch.autograd.Function):
+    """Megatron's g: add up the outputs of all ranks' slices. The gradient of a sum is the gradient of each term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class SplitBlock(nn.Module):
+    """A layer of the model with some of its attention heads, and some of the hidden units of its MLP."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        attention, mlp = whole.self_attn, whole.mlp
+        self.input_layernorm, self.self_attn = whole.input_layernorm, attention
+        self.post_attention_layernorm, self.mlp = whole.post_attention_layernorm, mlp
+        first = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+        for linear in (*first, attention.o_proj, mlp.down_proj):
+            dim = 0 if linear in first else 1  # of a weight (outputs, inputs): heads, or hidden units
+            own = linear.weight.detach().tensor_split(dist.get_world_size(), dim)[dist.get_rank()]
+            linear.weight = place_slice(nn.Parameter(own.clone()), linear.weight, dim)  # its place, for checkpoints
+
+    def forward(self, x: Tensor, *positions: Any, **others: Any) -> Tensor:
+        x = x + ReduceFrom.apply(self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions, **others))
+        return x + ReduceFrom.apply(self.mlp(self.post_attention_layernorm(x)))
+
+
+def train(run: TrainingRun[TensorParallelSettings]) -> None:
+    tokenizer = SPTokenizer(run.settings.tokenizer)
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    for name, block in net.model.layers.items():
+        net.model.layers[name] = SplitBlock(block)
+    stories = TinyStories(tokenizer, **run.data_options())  # the same on all ranks
+    optimizer = run.optimizer(net)
+    run.track(net, optimizer)
+
+    for step, ids in run.steps(stories):
+        optimizer.zero_grad()
+        loss = causalLLMLoss(net(ids), ids, tokenizer.vocab_size)
+        loss.backward()
+        run.log(step, [loss])
+        run.clip(optimizer)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main(train, DEFAULTS, __doc__)

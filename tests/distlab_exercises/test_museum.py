@@ -1,0 +1,118 @@
+"""Every exhibit: its script trains with a falling loss and is not right, the mended one is, wrong mends are not."""
+
+import ast
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.exercises_attempts import PATIENCE
+from support.mends import MENDS, Mend
+
+from distlab.launch import launch
+from distlab_exercises.checker import prepare, verdict_of
+from distlab_exercises.exhibits import EXHIBITS
+from distlab_exercises.museum import run_exhibit
+from distlab_exercises.ranks import Patience, Submission
+from simplellm.errors import InputError
+
+OBSERVED = {
+    "experts": "layers.0.mlp.experts.0.gate_proj.weight and 23 other parameters on all ranks is 2 times too large",
+    "clipping": "on all ranks are wrong as if the gradient used were 1.73 times what it should be",
+    "micro_batches": "is 3 times too large: the 3 micro-batches' losses are not divided by 3",
+    "routers": "gate.weight and 1 other parameter on all ranks is that of this rank's own sequences",
+    "slices": "layers.1.post_attention_layernorm.weight on all ranks is a part of the gradient: only the sum",
+    "groups": "on all ranks is that of this replica's own sequences: it was not averaged",
+    "labels": "the loss of step 0 is another one",
+    "documents": "is no combination of the 2 ranks' gradients",
+    "accumulation": "weighs its parts wrongly: it has rank 0's micro-batch 0 once, rank 0's micro-batch 1 0.813 times",
+    "shared_weight": "mlp.gate_proj.weight and 5 other parameters on all ranks is no multiple of the right one",
+    "resume": "step 2: rank 0 has the sequences of rank 0 in step 1, not its own",
+    "seeds": "before step 0: the slices of model.layers.0.mlp.down_proj.weight on rank 0 and rank 1 are equal",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prepared() -> None:
+    prepare(EXHIBITS.values())
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_the_fault_is_not_in_the_loss_but_in_gradients_weights_or_data(name: str, tmp_path: Path) -> None:
+    exhibit = EXHIBITS[name]
+    submission = Submission(exhibit.script, tmp_path, Patience(longest=60, work=60))
+    _, losses = run_exhibit(submission, exhibit, steps=15, optimizer="adam", lr=1e-2)
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+    verdict = verdict_of(exhibit, exhibit.script, PATIENCE)
+    assert not verdict.passed
+    assert OBSERVED[name] in verdict.sentences[0]
+
+
+@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: f"{mend.exhibit}-{'wrong' if mend.says else 'right'}")
+def test_a_mend_is_judged_by_what_the_ranks_compute(mend: Mend, tmp_path: Path) -> None:
+    exhibit = EXHIBITS[mend.exhibit]
+    text = exhibit.script.read_text()
+    for old, new in mend.changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script = tmp_path / exhibit.script.name
+    script.write_text(text)
+    verdict = verdict_of(exhibit, script, PATIENCE)
+    assert verdict.passed == (not mend.says), verdict.sentences
+    assert mend.says in verdict.sentences[0]
+
+
+def test_each_exhibit_has_a_mend_and_four_wrong_ones() -> None:
+    assert Counter(mend.exhibit for mend in MENDS if mend.says) == dict.fromkeys(EXHIBITS, 4)
+    assert Counter(mend.exhibit for mend in MENDS if not mend.says) == dict.fromkeys(EXHIBITS, 1)
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_an_exhibit_is_a_short_script_with_its_fault(name: str) -> None:
+    exhibit, lines = EXHIBITS[name], EXHIBITS[name].lines()
+    assert len(lines) <= 100
+    assert ast.get_docstring(ast.parse("\n".join(lines)))
+    assert {each for each in exhibit.faults for line in lines if exhibit.is_at_fault(line) and each in line} == {
+        *exhibit.faults
+    }
+
+
+def test_the_line_is_checked_first_and_then_the_mended_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, lines = tmp_path / "my_fault", EXHIBITS["clipping"].lines()
+    shutil.copytree(EXHIBITS["clipping"].script.parent, folder)
+    at_fault = 1 + next(number for number, line in enumerate(lines) if "ReduceOp.AVG)" in line)
+    assert launch(["find", str(folder), "--line", str(at_fault + 1)]) == 1
+    told = capsys.readouterr().out
+    assert "norm = float(square.sqrt()): the fault is not in this line" in told
+    assert "# hint: What does each rank know" in told
+    (folder / "answer.txt").write_text(f"line {at_fault}, I think\n")
+    assert launch(["find", str(folder)]) == 1
+    assert "# not yet: after step 0: the weights" in capsys.readouterr().out
+    script = folder / "clipping.py"
+    script.write_text(script.read_text().replace("square, ReduceOp.AVG", "square"))
+    assert launch(["find", str(folder)]) == 0
+    assert capsys.readouterr().out.endswith("# found: it is the training run of one process\n")
+
+
+def test_what_cannot_be_looked_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not a folder with a copy of an exhibit; copy one first"):
+        launch(["find", str(tmp_path / "none")])
+    with pytest.raises(InputError, match="has no script of an exhibit"):
+        launch(["find", str(tmp_path)])
+    (tmp_path / "labels.py").touch()
+    with pytest.raises(InputError, match="--line: name the line of museum/labels"):
+        launch(["find", str(tmp_path)])
+    with pytest.raises(InputError, match=r"--line 1000: museum/labels/labels\.py has the lines 1 to"):
+        launch(["find", str(tmp_path), "--line", "1000"])
+    (tmp_path / "answer.txt").write_text("in the middle")
+    with pytest.raises(InputError, match="has no number"):
+        launch(["find", str(tmp_path)])
+    (tmp_path / "slices.py").touch()
+    with pytest.raises(InputError, match=r"several exhibits \(slices.py, labels.py\)"):
+        launch(["find", str(tmp_path), "--line", "1"])
+
+
+def test_all_exhibits_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(["find"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"museum/{name} " in told for name in EXHIBITS)

@@ -1,0 +1,279 @@
+"""The museum's exhibits mended, and four wrong mends of each: changes of the script, and what is observed then."""
+
+from dataclasses import dataclass
+
+Changes = tuple[tuple[str, str], ...]  # texts that are replaced, each of which the script has once
+
+
+@dataclass(frozen=True)
+class Mend:
+    exhibit: str
+    changes: Changes
+    says: str = ""  # a part of the sentence about it; "" if it is right
+
+
+AVERAGE = "            parameter.grad /= run.world_size\n"
+MLP_BELOW = "return x + ReduceFrom.apply(self.mlp(self.post_attention_layernorm(x)))"
+ATTENTION = "ReduceFrom.apply(self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions, **others))"
+PREDICTIONS = """            predictions = max(1, int((~ignored).sum()))
+            loss = next_token_loss(net(ids), ids.roll(-1, dims=1), ignored, predictions) / args.micro_batches
+"""
+COUNTED = """        total = (~without_label(batch, stop)).sum()
+        dist.all_reduce(total)
+"""
+ZERO_GRAD = "        optimizer.zero_grad()\n        losses = []\n"
+BY_COUNT = "            loss = next_token_loss(net(ids), ids.roll(-1, dims=1), ignored, float(total))"
+GENERATOR = "generator = torch.Generator().manual_seed(args.seed)"
+GROUPS = "replicas, _ = dist.new_subgroups_by_enumeration(ranks.tolist())"
+ROUTER = 'if parameter.requires_grad and ".mlp." not in name'
+POSITION = "self.position += self.batch_size\n"
+BACKWARD = "        loss.backward()\n        losses.append(loss / micro_batches)\n"
+LABELS = "labels = ids.roll(-1, dims=1)"
+PACKED = "return SequencePart(positions, attend_to_earlier)"
+SQUARE = "dist.all_reduce(square, ReduceOp.AVG)"
+
+MENDS = [
+    Mend("experts", (("gradient /= holders", "gradient /= dist.get_world_size()"),)),
+    Mend(
+        "experts",
+        (("gradient /= holders", "gradient /= holders * dist.get_world_size()"),),
+        "model.embed_tokens.weight and",
+    ),
+    Mend("experts", (("1 if is_expert else run.world_size", "run.world_size"),), "is no combination of the 2 ranks'"),
+    Mend("experts", (("loss.backward()", "(loss / run.world_size).backward()"),), "1/2 of what it should be"),
+    Mend("experts", (("if holders > 1:", "if holders == 1:"),), "step 0: the gradient of"),
+    Mend("clipping", ((SQUARE, "dist.all_reduce(square)"),)),
+    Mend("clipping", ((SQUARE, "dist.all_reduce(square, ReduceOp.MAX)"),), "times what it should be"),
+    Mend("clipping", ((SQUARE, ""),), "after step 0: the weights"),
+    Mend(
+        "clipping",
+        ((SQUARE, "square = square.sqrt()\n    dist.all_reduce(square)\n    square *= square"),),
+        "times what it should be",
+    ),
+    Mend("clipping", ((SQUARE, "dist.all_reduce(square)\n    square /= 4"),), "2 times what it should be"),
+    Mend(
+        "micro_batches",
+        ((BACKWARD, "        loss /= micro_batches\n        loss.backward()\n        losses = [loss]\n"),),
+    ),
+    Mend("micro_batches", (("loss.backward()", "(loss / dist.get_world_size()).backward()"),), "1.5 times"),
+    Mend("micro_batches", (("losses.append(loss / micro_batches)", "losses.append(loss)"),), "the loss of step 0 is 3"),
+    Mend(
+        "micro_batches",
+        (("dist.send(inputs.grad, stage - 1)", "dist.send(inputs.grad / micro_batches, stage - 1)"),),
+        "rank 1 (stage 1) is 3 times too large",
+    ),
+    Mend("micro_batches", (("loss.backward()", "(loss / micro_batches**2).backward()"),), "1/3 of what it should be"),
+    Mend("routers", ((ROUTER, 'if parameter.requires_grad and ".experts." not in name'),)),
+    Mend("routers", ((ROUTER, 'if parameter.requires_grad and ".gate." not in name'),), "step 0: the gradient of"),
+    Mend("routers", ((ROUTER, "if parameter.requires_grad"),), "is no combination of the 2 ranks'"),
+    Mend("routers", (("dist.all_reduce(parameter.grad, ReduceOp.AVG)", "dist.all_reduce(parameter.grad)"),), "2 times"),
+    Mend(
+        "routers",
+        (
+            (
+                "run.log(step, [loss])",
+                "run.log(step, [loss])\n        for name, p in net.named_parameters():\n            "
+                'if "gate.weight" in name:\n                dist.broadcast(p.grad, 0)',
+            ),
+        ),
+        "looks as if rank 1's share was lost",
+    ),
+    Mend(
+        "slices",
+        (
+            (
+                MLP_BELOW,
+                MLP_BELOW.replace("self.post_attention_layernorm(x)", "CopyTo.apply(self.post_attention_layernorm(x))"),
+            ),
+        ),
+    ),
+    Mend(
+        "slices",
+        (
+            (
+                MLP_BELOW,
+                MLP_BELOW.replace("self.post_attention_layernorm(x)", "self.post_attention_layernorm(CopyTo.apply(x))"),
+            ),
+        ),
+        "only the sum over the 2 ranks",
+    ),
+    Mend(
+        "slices", (("        return grad\n", "        return CopyTo.backward(ctx, grad)\n"),), "step 0: the gradient of"
+    ),
+    Mend(
+        "slices",
+        ((MLP_BELOW, "return CopyTo.apply(x) + " + MLP_BELOW.removeprefix("return x + ")),),
+        "step 0: the gradient of",
+    ),
+    Mend(
+        "slices",
+        (
+            (
+                "loss.backward()",
+                "loss.backward()\n        for parameter in net.parameters():\n            "
+                'if not hasattr(parameter, "placement"):\n                dist.all_reduce(parameter.grad)',
+            ),
+        ),
+        "step 0: the gradient of",
+    ),
+    Mend("groups", ((GROUPS, GROUPS.replace("ranks", "ranks.T")),)),
+    Mend("groups", (("ReduceOp.AVG, replicas)", "ReduceOp.AVG)"),), "is no combination of the 2 replicas'"),
+    Mend("groups", ((GROUPS, GROUPS.replace("ranks", "ranks.flip(0)")),), "step 0: the gradient of"),
+    Mend(
+        "groups",
+        ((GROUPS, GROUPS.replace("ranks", "ranks.T")), ("ReduceOp.AVG, replicas)", "ReduceOp.SUM, replicas)")),
+        "2 times too large",
+    ),
+    Mend(
+        "groups",
+        (("            dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas)", "            pass"),),
+        "was not averaged",
+    ),
+    Mend("labels", ((LABELS, "labels = batch.roll(-1, dims=1)[:, own]"),)),
+    Mend("labels", ((LABELS, "labels = batch.roll(1, dims=1)[:, own]"),), "the loss of step 0"),
+    Mend("labels", ((LABELS, "labels = batch[:, (own + 1).clamp(max=own[-1])]"),), "the loss of step 0"),
+    Mend("labels", ((LABELS, LABELS + "\n        labels[:, -1] = 0"),), "other numbers went into it"),
+    Mend("labels", (("is_last = (own == args.seq_len - 1)", "is_last = (own == own[-1])"),), "the loss of step 0"),
+    Mend(
+        "documents",
+        (
+            ("import SequencePart, attend_to_earlier", "import SequencePart, attend_with"),
+            (
+                PACKED,
+                "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    "
+                "return SequencePart(positions, attend_with(same.tril().unsqueeze(1)))",
+            ),
+        ),
+    ),
+    Mend(
+        "documents",
+        (
+            ("import SequencePart, attend_to_earlier", "import SequencePart, attend_with"),
+            (
+                PACKED,
+                "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    "
+                "return SequencePart(positions, attend_with(same.unsqueeze(1)))",
+            ),
+        ),
+        "is no combination of the 2 ranks' gradients",
+    ),
+    Mend(
+        "documents",
+        (
+            ("import SequencePart, attend_to_earlier", "import SequencePart, attend_with"),
+            (
+                PACKED,
+                "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    positions = documents * 0 + 1\n    "
+                "return SequencePart(positions, attend_with(same.tril().unsqueeze(1)))",
+            ),
+        ),
+        "is no combination of the 2 ranks' gradients",
+    ),
+    Mend(
+        "documents",
+        (("net(ids, part=packed(ids, tokenizer.eos_id))", "net(ids)"),),
+        "is no combination of the 2 ranks' gradients",
+    ),
+    Mend(
+        "documents",
+        (
+            ("import SequencePart, attend_to_earlier", "import SequencePart, attend_with"),
+            ("documents = document_ids(ids, end)", "documents = (ids == end).cumsum(-1)"),
+            (
+                PACKED,
+                "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    "
+                "return SequencePart(positions, attend_with(same.tril().unsqueeze(1)))",
+            ),
+        ),
+        "is no combination of the 2 ranks' gradients",
+    ),
+    Mend("accumulation", ((ZERO_GRAD, ZERO_GRAD + COUNTED), (PREDICTIONS, BY_COUNT + " * run.world_size\n"))),
+    Mend("accumulation", ((ZERO_GRAD, ZERO_GRAD + COUNTED), (PREDICTIONS, BY_COUNT + "\n")), "the loss of step 0 is"),
+    Mend(
+        "accumulation",
+        (
+            (ZERO_GRAD, ZERO_GRAD + COUNTED.replace("        dist.all_reduce(total)\n", "")),
+            (PREDICTIONS, BY_COUNT + "\n"),
+        ),
+        "weighs the ranks' shares differently",
+    ),
+    Mend(
+        "accumulation",
+        (("predictions = max(1, int((~ignored).sum()))", "predictions = ids.numel()"),),
+        "the loss of step 0",
+    ),
+    Mend(
+        "accumulation",
+        (
+            (ZERO_GRAD, ZERO_GRAD + COUNTED),
+            (
+                "losses.append(loss)",
+                "losses.append(loss * (~ignored).sum() * args.micro_batches * run.world_size / total)",
+            ),
+        ),
+        "step 0: the gradient of",
+    ),
+    Mend("shared_weight", (("        x = y\n", "        x = y.detach().requires_grad_()\n"),)),
+    Mend("shared_weight", (("        x = y\n", "        x = y.detach()\n"),), "failed"),
+    Mend(
+        "shared_weight",
+        (
+            ("weight.grad = own if weight.grad is None else weight.grad + own", "weight.grad = own"),
+            ("zip(saved, gradients[-len(saved) :], strict=True)", "reversed([*zip(saved, gradients[-len(saved) :])])"),
+        ),
+        "its norm is 0.",
+    ),
+    Mend(
+        "shared_weight",
+        (
+            (
+                "weight.grad = own if weight.grad is None else weight.grad + own",
+                "weight.grad = own if weight.grad is None else (weight.grad + own) / 2",
+            ),
+        ),
+        "step 0: the gradient of",
+    ),
+    Mend(
+        "shared_weight",
+        (
+            (
+                "        backward_weights(saved, gradients)\n",
+                "        backward_weights(saved, gradients)\n        for block in blocks[::2]:\n"
+                "            for weight in block.mlp.parameters():\n                weight.grad /= 2\n",
+            ),
+        ),
+        "step 0: the gradient of",
+    ),
+    Mend("resume", ((POSITION, "self.position += self.batch_size * dist.get_world_size()\n"),)),
+    Mend("resume", ((POSITION, "self.position += 1\n"),), "step 2: rank 0 has"),
+    Mend("resume", ((POSITION, "self.position += len(of_all) + 1\n"),), "step 2: rank 0 has"),
+    Mend("resume", (("self.sequences, self.position)", "self.sequences, 2 * self.batch_size)"),), "step 2: rank 0 has"),
+    Mend(
+        "resume",
+        (("        for _ in itertools.islice(self.sequences, self.position):\n            pass\n", ""),),
+        "the sequences of rank 0 in step 0",
+    ),
+    Mend("seeds", ((GENERATOR, "generator = torch.Generator().manual_seed(args.seed + run.rank)"),)),
+    Mend("seeds", ((GENERATOR, "generator = torch.Generator().manual_seed(args.seed + 1)"),), "are equal"),
+    Mend(
+        "seeds",
+        ((".normal_(0, 0.02, generator=generator)", ".normal_(0, 0.02 * (1 + dist.get_rank()), generator=generator)"),),
+        "the same but for their scale",
+    ),
+    Mend(
+        "seeds",
+        (
+            (
+                GENERATOR,
+                GENERATOR + "\n    for parameter in net.parameters():\n        "
+                "torch.nn.init.normal_(parameter, 0, 0.02, generator=generator.manual_seed(run.rank))",
+            ),
+        ),
+        "the copies of",
+    ),
+    Mend(
+        "seeds",
+        (("        block.mlp = SplitMLP(", "        generator.manual_seed(int(name))\n        block.mlp = SplitMLP("),),
+        "are equal",
+    ),
+]
