@@ -74,6 +74,13 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
             assert (LAB / span).exists(), f"{page}: {span} is not there"
 
 
+def test_every_test_that_is_named_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text(Path("docs/controls.md")))
+    assert len(named) > 90
+    for path, name in named:
+        assert f"def {name}(" in text(Path(path)), f"{path}::{name}"
+
+
 def test_every_figure_is_shown_and_has_its_command() -> None:
     shown = {
         page: {target(page, "".join(match)) for match in IMAGE.findall(prose(page))}
