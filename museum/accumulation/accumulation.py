@@ -17,8 +17,9 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import next_token_loss
 from simplellm.tokenizers import SPTokenizer
 
-MODEL = {"dmodel": 64, "num_heads": 4, "n_layers": 2, "seq_len": 64}
-DEFAULTS = DataParallelSettings(world_size=2, batch_size=4, micro_batches=2, steps=100, lr=2e-3, **MODEL)
+DEFAULTS = DataParallelSettings(
+    world_size=2, batch_size=4, micro_batches=2, steps=100, lr=2e-3, dmodel=64, num_heads=4, n_layers=2, seq_len=64
+)
 
 
 def without_label(ids: Tensor, stop: int) -> Tensor:

@@ -22,8 +22,9 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-MODEL = {"dmodel": 64, "num_heads": 4, "n_layers": 2, "seq_len": 64}
-DEFAULTS = ZeRO1Settings(batch_size=2, steps=100, optimizer="sgd", lr=2.0, clip_norm=0.5, **MODEL)
+DEFAULTS = ZeRO1Settings(
+    batch_size=2, steps=100, optimizer="sgd", lr=2.0, clip_norm=0.5, dmodel=64, num_heads=4, n_layers=2, seq_len=64
+)
 
 
 def own_range(flat: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-MODEL = {"dmodel": 64, "num_heads": 4, "n_layers": 2, "seq_len": 256}
-DEFAULTS = DataParallelSettings(world_size=2, batch_size=2, steps=100, lr=2e-3, **MODEL)
+DEFAULTS = DataParallelSettings(
+    world_size=2, batch_size=2, steps=100, lr=2e-3, dmodel=64, num_heads=4, n_layers=2, seq_len=256
+)
 
 
 def packed(ids: Tensor, end: int) -> SequencePart:

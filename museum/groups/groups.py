@@ -23,8 +23,9 @@ from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 
-MODEL = {"dmodel": 64, "num_heads": 4, "n_layers": 2, "seq_len": 64}
-DEFAULTS = ThreeAxesSettings(dp=2, pp=1, tp=2, batch_size=2, micro_batches=1, steps=100, lr=2e-3, **MODEL)
+DEFAULTS = ThreeAxesSettings(
+    dp=2, pp=1, tp=2, batch_size=2, micro_batches=1, steps=100, lr=2e-3, dmodel=64, num_heads=4, n_layers=2, seq_len=64
+)
 
 
 def train(run: TrainingRun[ThreeAxesSettings]) -> None:

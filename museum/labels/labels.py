@@ -21,8 +21,7 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import next_token_loss
 from simplellm.tokenizers import SPTokenizer
 
-MODEL = {"dmodel": 64, "num_heads": 4, "n_layers": 2, "seq_len": 64}
-DEFAULTS = EqualPartsSettings(batch_size=4, steps=100, lr=2e-3, **MODEL)
+DEFAULTS = EqualPartsSettings(batch_size=4, steps=100, lr=2e-3, dmodel=64, num_heads=4, n_layers=2, seq_len=64)
 
 
 class GatherAll(torch.autograd.Function):

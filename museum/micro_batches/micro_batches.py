@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.group import open_queues
 from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
@@ -18,8 +17,9 @@ from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-MODEL = {"dmodel": 64, "num_heads": 4, "n_layers": 2, "seq_len": 64}
-DEFAULTS = PipelineSettings(world_size=2, batch_size=6, micro_batches=3, steps=100, lr=2e-3, **MODEL)
+DEFAULTS = PipelineSettings(
+    world_size=2, batch_size=6, micro_batches=3, steps=100, lr=2e-3, dmodel=64, num_heads=4, n_layers=2, seq_len=64
+)
 
 
 def pass_through(net: nn.Module, ids: Tensor, width: int, micro_batches: int) -> list[Tensor]:
@@ -65,12 +65,6 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    for direction in ([0, 1], [1, 0]):  # on one computer, messages go through memory that both share
-        open_queues(
-            direction,
-            args.batch_size // args.micro_batches * args.seq_len * args.dmodel * 4,
-            torch.empty((), device=run.device),
-        )
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.group import open_queues
 from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
@@ -22,8 +21,9 @@ from simplellm.llama import Block
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-MODEL: dict[str, Any] = {"dmodel": 64, "num_heads": 4, "n_layers": 4, "layers_per_stage": "2,2", "seq_len": 64}
-DEFAULTS = PipelineSettings(world_size=2, batch_size=4, steps=100, lr=2e-3, **MODEL)
+DEFAULTS = PipelineSettings(
+    world_size=2, batch_size=4, steps=100, lr=2e-3, dmodel=48, n_layers=4, layers_per_stage="2,2", seq_len=64
+)
 
 Saved = list[tuple[nn.Module, Tensor, Tensor]]  # the layers of this stage, with their inputs and outputs
 
@@ -67,8 +67,6 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    for direction in ([0, 1], [1, 0]):  # on one computer, messages go through memory that both share
-        open_queues(direction, args.batch_size * args.seq_len * args.dmodel * 4, torch.empty((), device=run.device))
 
     for step, ids in run.steps(stories):
         optimizer.zero_grad()

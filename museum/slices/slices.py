@@ -20,8 +20,9 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-MODEL = {"dmodel": 64, "num_heads": 4, "n_layers": 2, "seq_len": 64}
-DEFAULTS = TensorParallelSettings(world_size=2, batch_size=4, steps=100, lr=2e-3, **MODEL)
+DEFAULTS = TensorParallelSettings(
+    world_size=2, batch_size=4, steps=100, lr=2e-3, dmodel=64, num_heads=4, n_layers=2, seq_len=64
+)
 
 
 class CopyTo(torch.autograd.Function):

@@ -222,7 +222,7 @@ def one_process(
             kept[key] *= factor
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter -= LR * factor * gradients[name]
+                parameter.sub_(LR * factor * gradients[name])
     keep_weights(STEPS)
     save_file(kept, submission.folder / ONE_PROCESS)
     sequence_bytes = args.seq_len * args.dmodel * 4  # of the activations of a sequence between two blocks
