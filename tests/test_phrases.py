@@ -23,7 +23,7 @@ PHRASES = {  # what to write instead
     r"\b(has|have) word of\b|\bleaves? word\b": "publish, report",
 }
 OPENINGS = r"(What|Whether|Of|By|That|Have)\b"  # of docstrings: functions take the imperative, values a noun
-CODE = "src", "primer", "DP", "PP", "TP", "CP", "hybrid", "collectives", "mpi", "examples"
+CODE = "src", "primer", "DP", "PP", "TP", "CP", "hybrid", "museum", "collectives", "mpi", "examples"
 
 
 def passages(path: Path) -> Iterator[tuple[int, str]]:

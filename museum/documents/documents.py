@@ -2,7 +2,7 @@
 
     ./launch.sh museum/documents/documents.py
 
-Positions begin anew with each document, so each document is trained as if it were alone.
+Positions start again with each document, so each document is trained as if it were alone.
 """
 
 import torch.distributed as dist
