@@ -36,7 +36,7 @@ OURS = re.compile(r"(\w+=\S+ )*((\./launch\.sh|\./test\.sh|\.ci/run)( |$)|(distl
 VALUED = ("-k", "--minutes")  # flags of the tests
 BY_ARGPARSE = {"exercise", "hint", "check", "find", "grade", "calibrate"}
 PARSED_BY_TYRO = FUNCTIONS.keys() - BY_ARGPARSE  # and do their work in this process
-OTHERS = ("cat", "git", "source", "tensorboard")  # programs that are not the lab's, and known as such
+OTHERS = ("cat", "git", "sed", "source", "tensorboard")  # programs that are not the lab's, and known as such
 
 
 def commands(page: str) -> Iterator[str]:
