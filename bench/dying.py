@@ -4,7 +4,7 @@ Ranks pass numbered points within a step. In dp-repair: before and after the los
 the sum of the gradients (4, 5), `run.log` (6, 7), and the completion of a checkpoint (8, 9). In hybrid-repair, there is
 a point before each action of the rank's program; then the same six. In step -1, a rank dies at its start. `how` is the
 name of a signal, or "exception"; or "lost": the rank does not die, but takes its connections for lost when the others
-have gone on.
+have gone on; or "corrupt": one of its weights changes.
 With LEAVE_OUT, nobody computes the micro-batches of the dead. At the end, each rank writes what it held at each step.
 """
 
@@ -45,6 +45,7 @@ def held() -> tuple[int, int, int]:
 def train(run: TrainingRun[RepairSettings]) -> None:
     at = {"step": -1, "point": 0}
     holdings: list[tuple[int, int, int]] = []
+    optimizers: list[Any] = []
 
     def reach() -> None:
         for death in DEATHS[:]:
@@ -53,6 +54,9 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                 DEATHS.remove(death)
                 if how == "exception":
                     raise ValueError("a bad row")
+                if how == "corrupt":
+                    optimizers[0].param_groups[0]["params"][0].data.view(-1)[0] += 1
+                    continue
                 if how == "lost":
                     time.sleep(0.5)
                     raise TrafficError("lost", RuntimeError("Connection closed by peer"))
@@ -71,10 +75,17 @@ def train(run: TrainingRun[RepairSettings]) -> None:
 
     def steps(stories: Any, of_run: Callable[[Any], Iterator[Any]] = run.steps) -> Iterator[Any]:
         for step, batch in of_run(stories):
+            if "LAB_NEWCOMER" in os.environ and not holdings:  # the ranks before it have died those deaths
+                DEATHS[:] = [death for death in DEATHS if death[1] > step]
             holdings.append(held())
             at.update(step=step, point=0)
             yield step, batch
 
+    def optimizer(model: Any, make: Callable[[Any], Any] = run.optimizer) -> Any:
+        optimizers.append(make(model))
+        return optimizers[-1]
+
+    run.optimizer = optimizer  # type: ignore[method-assign]
     if hasattr(lesson, "Pipeline"):
         run_step = lesson.Pipeline.step
         lesson.Pipeline.step = lambda self, rows, before: run_step(self, rows, with_points(before, after=False))

@@ -61,10 +61,10 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
 
     for step, batch in run.steps(stories):
         with run.surviving() as alive:  # if a rank dies in here, the others come back with the same step
-            if alive != made_for:
+            if alive is not made_for:
                 made_for = alive
                 run.grid.make_groups("dp")
-                detours = reroute(programs, pipelines, alive, costs, whole=is_exact)
+                detours = reroute(programs, pipelines, sorted(alive), costs, whole=is_exact)
                 pipeline = Pipeline(nets, detours, run.grid, loss, args.dmodel, pipelines=pipelines)
                 peers = run.grid.axis("dp")  # the ranks that are left with this stage
                 gradients = GradientRows(nn.ModuleList(nets.values()), sums, pipelines * parts // sums, peers)

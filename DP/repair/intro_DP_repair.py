@@ -65,7 +65,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
 
     for step, batch in run.steps(stories):
         with run.surviving() as alive:  # if a rank dies in here, the others come back with the same step
-            if alive != made_for:
+            if alive is not made_for:
                 made_for, gradients = alive, flatten_gradients(net)  # in memory that these ranks share
             gradients.zero_()
             rows = [part.chunk(args.micro_batches) for part in batch.chunk(replicas)]

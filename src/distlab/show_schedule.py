@@ -3,12 +3,13 @@
 python -m distlab.show_schedule dapple --stages 3 --micro-batches 8
 python -m distlab.show_schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
 python -m distlab.show_schedule zb-h2 --stages 4 --micro-batches 8 --steps 10 --run-on
+python -m distlab.show_schedule dapple --pipelines 2 --dead 4
 python -m distlab.show_schedule auto --chunks-per-stage 1 --cost-per-stage 1,1,2 --keep-at-most 4
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ import tyro
 from distlab.pipeline.actions import ActionCosts, Programs
 from distlab.pipeline.auto import read_limit
 from distlab.pipeline.plan import Plan, ideal_bubble, in_a_row, simulate
+from distlab.pipeline.rerouting import reroute
 from distlab.pipeline.schedules import (
     ALIASES,
     DEFAULT_CHUNKS,
@@ -60,6 +62,10 @@ class Request:
     """no wait for all workers at the end of a step; micro-batches are numbered on"""
     recompute: bool = False
     """keep only the inputs of stages, and compute the rest again (R)"""
+    pipelines: int = 1
+    """pipelines that follow the schedule; worker j of pipeline i has the number i * stages + j"""
+    dead: Annotated[str | None, shown_as("N,N,...", "default: none")] = None
+    """with --pipelines: workers that are dead, and whose work others do, as with --repair; marked by a star"""
     png: Path | None = None
     """figure to draw"""
 
@@ -69,7 +75,9 @@ def show(request: Request) -> Iterator[str]:
     read_schedule(request.schedule)
     schedules = schedule_names()
     require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
-    ones = dict.fromkeys(("stages", "micro_batches", "forward", "backward", "chunks_per_stage", "steps"), 1)
+    ones = dict.fromkeys(
+        ("stages", "micro_batches", "forward", "backward", "chunks_per_stage", "steps", "pipelines"), 1
+    )
     for name, least in {**ones, "transfer": 0}.items():
         value = getattr(request, name)
         require(value >= least, f"--{name.replace('_', '-')} {value}: must be at least {least}")
@@ -81,7 +89,15 @@ def show(request: Request) -> Iterator[str]:
     title = f"{request.schedule}, {workers}, {m} micro-batches" + f", {steps} steps that run on" * (steps > 1)
     title += ", recomputed" * request.recompute
     programs, costs = _programs_and_costs(request)
-    plan = simulate(in_a_row(programs, steps), costs)
+    if request.pipelines > 1:
+        require(steps == 1 and not request.recompute, "--pipelines with --steps or --recompute: leave one of them out")
+        title += f", {request.pipelines} pipelines"
+        plan = _plan_of_pipelines(request, programs, costs)
+    else:
+        require(
+            request.dead is None, f"--dead {request.dead}: give --pipelines 2 or more, whose workers can replace it"
+        )
+        plan = simulate(in_a_row(programs, steps), costs)
     times = [time for spans in plan.spans for span in spans for time in (span.start, span.end)]
     parts = f"--backward {request.backward} with --weight-share {request.weight_share}"
     is_whole = all(math.isclose(time, round(time), abs_tol=1e-6) for time in times)
@@ -93,8 +109,9 @@ def show(request: Request) -> Iterator[str]:
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
     if steps > 1:
         yield f"# idle on average, {steps} steps: {sum(plan.bubble) / p:.1%}"
+    is_one = steps == request.pipelines == 1
     has_formula = ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and not request.recompute
-    if has_formula and steps == 1 and not request.transfer:
+    if has_formula and is_one and not request.transfer:
         yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"
     if request.png is not None:
         from distlab.reports.timeline import draw, planned_panel
@@ -120,6 +137,27 @@ def _programs_and_costs(request: Request) -> tuple[Programs, ActionCosts]:
     require(not in_bytes, f"--keep-at-most {request.keep_at_most}: give micro-batches; only a run knows their bytes")
     sizes = workers, request.micro_batches, request.chunks_per_stage
     return all_stages(name, *sizes, costs, limit, request.recompute), costs
+
+
+def _plan_of_pipelines(request: Request, programs: Programs, costs: ActionCosts) -> Plan:
+    """Return the plan of the workers that are alive, each with its pipeline, and stars at the actions of guests."""
+    workers, p = range(request.pipelines * request.stages), request.stages
+    parts = [] if request.dead is None else request.dead.split(",")
+    dead = [int(part) if part.isdecimal() else -1 for part in parts]
+    alive = [worker for worker in workers if worker not in dead]
+    stages = {worker % p for worker in alive}
+    sentence = f"--dead {request.dead}: give numbers from 0 to {len(workers) - 1}, not all that have the same stage"
+    require(all(worker in workers for worker in dead) and len(stages) == p, sentence)
+    plan = simulate(reroute(programs, request.pipelines, alive, costs), costs, holders=request.pipelines)
+    guests = {
+        span.action
+        for worker, spans in zip(alive, plan.spans, strict=True)
+        for span in spans
+        if span.action.micro_batch // request.micro_batches != worker // p
+    }
+    marked = {action: label + "*" * (action in guests) for action, label in plan.labels.items()}
+    rows = [f"{row} of {worker // p}" for worker, row in zip(alive, plan.rows, strict=True)]
+    return replace(plan, labels=marked, rows=rows)
 
 
 def _read_factors(text: str | None, stages: int) -> list[int]:

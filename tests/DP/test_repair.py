@@ -77,3 +77,13 @@ def test_without_the_rows_of_the_dead_the_losses_differ(expected: list[float], t
 def test_after_a_death_before_the_first_step_all_ranks_start_again(expected: list[float], tmp_path: Path) -> None:
     run_with([(1, -1, 0, "SIGKILL")], tmp_path / "run", LESSON, *FLAGS)
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_rank_whose_weights_have_changed_ends_and_is_replaced_from_another(
+    expected: list[float], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    flags = [*FLAGS, "--compare-every", "1", "--spares", "1"]
+    printed = run_with([(2, DIES_IN, 7, "corrupt")], out, LESSON, *flags)
+    assert "# rank 2 failed: its weights are not those that most of ranks 0, 1 and 2 have" in printed
+    assert losses(out) == pytest.approx(expected, abs=1e-6)

@@ -80,3 +80,13 @@ def test_without_detours_the_check_names_a_micro_batch_that_nobody_computes(tmp_
 def test_the_last_rank_with_a_stage_cannot_be_replaced(tmp_path: Path) -> None:
     told = fails_with([(1, DIES_IN, 1, "SIGKILL"), (4, DIES_IN + 1, 1, "SIGKILL")], tmp_path / "run")
     assert "this cannot be repaired: no rank is left that holds stage 1" in told
+
+
+def test_spares_take_the_places_of_dead_ranks(one_process: Path, tmp_path: Path) -> None:
+    out, steps = tmp_path / "run", 40
+    deaths: list[Death] = [(0, 2, 1, "SIGKILL"), (4, 12, 3, "SIGKILL"), (1, 22, 9, "SIGKILL"), (0, 32, 1, "exception")]
+    flags = [*FLAGS, *LAYOUT, "--optimizer", "adam", "--lr", "1e-3", "--steps", str(steps)]
+    run_with([], tmp_path / "undisturbed", LESSON, *flags, steps=steps)
+    printed = run_with(deaths, out, LESSON, *flags, "--spares", "4", steps=steps)
+    assert losses(out) == pytest.approx(losses(tmp_path / "undisturbed"), abs=1e-5)
+    assert printed.count(" is back") == 4, printed

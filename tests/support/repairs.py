@@ -12,13 +12,15 @@ STEPS, DIES_IN = 6, 2
 Death = tuple[int, int, int, str]  # rank, step, point, how
 
 
-def run_with(deaths: Sequence[Death], out: Path, lesson: str, *flags: str, **environment: str) -> str:
+def run_with(
+    deaths: Sequence[Death], out: Path, lesson: str, *flags: str, steps: int = STEPS, **environment: str
+) -> str:
     """Run a script with these deaths; return what it prints. Each of its steps has to be recorded once."""
     environment |= {"DEATHS": json.dumps(deaths), "LESSON": lesson}
     launcher = fork_launcher(LAB / "bench/dying.py", *SHAPE, *flags, "--out", out, **environment)
     ended = launcher.finish()
     assert ended.status == 0, ended.err
     assert not children(launcher.pid)
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(STEPS)), "each step once"
+    recorded = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert recorded == list(range(steps)), "each step once"
     return ended.out

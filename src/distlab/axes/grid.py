@@ -25,7 +25,7 @@ class Axis:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The numbers of these ranks in the process group of all, ascending."""
+        """The numbers of these ranks in the process group of all, in the order of the layout."""
         return next(ranks for ranks in self._grid.ranks_along(self.names) if self._grid.rank in ranks)
 
     @property

@@ -10,6 +10,7 @@ from simplellm.errors import InputError, require
 FLAGS = """
   --tell PROMPT         save the model and, when training has finished, tell a story that begins with PROMPT
   --max-restarts N      after a failure, restart all ranks from the last checkpoint, at most N times (default: 0)
+  --spares N            with --repair: start a new process in the place of a dead rank, at most N times (default: 0)
   --nnodes N            number of machines; run the same command on each, with --master-addr (default: 1)
   --node-rank R         number of this machine, from 0; node 0 is at --master-addr
   --ranks-per-node A,B  ranks of each machine, by node rank (default: the same number on each)
@@ -35,12 +36,14 @@ def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--node-rank", "--node_rank", type=int)
     parser.add_argument("--ranks-per-node", "--ranks_per_node")
     parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
+    parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--tell")
     try:
         flags, rest = parser.parse_known_args(args)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
     require(flags.max_restarts >= 0, f"--max-restarts {flags.max_restarts}: give 0 or more")
+    require(flags.spares >= 0, f"--spares {flags.spares}: give 0 or more")
     return flags, rest
 
 

@@ -30,12 +30,19 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)  # signa
 
 
 def run_ranks(
-    script: Path, args: list[str], settings: RunSettings, nodes: Nodes, max_restarts: int, may_fork: bool = True
+    script: Path,
+    args: list[str],
+    settings: RunSettings,
+    nodes: Nodes,
+    max_restarts: int,
+    may_fork: bool = True,
+    spares: int = 0,
 ) -> int:
     """Run this machine's ranks of `script` until the run ends; return the exit status.
 
     When a rank fails, all ranks end and start again, at most `max_restarts` times; they resume from the last checkpoint
-    (see `distlab.run.main`). If the status is not 0, the last line on stderr says which rank failed and why.
+    (see `distlab.run.main`). With `--repair`, `spares` processes may take the places of dead ranks. If the status is
+    not 0, the last line on stderr says which rank failed and why.
     """
     require_open_files()
     # Under nohup, SIGHUP is ignored and must stay so.
@@ -57,7 +64,8 @@ def run_ranks(
                 import_compiler()  # once, instead of in each rank
             try:
                 repairs = settings.why_lost if settings.can_repair else None
-                failures = supervise([str(script), *args], rendezvous, max_restarts, errors, forks, repairs)
+                command = [str(script), *args]
+                failures = supervise(command, rendezvous, max_restarts, errors, forks, repairs, spares)
             finally:
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)

@@ -120,6 +120,8 @@ def start(path: Path, args: list[str], prog: str) -> int:
     nodes = assign_ranks(own, settings.layout, settings.master_addr)
     is_one = not settings.can_repair or len(nodes.ranks_of) == 1
     require(is_one, "--repair on several machines: one launcher must see all ranks; give --repair off")
+    is_repaired = own.spares == 0 or settings.can_repair
+    require(is_repaired, f"--spares {own.spares}: a spare needs a run that goes on when a rank dies; add --repair")
     out = settings.out
     reader = "--max-restarts" if own.max_restarts else "--tell" if own.tell is not None else None
     if reader and out is None:  # restarted ranks and the story teller must find the checkpoints
@@ -127,7 +129,7 @@ def start(path: Path, args: list[str], prog: str) -> int:
         require(len(nodes.ranks_of) == 1, several)
         out = new_folder(Path("runs") / path.stem)
         args = [*args, "--out", str(out)]
-    status = run_ranks(path, args, settings, nodes, own.max_restarts, not script.has_threads)
+    status = run_ranks(path, args, settings, nodes, own.max_restarts, not script.has_threads, own.spares)
     if status == 0 and own.tell is not None and nodes.rank == 0:
         assert out is not None
         return tell_story(out, own.tell, settings.device)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from distlab.launching.forks import ForkedScript
 from distlab.launching.nodes import NodeRendezvous
+from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import is_stopped
 from distlab.rendezvous.survivors import Arbiter
 from simplellm.errors import TOO_MANY_PROCESSES, InputError, tell
@@ -59,7 +60,10 @@ class RankFailure:
         """Return it in words that follow the name of the rank."""
         if self.status < 0:
             return f"was terminated by {signal.Signals(-self.status).name}"
-        return f"failed: {self.record['message']}" if self.record else f"failed with exit status {self.status}"
+        if not self.record:
+            return f"failed with exit status {self.status}"
+        message = str(self.record["message"])
+        return f"failed: {message.partition(' failed: ')[2] or message}"
 
     @property
     def cannot_be_repaired(self) -> bool:
@@ -81,6 +85,7 @@ def supervise(
     errors: Path,
     forks: bool,
     repairs: WhyLost | None = None,
+    spares: int = 0,
 ) -> dict[int, RankFailure]:
     """Run this machine's ranks until the ranks of all machines have finished, or a rank here has finally failed.
 
@@ -95,6 +100,7 @@ def supervise(
         forks: whether ranks are forks of this process instead of new interpreters.
         repairs: if the other ranks go on when one of them fails (`distlab.run.repair`): returns why they cannot. If
             some of them have yet to begin to train, nothing is lost, and all restart.
+        spares: number of newcomers that may take the places of ranks that have died.
 
     Returns:
         By rank, the failures of this machine's ranks, in the order in which they were found; {} for success.
@@ -116,7 +122,14 @@ def supervise(
                 ranks.look()
                 if arbiter is not None and repairs is not None:
                     ranks.kill_stopped()
+                    failed = [*ranks.failures]
                     too_early = _go_on_without(ranks, arbiter, repairs) == TOO_EARLY
+                    for rank in [] if ranks.failures else failed[:spares]:
+                        spares -= 1
+                        ranks.start_newcomer(script, environments[rank], forks)
+                    for number in [number for number in ranks.newcomers if arbiter.is_ready(number)]:
+                        ranks.count_newcomer(number)
+                        arbiter.tell(ranks.processes, {}, [number])
                 if not ranks.processes and not ranks.failures and rendezvous.all_finished():
                     return {}
                 rendezvous.check_others()
@@ -160,25 +173,43 @@ class _Ranks:
         self._errors = errors  # a folder, for the record of each rank
         self.processes: dict[int, Process] = {}  # running ones, by rank
         self.failures: dict[int, RankFailure] = {}  # by rank, in the order in which they were found
+        self.newcomers: dict[int, tuple[int, Process]] = {}  # that are not counted yet: their ranks and processes
+        self._newcomers = 0  # started so far
         self.ended: list[int] = []  # those that have exited, for whatever reason
         self._stopped: dict[int, float] = {}  # since when
 
     def start(self, script: Sequence[str], environments: Sequence[Mapping[str, str]], forks: bool) -> None:
         self._errors.mkdir()
         for own in environments:
-            rank = int(own["RANK"])
-            environment = {**os.environ, **own, "TORCHELASTIC_ERROR_FILE": str(self._errors / str(rank))}
-            try:
-                if forks:
-                    self.processes[rank] = ForkedScript(script, environment)
-                else:
-                    command = [sys.executable, "-u", *script]
-                    self.processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
-            except BlockingIOError:
-                raise InputError(f"rank {rank} cannot be started: {TOO_MANY_PROCESSES}") from None
+            self.processes[int(own["RANK"])] = self._start(script, own, forks)
+
+    def start_newcomer(self, script: Sequence[str], environment: Mapping[str, str], forks: bool) -> None:
+        """Start another process with the number of a rank that has died."""
+        self._newcomers += 1
+        (self._errors / environment["RANK"]).unlink(missing_ok=True)
+        own = {**environment, NEWCOMER: str(self._newcomers)}
+        self.newcomers[self._newcomers] = int(environment["RANK"]), self._start(script, own, forks)
+
+    def count_newcomer(self, number: int) -> None:
+        """Count a newcomer among the ranks from now on."""
+        rank, process = self.newcomers.pop(number)
+        self.processes[rank] = process
+
+    def _start(self, script: Sequence[str], own: Mapping[str, str], forks: bool) -> Process:
+        environment = {**os.environ, **own, "TORCHELASTIC_ERROR_FILE": str(self._errors / own["RANK"])}
+        try:
+            if forks:
+                return ForkedScript(script, environment)
+            return subprocess.Popen([sys.executable, "-u", *script], env=environment, start_new_session=True)
+        except BlockingIOError:
+            raise InputError(f"rank {own['RANK']} cannot be started: {TOO_MANY_PROCESSES}") from None
 
     def look(self) -> None:
         """Collect the processes that have exited."""
+        for number, (rank, process) in list(self.newcomers.items()):
+            if process.poll() is not None:
+                tell(f"a spare for rank {rank} has exited with status {process.poll()}; the run goes on without it")
+                del self.newcomers[number]
         for rank, process in list(self.processes.items()):
             status = process.poll()
             if status is not None:
@@ -198,15 +229,17 @@ class _Ranks:
 
     def end(self, sent: signal.Signals) -> None:
         """Send a signal to the running ranks, and some seconds later SIGKILL to the ones that have not reacted."""
+        running = [*self.processes.values(), *(process for _, process in self.newcomers.values())]
+        self.newcomers.clear()
         try:
-            for process in self.processes.values():
+            for process in running:
                 _send(sent, process)
             deadline = time.monotonic() + SECONDS_TO_END
-            for process in self.processes.values():
+            for process in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0, deadline - time.monotonic()))
         finally:  # also if a second signal interrupts this
-            for process in self.processes.values():
+            for process in running:
                 _send(signal.SIGKILL, process)
                 process.wait()
             self.look()

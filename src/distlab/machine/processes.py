@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from simplellm.errors import require
 
+NEWCOMER = "LAB_NEWCOMER"  # variable of a process that takes the place of a dead rank: its number, from 1
 LEAST_OPEN_FILES = 64  # six ranks of hybrid need about 40 each
 
 

@@ -7,8 +7,8 @@ The micro-batches of a dead worker go around among the workers that hold the sam
 and from there back to its neighbors in its own pipeline. The others have idle time in which they can compute most of
 them, if backward passes are split (ReCycle: Gandhi et al., arXiv 2405.14009). The lists are found by playing the
 pipelines: each worker runs, of what it can start first, a backward pass before a forward pass, and gradients of
-weights last. It takes the messages of a link in the order in which they were sent. As in every list, a worker keeps
-only so many activations; but survivors of a stage keep those of the dead, too.
+weights last. It takes the messages of a link in the order in which they were sent. A worker has room for a limited
+number of activations; survivors of a stage have more of it, for the micro-batches of the dead.
 """
 
 import itertools
@@ -89,7 +89,11 @@ def reroute(
     holders = Counter(worker % len(programs) for worker in alive)
     most = max(healthy.peak_live)
     room = [math.ceil(most * pipelines / holders[worker % len(programs)]) for worker in alive]
-    played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0), _Greedy(graph, room))
+    # A message for which there is no room may block one behind it that would make room, if a link leads to two stages.
+    for limits in (room, [len(line) for line in graph.lines]):
+        played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0), _Greedy(graph, limits))
+        if len(played.begun) == len(graph.actions):
+            break
     lines: list[list[Action]] = [[] for _ in alive]
     for index in played.begun:
         lines[graph.workers[index]].append(graph.actions[index])

@@ -1,5 +1,8 @@
 """The deaths of ranks: the launcher notices them and says so in the store; the other ranks agree on how to go on.
 
+With `--spares`, the launcher starts a newcomer in the place of a dead rank. As soon as that is ready to train, the
+launcher's next news count it among the ranks. It has no state yet, so its position is `NOWHERE`.
+
 Only the launcher decides who is dead. Its news are numbered: each number is an epoch, in which the ranks that are left
 make their process groups under a prefix of their own, so that nothing of an earlier epoch reaches them.
 """
@@ -23,14 +26,15 @@ class News:
     """The ranks that are left, as the launcher sees them."""
 
     epoch: int  # number of such news in this run, from 1
-    alive: tuple[int, ...]  # their original numbers
+    alive: tuple[int, ...]  # their numbers in the layout; those that have been here longer come first
+    newcomers: tuple[int, ...]  # numbers of all newcomers that have ever been counted among them
     gone: dict[str, str]  # why the others have ended, by their numbers: "was terminated by SIGKILL"
     timestamp: float  # when the launcher noticed it, in seconds since the epoch of `time.time`
 
     @classmethod
     def from_json(cls, text: str) -> "News":
         fields = json.loads(text)
-        return cls(**{**fields, "alive": tuple(fields["alive"])})
+        return cls(**{**fields, "alive": tuple(fields["alive"]), "newcomers": tuple(fields["newcomers"])})
 
 
 class Position(NamedTuple):
@@ -44,6 +48,9 @@ class Position(NamedTuple):
         return self.step + (self.phase > 0)
 
 
+NOWHERE = Position(-1, 0)
+
+
 class NewsError(Exception):
     """There are later news from the launcher."""
 
@@ -53,16 +60,24 @@ class Arbiter:
 
     def __init__(self, store: SharedStore) -> None:
         self._store, self._epoch, self._gone = store, 0, dict[str, str]()
+        self._alive, self._newcomers = list[int](), list[int]()
 
     def are_ready(self, ranks: Collection[int]) -> bool:
         """Return whether all these ranks have begun to train, so that they can repair the run."""
         return self._store.has(*(f"{READY}/{rank}" for rank in ranks))
 
-    def tell(self, alive: Collection[int], gone: Mapping[int, str]) -> None:
-        """Tell the ranks that are left who else ended, and why."""
+    def is_ready(self, newcomer: int) -> bool:
+        """Return whether a newcomer is ready to train."""
+        return self._store.has(f"{READY}/newcomer{newcomer}")
+
+    def tell(self, alive: Collection[int], gone: Mapping[int, str], newcomers: Collection[int] = ()) -> None:
+        """Tell the ranks that are left, or new, who else ended, and why; `newcomers` have just been counted."""
         self._epoch += 1
         self._gone |= {str(rank): why for rank, why in gone.items()}
-        news = News(self._epoch, tuple(sorted(alive)), self._gone, time.time())
+        self._newcomers += newcomers
+        old = [rank for rank in self._alive if rank in alive and rank not in gone]
+        self._alive = old + sorted(rank for rank in alive if rank not in old)
+        news = News(self._epoch, tuple(self._alive), tuple(self._newcomers), self._gone, time.time())
         self._store.set(NEWS, json.dumps(asdict(news)))
 
 
@@ -71,21 +86,22 @@ class Survivor:
 
     Args:
         store: of all ranks; the launcher holds it.
-        rank: this rank's original number.
+        rank: this rank's number in the layout.
+        newcomer: its number as a newcomer; 0 for the ranks of the start.
     """
 
-    def __init__(self, store: SharedStore, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: SharedStore, rank: int, newcomer: int = 0) -> None:
+        self._store, self._rank, self._newcomer = store, rank, newcomer
         self.epoch = 0  # of the last news that this rank has read
 
     def begin(self) -> None:
         """Tell the launcher that from now on this rank can go on without others."""
-        self._store.set(f"{READY}/{self._rank}")
+        self._store.set(f"{READY}/newcomer{self._newcomer}" if self._newcomer else f"{READY}/{self._rank}")
 
     def await_news(self, error: Exception) -> News:
         """Return the launcher's next news; raise `error`, the reason to ask, if there are none or this rank is out."""
         deadline = time.monotonic() + SECONDS_FOR_NEWS
-        while (news := self._read()) is None or news.epoch <= self.epoch:
+        while (news := self._read()) is None or news.epoch <= self.epoch or self._newcomer not in (0, *news.newcomers):
             if time.monotonic() > deadline:
                 raise error
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -100,8 +116,8 @@ class Survivor:
         if news is not None and news.epoch > self.epoch:
             raise NewsError
 
-    def agree(self, news: News, own: Position, timeout_seconds: float) -> Position:
-        """Return the position from which all go on: that of the rank that is least far.
+    def agree(self, news: News, own: Position, timeout_seconds: float) -> dict[int, Position]:
+        """Return the positions of all ranks; all go on from that of the rank that is least far.
 
         Raises:
             NewsError: another rank has died.
@@ -115,7 +131,7 @@ class Survivor:
             if time.monotonic() > deadline:
                 raise TrafficError("a rank that is left does not take part in the repair", TimeoutError())
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        return min(Position(*json.loads(text)) for text in self._store.read(*keys).values())
+        return {keys[key]: Position(*json.loads(text)) for key, text in self._store.read(*keys).items()}
 
     def _read(self) -> News | None:
         text = self._store.read(NEWS).get(NEWS)

@@ -136,9 +136,11 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
 
 
 def action_color(label: str) -> tuple[float, ...]:
-    """Return the color of an action's kind, lighter for each further stage of a worker."""
-    further_stages = len(label) - len(label.rstrip("'"))
-    return style.lighter(KINDS[_kind(label)].color, 0.55**further_stages)
+    """Return the color of an action's kind, lighter for each further stage of a worker; darker with a star."""
+    plain = label.rstrip("*")
+    further_stages = len(plain) - len(plain.rstrip("'"))
+    color = style.lighter(KINDS[_kind(label)].color, 0.55**further_stages)
+    return tuple(0.6 * part for part in color) if plain != label else color
 
 
 def _color(label: str) -> Any:
@@ -150,7 +152,7 @@ def _color(label: str) -> Any:
 
 def _kind(label: str) -> str:
     """Return the letter of an action's kind, or the label of a bar that is not an action."""
-    return label.rstrip("' 0123456789")
+    return label.rstrip("*' 0123456789")
 
 
 def _explain(kinds: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -9,8 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 import simplellm
 from distlab.axes.grid import Grid
+from distlab.axes.layout import layout_size
 from distlab.comm.group import connect as connect_group
 from distlab.comm.waits import TrafficError
 from distlab.machine import devices, network
@@ -67,6 +71,21 @@ def join(settings: RunSettings, script: Path) -> Joined:
         context.waits.watch(_end)
         connect_group(None)
     return Joined(grid, places, decided, claims[0] if claims else None, context, store)
+
+
+def join_late(settings: RunSettings, script: Path) -> Joined:
+    """Take the place of a rank that has died; until the others expect this one, it is alone in its process group."""
+    rank, _ = identity(settings)
+    store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, settings.timeout, say)
+    shared = rendezvous.ranks_store(settings.timeout, store=store)
+    decided = json.loads(shared.read("verdict")["verdict"])["decided"]
+    places, grid = (
+        rendezvous.read_places(store, layout_size(settings.layout)),
+        Grid(rank, settings.layout, settings.held),
+    )
+    set_up(grid, places, settings)
+    context = connect(settings, Grid(0, {}), [places[rank]], dist.HashStore(), "gloo")
+    return Joined(grid, places, decided, None, context, store)
 
 
 def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]:

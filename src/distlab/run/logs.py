@@ -31,14 +31,20 @@ class RunLog:
     """The records of a run's steps: `metrics.jsonl`, written by one rank, and the summary at the end."""
 
     def __init__(
-        self, out: Path, context: Context, *, tensorboard: bool = False, status: StatusLine | None = None
+        self,
+        out: Path,
+        context: Context,
+        writes: bool | None = None,
+        *,
+        tensorboard: bool = False,
+        status: StatusLine | None = None,
     ) -> None:
         self._out, self._rank, self._device = out, context.rank, context.device
         self._ledger, self._waited, self._status = context.ledger, context.waited_so_far, status or StatusLine(None)
         # A missing TensorBoard is an error now; its file is opened in `begin`.
         self._new_tensorboard = tensorboard_writer() if tensorboard and self._rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
-        self._writes = context.rank == 0
+        self._writes = context.rank == 0 if writes is None else writes
         self._metrics: TextIO | None = None
         self._recent: deque[dict[str, Any]] = deque(maxlen=2)  # the last records
         self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far
@@ -98,6 +104,8 @@ class RunLog:
 
     def record(self, step: int) -> None:
         """Write the record of the step that was timed last, or keep it until its loss arrives."""
+        if not self.times:  # of a rank that has just taken the place of another
+            return
         seconds, sent = self.times[-1].seconds, self._ledger.sent_bytes.copy()
         record: dict[str, Any] = {
             "step": step,

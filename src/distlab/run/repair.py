@@ -8,22 +8,32 @@ What a survivor does when one of its waits has failed:
    further apart, as each needs the others' gradients for its next update.
 3. It makes the process groups again, of the ranks that are left, and they do again what had failed.
 
+With `--spares`, a newcomer takes a dead rank's place at the end of a step: the others notice the launcher's news, make
+the groups again with it, and a rank with the same weights sends it its state.
+
 A death during the repair starts it again. (ReCycle: Gandhi et al., arXiv 2405.14009, sends the work of a dead worker to
 those that hold the same weights; it has no code.)
 """
 
+import os
 import time
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
+from distlab.axes.layout import REPLICAS, ranks_along
 from distlab.comm.context import context_of
+from distlab.comm.names import CONTROL, named
 from distlab.comm.waits import TrafficError, is_lost_peer, list_ranks
+from distlab.machine.processes import NEWCOMER, leave
 from distlab.rendezvous.ranks import ranks_store
-from distlab.rendezvous.survivors import News, NewsError, Position, Survivor, describe_gone
+from distlab.rendezvous.survivors import NOWHERE, News, NewsError, Position, Survivor, describe_gone
+from distlab.run.handing_over import ChangedError, HandedOver
 from distlab.run.starting import Joined
 from simplellm.errors import InputError
 
@@ -49,13 +59,20 @@ class Repair:
     """
 
     copy: "StateCopy | None" = None  # of the state before the last update; set by the run when there is an optimizer
+    received: dict[str, Any] | None = None  # by a newcomer, beside the state
+    state: HandedOver | None = None  # what a newcomer gets; set by the run before its first step
 
     def __init__(self, joined: Joined, timeout_seconds: float, first_step: int) -> None:
         self._joined, self._timeout_seconds, self._rank = joined, timeout_seconds, joined.grid.rank
-        self.survivor = Survivor(ranks_store(timeout_seconds, store=joined.store), self._rank)
-        self.alive = tuple(range(joined.grid.size))  # original numbers of the ranks that are left
-        self.position = Position(first_step, 0)  # of this rank
+        self._newcomer = int(os.environ.get(NEWCOMER, "0"))
+        self.survivor = Survivor(ranks_store(timeout_seconds, store=joined.store), self._rank, self._newcomer)
+        self.alive = tuple(range(joined.grid.size))  # numbers in the layout of the ranks that are left
+        self.position = NOWHERE if self._newcomer else Position(first_step, 0)  # of this rank
         self.done: Repaired | None = None
+
+    @property
+    def is_newcomer(self) -> bool:
+        return self.position == NOWHERE
 
     def reach(self, step: int, phase: int) -> None:
         """Note how far this rank is."""
@@ -71,19 +88,64 @@ class Repair:
                 dist.destroy_process_group()
             news = self.survivor.await_news(error)
             try:
-                position = self.survivor.agree(news, self.position, self._timeout_seconds)
+                positions = self.survivor.agree(news, self.position, self._timeout_seconds)
+                known = {rank: position for rank, position in positions.items() if position != NOWHERE}
+                if not known:
+                    leave(0)  # the others have finished
+                position = min(known.values())
                 self._make_groups(news)
+                if self.position.updates > position.updates:
+                    assert self.copy is not None, "an update was made without a copy of the state before it"
+                    self.copy.restore()
+                if self._rank in known:
+                    self.position = position
+                self._hand_over(news, known, position)
                 break
             except NewsError:
                 continue
             except Exception as lost:
                 if not is_death(lost):
                     raise
-        if self.position.updates > position.updates:
-            assert self.copy is not None, "an update was made without a copy of the state before it"
-            self.copy.restore()
         before, self.alive, self.position = self.alive, news.alive, position
         self.done = Repaired(position, self._sentence(news, before, position))
+
+    def compare(self) -> None:
+        """Compare this rank's state with that of the ranks with the same weights; all ranks call it together.
+
+        Raises:
+            ChangedError: it differs from that of most of them, or nobody knows which is right.
+        """
+        assert self.state is not None, "the script has not called run.track"
+        sums = torch.zeros(len(self.alive), dtype=torch.int64)
+        sums[self.alive.index(self._rank)] = self.state.checksum()
+        with named("the checksums of the replicas", CONTROL):
+            dist.all_reduce(sums)
+        of_same = {rank: int(sums[self.alive.index(rank)]) for rank in self._same(self._rank) if rank in self.alive}
+        [(usual, count)] = Counter(of_same.values()).most_common(1)
+        who = list_ranks(sorted(of_same))
+        if 2 * count <= len(of_same):
+            raise ChangedError(f"the weights of {who} differ, and nobody knows which are right; resume a checkpoint")
+        if of_same[self._rank] != usual:
+            raise ChangedError(f"its weights are not those that most of {who} have")
+
+    def _same(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the layout with the same weights as one of them."""
+        return next(ranks for ranks in ranks_along(self._joined.grid.layout, (REPLICAS,)) if rank in ranks)
+
+    def _hand_over(self, news: News, known: Collection[int], position: Position) -> None:
+        """Send the state of ranks that have it to newcomers, each from a rank with the same weights."""
+        for rank in news.alive:
+            if rank in known:
+                continue
+            source = next((other for other in news.alive if other in self._same(rank) and other in known), None)
+            if source is None:
+                raise RuntimeError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
+            if self._rank in (source, rank):
+                assert self.state is not None, "the script has not called run.track"
+                if self._rank == source:
+                    self.state.send(news.alive.index(rank), position)
+                else:
+                    self.received = self.state.receive(news.alive.index(source))
 
     def _make_groups(self, news: News) -> None:
         joined, timeout = self._joined, timedelta(seconds=self._timeout_seconds)
@@ -105,14 +167,18 @@ class Repair:
         joined.context = context_of()
 
     def _sentence(self, news: News, before: Collection[int], position: Position) -> str:
-        seconds, who = time.time() - news.timestamp, list_ranks(news.alive)
+        seconds, who = time.time() - news.timestamp, list_ranks(sorted(news.alive))
         ended = describe_gone(news, before, self._joined.grid.describe)
+        new = [f"{self._joined.grid.describe(rank)} is back" for rank in sorted(set(news.alive) - set(before))]
+        what = "; ".join([ended] * bool(ended) + new)
         go_on = f"{who} {'goes' if len(news.alive) == 1 else 'go'} on with step {position.step}"
-        return f"{ended}: {go_on}, {seconds:.2f} s after that was noticed"
+        return f"{what}: {go_on}, {seconds:.2f} s after that was noticed"
 
 
 def is_death(error: BaseException) -> bool:
-    """Return whether an error says that the connection to another rank was lost."""
+    """Return whether an error says that the connection to another rank was lost, or that there are news."""
+    if isinstance(error, NewsError):
+        return True
     if isinstance(error, InputError) and error.__cause__ is not None:  # as a checkpoint that cannot be written
         return is_death(error.__cause__)
     return (

@@ -18,7 +18,7 @@ from distlab.axes.layout import times_counted
 from distlab.comm.names import CONTROL, named
 from distlab.comm.recorder import STEP
 from distlab.machine import devices
-from distlab.machine.processes import started_by_torchrun
+from distlab.machine.processes import NEWCOMER, started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import NOTE_OF_FOLDER, next_commands
 from distlab.run.logs import AT_THE_END, LEDGER, RunLog
@@ -57,15 +57,18 @@ class Run(Generic[SettingsT]):
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings, self._script = settings, script
         self.rank, self.world_size = identity(settings)
-        self.has_terminal = self.rank == 0 or not started_by_torchrun()  # a separate one, or as the first rank
+        is_newcomer = NEWCOMER in os.environ  # in the place of a rank that has died
+        # The first rank prints and writes; if it dies, the one of the others that has been there longest does.
+        self.is_first = self.rank == 0 and not is_newcomer
+        self.has_terminal = self.is_first or not started_by_torchrun()  # a separate one, or as the first rank
         self.terminal = Terminal(self.rank, self.has_terminal)
         is_watched = not settings.can_repair or self.world_size == 1 or "LAB_LAUNCHER" in os.environ
         require(is_watched, "--repair: only launch.sh notices deaths; start the ranks with it, or with --repair off")
-        self.is_first = self.rank == 0  # prints and writes; if it dies, the lowest of the ranks that are left
+        self._everyone = tuple(range(self.world_size))
         if settings.layout:
-            from distlab.run.joining import join
+            from distlab.run.joining import join, join_late
 
-            self.joined = joined = join(settings, script)
+            self.joined = joined = (join_late if is_newcomer else join)(settings, script)
         else:
             self.joined = joined = start_alone(settings, script)
         self.grid, self.device, self.context, self.decided = joined.grid, joined.device, joined.context, joined.decided
@@ -75,10 +78,11 @@ class Run(Generic[SettingsT]):
 
             self.checkpointer = Checkpointer(settings, self.out, self.rank, self.decided)
         self.first_step = self.checkpointer.first_step if self.checkpointer else 0
-        self._continues = self.checkpointer is not None and self.checkpointer.continues
+        self._continues = is_newcomer or (self.checkpointer is not None and self.checkpointer.continues)
         self._keep_files()
         has_tensorboard = getattr(settings, "tensorboard", False)
-        self.records = RunLog(self.out, self.context, tensorboard=has_tensorboard, status=self.terminal.status)
+        status = self.terminal.status
+        self.records = RunLog(self.out, self.context, self.is_first, tensorboard=has_tensorboard, status=status)
         # Set by `track`: the search for the cause of a non-finite loss, and the memory report.
         self.explain_not_finite: Callable[[int], str] | None = None
         self.memory: memory.MemoryReport | None = None
@@ -87,7 +91,7 @@ class Run(Generic[SettingsT]):
         self.recorder.enabled = getattr(settings, "trace", False)
         # For random operations such as dropout; initial weights and data do not depend on it.
         torch.manual_seed(settings.seed + self.rank)
-        if self.rank == 0:
+        if self.is_first:
             self._introduce(script)
         if settings.can_repair and self.world_size > 1:
             from distlab.run.repair import Repair
@@ -113,7 +117,7 @@ class Run(Generic[SettingsT]):
             log = (self.out / f"rank{self.rank}.log").open(
                 "a" if self._continues else "w", buffering=1, encoding="utf-8", errors="backslashreplace"
             )
-            if self.rank == 0:
+            if self.is_first:
                 if not self._continues:
                     for name in AT_THE_END:
                         (self.out / name).unlink(missing_ok=True)
@@ -201,17 +205,42 @@ class Run(Generic[SettingsT]):
         speed = self.records.average_speed
         progress = Progress(steps, tell, done=self.first_step, speed=speed, status=self.terminal.status)
         source, step, phase, is_again = iter(batches), self.first_step, TAKE, False
-        taken: dict[int, tuple[BatchT, dict[str, int]]] = {}  # the last batches, and the positions after them, by step
+        has_position = checkpointer is not None or self.repair is not None
+        # The last batches, and the positions before and after them, by step.
+        taken: dict[int, tuple[BatchT, dict[str, int], dict[str, int]]] = {}
+
+        def take() -> tuple[BatchT, dict[str, int], dict[str, int]]:
+            before = batches.state_dict() if has_position else {}
+            return next(source), before, batches.state_dict() if has_position else {}
+
+        def state_at(at: "Position") -> dict[str, Any]:
+            data = taken[at.step][1] if at.step in taken else batches.state_dict()
+            return {"data": data, "count": origin + at.updates * per_step}
+
+        origin = count - self.first_step * per_step
         if self.repair is not None:
             self.repair.survivor.begin()
+            if self.repair.state is not None:
+                self.repair.state.describe = state_at
+            if self.repair.is_newcomer:
+                step, phase = at = self._take_place(batches)
+                source, origin = iter(batches), self.records.count - at.updates * per_step
+                if phase != TAKE:
+                    taken[step] = take()
         while step < steps:
             if self.repair is not None:
                 self.repair.reach(step, phase)
+            if self.repair is not None and phase == TAKE:
+                with self.surviving():
+                    self.repair.survivor.check()
+                if self.repair.done is not None:
+                    (step, phase), is_again = self._go_back(step, phase, step, progress), True
+                    continue
             if phase == TAKE:
                 if self.recording is not None:
                     self.recording.begin(step)
                 if step not in taken:
-                    taken[step] = next(source), batches.state_dict() if checkpointer else {}
+                    taken[step] = take()
                 with self.records.timing_a_step(), self.recorder.span(STEP, f"step {step}"):
                     yield step, taken[step][0]
                 if self.running_on is not None and self.running_on.must_undo:
@@ -225,6 +254,8 @@ class Run(Generic[SettingsT]):
                 taken.pop(step - 1, None)
                 with self.surviving():
                     after_step(step)
+                    if self.repair is not None and (step + 1) % getattr(self.settings, "compare_every", 1) == 0:
+                        self.repair.compare()
                     self.records.record(step)
                 following = step, SAVE
             elif phase == SAVE:
@@ -236,7 +267,7 @@ class Run(Generic[SettingsT]):
                         if is_again:
                             self._meet()
                         if not (is_again and checkpointer.has(step + 1)):
-                            checkpointer.save(step + 1, taken[step][1], self.records)
+                            checkpointer.save(step + 1, taken[step][2], self.records)
                 if self.repair is None or self.repair.done is None:
                     progress.advance()
                 is_last = step + 1 == steps and self.repair is not None
@@ -246,7 +277,7 @@ class Run(Generic[SettingsT]):
                     self._meet()
                 following = step + 1, TAKE
             if self.repair is not None and self.repair.done is not None:
-                following, is_again = self._go_back(step, phase, progress), True
+                following, is_again = self._go_back(step, phase, step + 1, progress), True
             else:
                 is_again = False
             step, phase = following
@@ -257,11 +288,12 @@ class Run(Generic[SettingsT]):
     def surviving(self) -> Iterator[tuple[int, ...]]:
         """With `--repair`, if a rank dies while the code inside runs, repair the run; then the code has to run again.
 
-        Inside `steps`, the step begins again by itself. Yields the ranks that are left, by their original numbers.
-        Among each other, they have new numbers: those of torch.distributed.
+        Inside `steps`, the step begins again by itself. Yields the ranks that are left, by their original numbers: the
+        same object as before, unless the groups have been made again. Among each other, the ranks have new numbers:
+        those of torch.distributed.
         """
         if self.repair is None:
-            yield tuple(range(self.world_size))
+            yield self._everyone
             return
         try:
             yield self.repair.alive
@@ -279,13 +311,31 @@ class Run(Generic[SettingsT]):
         if self.is_first and self.repair is not None and self.repair.done is not None:
             say(self.repair.done.sentence)
 
-    def _go_back(self, step: int, phase: int, progress: Progress) -> "Position":
-        """Return the position from which the ranks go on after a repair, and drop the records of what is done again."""
+    def _take_place(self, batches: "Batches[Any]") -> "Position":
+        """As a newcomer, get the state of the rank whose place this one takes; return where the ranks go on."""
+        from distlab.rendezvous.survivors import NewsError
+
+        assert self.repair is not None
+        with self.surviving():
+            raise NewsError
+        assert self.repair.received is not None
+        assert self.repair.done is not None
+        at, self.repair.done = self.repair.done.position, None
+        batches.load_state_dict(self.repair.received["data"])
+        self.records.count, self.first_step = self.repair.received["count"], at.step
+        self.records.continue_at(at.step + (at.phase > EVALUATE), self.is_first)
+        return at
+
+    def _go_back(self, step: int, phase: int, timed: int, progress: Progress) -> "Position":
+        """Return the position from which the ranks go on after a repair, and drop the records of what is done again.
+
+        `timed` is the number of steps that have records.
+        """
         assert self.repair is not None
         assert self.repair.done is not None
         at, self.repair.done = self.repair.done.position, None
         gc.collect()  # the earlier groups, with their threads, connections and memory
-        self.records.take_back(step + 1 - at.updates)
+        self.records.take_back(timed - at.updates)
         for _ in range(at.step + (at.phase == MEET), step + (phase == MEET)):
             progress.take_back()
         self.records.continue_at(at.step + (at.phase > EVALUATE), self.is_first)

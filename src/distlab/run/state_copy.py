@@ -25,7 +25,7 @@ class StateCopy:
     @torch.no_grad()
     def take(self) -> None:
         """Copy the state as it is now."""
-        now = self._state()
+        now = state_of(self._optimizer)
         if len(self._kept) != len(now):  # an optimizer has no state before its first update
             self._kept = [tensor.detach().clone() for tensor in now]
         for kept, tensor in zip(self._kept, now, strict=True):
@@ -34,17 +34,19 @@ class StateCopy:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state from the copy."""
-        if len(self._kept) != len(self._state()):
+        if len(self._kept) != len(state_of(self._optimizer)):
             self._optimizer.state.clear()
         with self._changing():
-            for tensor, kept in zip(self._state(), self._kept, strict=True):
+            for tensor, kept in zip(state_of(self._optimizer), self._kept, strict=True):
                 tensor.copy_(kept)
 
     @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._kept)
 
-    def _state(self) -> list[Tensor]:
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        moments = [value for state in self._optimizer.state.values() for value in state.values()]
-        return [*parameters, *(value for value in moments if isinstance(value, Tensor))]
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the weights of an optimizer, and its state of them, always in the same order."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = [value for parameter in parameters for value in optimizer.state.get(parameter, {}).values()]
+    return [*parameters, *(value for value in moments if isinstance(value, Tensor))]

@@ -134,9 +134,11 @@ class TrainingRun(Run[TrainSettingsT]):
 
             self.running_on = RunningOn(optimizer, self._loss_arrived, args.clip_norm, parts.changing_shards)
         if self.repair is not None:
+            from distlab.run.handing_over import HandedOver
             from distlab.run.state_copy import StateCopy
 
             self.repair.copy = StateCopy(optimizer, parts.changing_shards)
+            self.repair.state = HandedOver(optimizer)
         if args.eval_every:
             from distlab.run.validation import Validator
 

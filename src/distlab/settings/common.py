@@ -52,6 +52,8 @@ class RunSettings:
     out: Annotated[Path | None, shown_as("DIR", "default: runs/<script>/<time>")] = None
     """folder for the run's files"""
 
+    no_repair: ClassVar[str] = "this script cannot go on when a rank dies"
+    """why there is no `--repair`"""
     one_stage_at_a_time: ClassVar[bool] = False
     """whether the stages of a pipeline compute one after another, so that each can use the cores of all"""
 
@@ -286,7 +288,7 @@ def complete_repair(args: Sequence[str], defaults: RunSettings) -> list[str]:
     can_be = not bare or hasattr(defaults, "repair")
     advice = "dp-ga and hybrid can; with --save-every, --max-restarts 3 begins again from the last checkpoint"
     if not can_be:
-        raise FlagError(f"--repair: this script cannot go on when a rank dies; {advice}")
+        raise FlagError(f"--repair: {defaults.no_repair}; {advice}")
     for number in bare:
         if args[number + 1 :][:1] == [] or args[number + 1].startswith("--"):
             given[number] = "--repair=on"

@@ -10,6 +10,8 @@ from distlab.settings.resume import ResumePolicy
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require
 
+NO_COPY = "no other rank has the shard of a dead one"
+
 
 @dataclass
 class DataParallelSettings(WorldSize, TrainSettings):
@@ -166,6 +168,8 @@ class RepairFlag(TrainSettings):
 
     repair: Repair = "on"
     """whether the others go on when a rank dies: on, with sums in another order; exact, bit for bit the same run"""
+    compare_every: int = 100
+    """compare the weights of the replicas every N steps; a rank whose weights have changed ends, as if it had died"""
 
     @property
     def can_repair(self) -> bool:
@@ -173,6 +177,7 @@ class RepairFlag(TrainSettings):
 
     def check(self) -> None:
         super().check()
+        require_positive(self, "compare_every")
         if self.can_repair:
             given = f"--repair {self.repair}"
             on_cpu = self.device != "cuda" and self.backend != "nccl"
@@ -193,6 +198,7 @@ class RepairSettings(DataParallelSettings, RepairFlag):
 class ZeRO1Settings(DataParallelSettings):
     """A data-parallel training run whose replicas shard the optimizer's state."""
 
+    no_repair = NO_COPY
     shard: ClassVar[Sharded] = "optimizer"
 
 
@@ -200,6 +206,7 @@ class ZeRO1Settings(DataParallelSettings):
 class ShardedSettings(DataParallelSettings):
     """A data-parallel training run with sharded replicas."""
 
+    no_repair = NO_COPY
     shard: Sharded = "weights"
     """tensors that the replicas shard: the optimizer's state; also the gradients; also the weights (ZeRO 1, 2, 3)"""
 

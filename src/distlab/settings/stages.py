@@ -13,6 +13,7 @@ from distlab.parallel.division import check_division, check_sharing, padded_leng
 from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
 from distlab.pipeline.auto import Limit, read_limit
 from distlab.pipeline.plan import simulate
+from distlab.pipeline.rerouting import reroute
 from distlab.pipeline.schedules import (
     AUTO,
     DEFAULT_CHUNKS,
@@ -193,7 +194,7 @@ class WrittenScheduleSettings(StageSettings):
 
     @property
     def owners(self) -> list[int]:
-        """By stage, the worker that holds it."""
+        """The worker that holds each stage."""
         workers = {stage: worker for worker, own in enumerate(self.held) for stage in own}
         return [workers[stage] for stage in sorted(workers)]
 
@@ -287,6 +288,22 @@ class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
         require(self.recompute != "all", whole)
         validated = f"{given} with --eval-every: no pipeline may be whole after a death; leave --eval-every out"
         require(self.eval_every is None, validated)
+
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        return [*super().remarks(decided), *([self._remark_on_a_death()] if self.can_repair else [])]
+
+    def _remark_on_a_death(self) -> str:
+        """Return what the death of a rank would cost: the worst of one in each stage, in a simulation."""
+        programs, costs = self.programs(), self.pass_costs(SPTokenizer(self.tokenizer).vocab_size)
+        healthy, plans = simulate(programs, costs), []
+        for dead in range(self.pp):
+            alive = [worker for worker in range(self.dp * self.pp) if worker != dead]
+            rerouted = reroute(programs, self.dp, alive, costs, self.repair == "exact")
+            plans.append(simulate(rerouted, costs, holders=self.dp))
+        slower = max(plan.makespan for plan in plans) / healthy.makespan
+        most, usual = (max(plan.peak_live) for plan in (max(plans, key=lambda plan: max(plan.peak_live)), healthy))
+        kept = f"a rank keeps the activations of up to {most} micro-batches instead of {usual}"
+        return f"after a death, a step takes up to {slower:.2f} times as long with a core for each rank, and {kept}"
 
 
 @dataclass

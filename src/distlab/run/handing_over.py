@@ -1,0 +1,99 @@
+"""With `--spares`: the state that a newcomer gets from a rank with the same weights."""
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from distlab.comm.names import named
+from distlab.rendezvous.survivors import Position
+from distlab.run.state_copy import state_of
+
+
+class ChangedError(RuntimeError):
+    """The weights of a rank are not those of its replicas."""
+
+
+class HandedOver:
+    """The weights, the optimizer's state, and a record.
+
+    Args:
+        optimizer: of all parameters of this rank.
+    """
+
+    describe: Callable[[Position], dict[str, Any]]  # returns the record at a position of the run; set by the run
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def send(self, to: int, position: Position) -> None:
+        """Send the state to a rank of the process group."""
+        state = state_of(self._optimizer)
+        packed = pack(state)
+        states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters()]
+        kinds = [{key: [[*value.shape], str(value.dtype)] for key, value in state.items()} for state in states]
+        record = {**self.describe(position), "optimizer": kinds, "checksum": checksum(state)}
+        text = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+        with named("the state of a rank", "repair"):
+            for tensor in (torch.tensor(len(text)), text, packed):
+                dist.send(tensor, to)
+
+    def receive(self, source: int) -> dict[str, Any]:
+        """Receive the state from a rank of the process group, and return the record.
+
+        Raises:
+            ChangedError: it has changed on its way.
+        """
+        length = torch.zeros((), dtype=torch.int64)
+        with named("the state of a rank", "repair"):
+            dist.recv(length, source)
+            text = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(text, source)
+            record: dict[str, Any] = json.loads(text.numpy().tobytes())
+            for parameter, kinds in zip(self._parameters(), record["optimizer"], strict=True):
+                for key, (shape, dtype) in kinds.items():
+                    kept = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    self._optimizer.state[parameter][key] = kept
+            state = state_of(self._optimizer)
+            packed = torch.empty(sum(tensor.nbytes for tensor in state), dtype=torch.uint8)
+            dist.recv(packed, source)
+        unpack(packed, state)
+        if checksum(state) != record["checksum"]:
+            raise ChangedError("the state that a peer has sent has another checksum than it had there")
+        return record
+
+    def checksum(self) -> int:
+        """Return the checksum of the weights and of the optimizer's state."""
+        return checksum(state_of(self._optimizer))
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of tensors, one after another."""
+    return torch.cat([_bytes_of(tensor) for tensor in tensors])
+
+
+@torch.no_grad()
+def unpack(packed: Tensor, into: Sequence[Tensor]) -> None:
+    """Fill tensors with such bytes."""
+    for tensor, part in zip(into, packed.split([tensor.nbytes for tensor in into]), strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Return the checksum of the bytes of tensors."""
+    found = 0
+    for tensor in tensors:
+        found = zlib.crc32(_bytes_of(tensor).numpy().data, found)
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
