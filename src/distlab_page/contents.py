@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from distlab.axes.layout import WORDS, coordinate, describe_rank, replica_of, replicas_in
+from distlab.axes.layout import WORDS, coordinate, describe_rank, ranks_along, replica_of, replicas_in
 from distlab.comm.recorder import COMPUTE, PART, SEND, STEP, WAIT, Event
-from distlab.pipeline.actions import KINDS, ActionCosts, stages_of
+from distlab.pipeline.actions import KINDS, ActionCosts, labels, stages_of
+from distlab.pipeline.engine import Engine, Graph
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
 from distlab.reports import style
@@ -28,6 +29,7 @@ MOST_BARS = 9000  # of all steps of a timeline together
 SAME_LOSS = 1e-3  # relative; larger differences are not rounding
 WITHOUT = "activations without recomputation"  # counted as well, but not held: `distlab.reports.memory.WITHOUT`
 IN_A_ROW, MOST_PASSES = 10, 600  # steps of a schedule whose ranks do not wait at the end of a step; their passes
+MOST_STEPS = 600  # of all ranks together, that factors of efficiency are computed from
 NO_BUBBLE = 0.02  # what the first and the last of several steps leave
 WARM_UP = 3  # steps that the planner's comparison leaves out, as `distlab_planner.prediction` does
 CURVES = {
@@ -457,14 +459,13 @@ def efficiency(trace: Trace) -> Json | None:
     """Return how much of the ranks' time computes, as a product of three factors; None if they computed nothing.
 
     They are those of the POP project ("POP standard metrics for parallel performance analysis", 2016): load balance,
-    mean over largest computing time; serialisation, what dependencies leave if messages were free, here by the plan
-    from measured passes, or by ranks that meet after each step; transfer, the rest: messages, and waits for cores.
+    mean over largest computing time; serialisation, what dependencies leave if messages were free; transfer, the rest:
+    messages, and waits for cores. Of a long run, evenly spaced steps count.
     """
-    steps, ranks = trace.steps(), range(len(trace.ranks))
+    steps, ranks = _some(trace.steps(), max(1, MOST_STEPS // len(trace.ranks))), range(len(trace.ranks))
     computing = [[_computing(trace, rank, step[rank]) for rank in ranks] for step in steps]
     by_rank = [sum(own[rank] for own in computing) for rank in ranks]
-    plan = trace.plan()
-    ideal = plan.makespan * len(steps) if plan else sum(map(max, computing))
+    ideal = _ideal_seconds(trace, steps) if trace.programs else sum(map(max, computing))
     taken = sum(_length(trace, step) for step in steps)
     most = max(by_rank)
     if not (most and ideal and taken):
@@ -484,6 +485,28 @@ def efficiency(trace: Trace) -> Json | None:
     seconds = {"mean": statistics.fmean(by_rank), "busiest": most, "free messages": ideal, "taken": taken}
     rows = [(name, factor, means[name]) for name, factor in factors.items()]
     return {"seconds": seconds, "table": table("Factors of efficiency", ("factor", "share", "computed as"), rows)}
+
+
+def _ideal_seconds(trace: Trace, steps: Sequence[Sequence[Event]]) -> float:
+    """Return the time of the steps if messages were free: each pipeline plays its passes, with the times they took."""
+    assert trace.programs is not None
+    graph, names, total = Graph(trace.programs), labels(trace.programs), 0.0
+    workers = [(trace.worker(rank), recorded) for rank, recorded in enumerate(trace.ranks)]
+
+    def play(taken: dict[tuple[int, str], float]) -> float:
+        return Engine(graph, lambda action: taken.get((graph.owners[action.stage], names[action]), 0.0)).makespan
+
+    for step in steps:
+        played = []
+        for ranks in ranks_along(trace.layout, ["pp"]):
+            taken = {}
+            for worker, recorded, own in ((*workers[rank], step[rank]) for rank in ranks):
+                waits = recorded.within(own, WAIT)
+                for event in recorded.within(own, COMPUTE):
+                    taken[worker, event.name] = event.seconds - _seconds(_inside(waits, [event]))
+            played.append(play(taken))
+        total += max(played)
+    return total
 
 
 def _computing(trace: Trace, rank: int, step: Event) -> float:

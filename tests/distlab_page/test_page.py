@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
+import shutil
 import signal
+import statistics
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,9 @@ import pytest
 from support.browser import CHROMIUM, open_page
 from support.processes import Ended, children, finish, process_of, run, start, wait_for
 
+from distlab.comm.recorder import PART, STEP, Event
+from distlab.reports.trace import RankTrace, Trace
+from distlab.settings.folders import Claim
 from distlab_page.contents import contents
 from distlab_page.records import read
 from distlab_page.writing import as_script, html
@@ -180,6 +188,30 @@ def test_a_run_that_ended_early_says_so_and_why(killed: Path) -> None:
     assert page["time"]["rows"] == [pytest.approx((sums[0] - sums[1], sums[1] - sums[2], sums[2]))]
 
 
+def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Path, tmp_path: Path) -> None:
+    run = read(hybrid)
+    assert (contents(run)["prediction"], contents(run)["experts"], contents(run)["ring"]) == (None, None, None)
+    parts = {"step": 0.5, "computing": 0.25, "collectives": 0.125, "waiting for messages": 0.125}
+    loads = [1 + step / 64 for step in range(STEPS)]
+    steps = [record | {"max_over_mean_load": load} for record, load in zip(run.metrics, loads, strict=True)]
+    rank = [
+        Event(STEP, "step 0", 0.0, 1.0),
+        *(Event(PART, f"ring step {n}{way}", n / 4, n / 4 + 0.125) for n in (0, 1) for way in ("", ", backward")),
+    ]
+    ring = Trace([RankTrace(rank), RankTrace(rank[:2])], {"cp": 2})
+    page = contents(replace(run, config=run.config | {"predicted_seconds": parts}, metrics=steps, trace=ring))
+    counted = run.metrics[3:]  # as in the comparison that the run prints
+    means = [statistics.fmean(r[name] for r in counted) for name in ("seconds", "waited_seconds", "collective_seconds")]
+    measured = (means[0], means[0] - means[1], means[2], means[1] - means[2])
+    shown = [
+        (what, predicted, pytest.approx(taken))
+        for (what, predicted), taken in zip(parts.items(), measured, strict=True)
+    ]
+    assert page["prediction"]["parts"] == shown
+    assert (page["experts"]["steps"], page["experts"]["loads"]) == ([*range(1, STEPS + 1)], loads)
+    assert page["ring"]["rows"] == [[0.25, 0.25], [0.125, 0.0]]
+
+
 def test_it_is_made_at_once_and_small(hybrid: Path) -> None:
     began = time.perf_counter()
     ended = run(*LAUNCH, "page", hybrid)
@@ -259,3 +291,36 @@ def test_a_browser_draws_each_panel_without_an_error(
         assert "hybrid <b>&: 2 dp x 3 pp" in opened.text("top")
         rows = contents(read(run))["schedules"]["table"]["rows"]
         assert all(row[0] in opened.text("schedules") for row in rows)
+
+
+@in_a_browser
+def test_a_served_page_follows_the_run(killed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(killed, folder)
+    (folder / "launcher.log").unlink()
+    record, over = lines(killed)[-1], threading.Event()
+
+    def go_on() -> None:
+        with (folder / "metrics.jsonl").open("a") as metrics:
+            while not over.wait(0.05):
+                record["step"] += 1
+                print(json.dumps(record), file=metrics, flush=True)
+
+    claim, writer = Claim(folder), threading.Thread(target=go_on)
+    process = start(*LAUNCH, "page", folder, "--serve")
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[1]
+    writer.start()
+    try:
+        opened = open_page(address, tmp_path / "browser")
+    finally:
+        over.set()
+        writer.join()
+        process.send_signal(signal.SIGINT)
+        finish(process)
+        claim.release()
+    assert opened.console == []
+    assert opened.text("top").count("The run goes on: ") == 1
+    [shown] = re.findall(r"The run goes on: ([\d,]+) of", opened.text("top"))
+    assert int(shown.replace(",", "")) > opened.content["status"]["steps"], "more than when it was loaded"
+    assert sum(opened.drawn.values()) > 2

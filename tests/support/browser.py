@@ -1,11 +1,13 @@
 """A browser without a window, for tests of pages: what a page comes to hold, and what it says on the console."""
 
+import json
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -21,7 +23,7 @@ class Opened(HTMLParser):
     console: list[str]
     texts: dict[str, list[str]] = field(default_factory=dict)  # by section, its texts
     drawn: dict[str, int] = field(default_factory=dict)  # by section, its figures by plotly, and pictures
-    drawn_ms: int = 0
+    content: dict[str, Any] = field(default_factory=dict)  # as JSON, with which it was loaded
     _section: str = ""
     _hidden: str = ""
 
@@ -30,23 +32,23 @@ class Opened(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = {name: value or "" for name, value in attrs}
-        if tag == "body":
-            self.drawn_ms = int(attributes.get("data-drawn-ms", 0))
         if tag in ("section", "header"):
             self._section = attributes["id"]
             self.texts[self._section], self.drawn[self._section] = [], 0
         if tag in ("script", "style"):
-            self._hidden = tag
+            self._hidden = "json" if attributes.get("type") == "application/json" else tag
         classes = attributes.get("class", "").split()
         if self._section and ("js-plotly-plot" in classes or "layout" in classes):
             self.drawn[self._section] += 1
 
     def handle_endtag(self, tag: str) -> None:
-        if tag == self._hidden:
+        if tag in ("script", "style"):
             self._hidden = ""
 
     def handle_data(self, data: str) -> None:
-        if self._section and not self._hidden and data.strip():
+        if self._hidden == "json":
+            self.content = json.loads(data)
+        elif self._section and not self._hidden and data.strip():
             self.texts[self._section].append(data.strip())
 
     def text(self, section: str) -> str:
