@@ -78,7 +78,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     if args.routes:
         tokens = args.batch_size * args.seq_len
         writes = slices.rank == parts.rank == 0
-        routes = Routes(nets.values(), *args.routes, replicas, tokens, args.seq_len, choices, writes)
+        routes = Routes(nets.values(), *args.routes, replicas, tokens, args.seq_len, choices, writes, slices.size)
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
         sharded = {stage: ShardedDP(net, args.shard, same, args.micro_batches) for stage, net in nets.items()}

@@ -154,8 +154,21 @@ def test_faults_show(fault: str, alone: dict[str, Run], tmp_path: Path, monkeypa
         assert_same_run(run_beside("--dp 2 --pp 1 --ep 2", "--steps 3", tmp_path), alone[""], 1e-4)
 
 
+def test_weights_are_read_bit_for_bit_by_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """One process, then two ranks, then four; the last two change nothing that has a first digit."""
+    recipe, still = "--pp 1 --save-every 1".split(), "--lr 1e-30 --balance-rate 0".split()
+    shapes = ["--dp 1 --batch-size 12", "--dp 2 --ep 2 --batch-size 6", "--dp 4 --ep 4 --batch-size 3"]
+    found: list[State] = []
+    for number, shape in enumerate(shapes):
+        before = [*still, "--resume", str(tmp_path / str(number - 1))] if number else []
+        flags = [*recipe, *shape.split(), *before]
+        found.append(Run(2**number, ALL_AXES, tmp_path / str(number), *flags, exact=False, steps=2 + number).parameters)
+    for name, tensor in found[0].items():
+        assert all(state[name].equal(tensor) for state in found[1:]), name
+
+
 def test_resumes_with_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """One process, then two ranks, then four: weights that are saved are read bit for bit, and the run goes on."""
+    """One process, then two ranks, then four: the losses are those of an unbroken run; so is validation."""
     recipe = "--pp 1 --eval-every 1 --eval-sequences 3 --save-every 1".split()
     shapes = ["--dp 1 --batch-size 12", "--dp 2 --ep 2 --batch-size 6", "--dp 4 --ep 4 --batch-size 3"]
     whole = Run(1, ALL_AXES, tmp_path / "whole", "--pp", "1", *shapes[0].split(), exact=False, steps=4)

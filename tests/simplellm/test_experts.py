@@ -65,6 +65,31 @@ def test_is_its_formula(sizes: Mixture) -> None:
     assert (net.load[0] == 0) == (sizes.experts > sizes.per_token)
 
 
+def test_a_capacity_drops_the_last_rows_of_each_sequence() -> None:
+    """Nothing is added for them, and the weights of a token's other experts stay; validation drops none."""
+    net, x = mixture_of(Mixture(4, 2)), torch.randn(3, 8, DMODEL, dtype=torch.float64)
+    with torch.no_grad():
+        whole = net(x)
+    net.capacity = 0.6
+    most, dropped, expected = 3, 0, []  # 0.6 * 8 * 2 / 4, rounded up
+    for sequence in x:
+        taken = [0] * 4
+        for row in sequence:
+            scores = (net.gate.weight @ row).softmax(0)
+            weights, ids = scores.topk(2)
+            y = torch.zeros_like(row)
+            for weight, number in zip(weights / weights.sum(), ids.tolist(), strict=True):
+                taken[number] += 1
+                dropped += taken[number] > most
+                y = y + weight * net.experts[str(number)](row) * (taken[number] <= most)
+            expected.append(y)
+    torch.testing.assert_close(net(x).flatten(0, 1), torch.stack(expected), rtol=1e-13, atol=1e-13)
+    assert int(net.dropped) == dropped > 0
+    assert net.load.sum() == 3 * 8 * 2, "what was asked for"
+    with torch.no_grad():
+        assert net(x).equal(whole)
+
+
 def test_equal_experts_are_a_dense_layer() -> None:
     net, dense = mixture_of(Mixture(4, 4)), MLP(DMODEL, HIDDEN).double()
     for expert in net.experts.values():

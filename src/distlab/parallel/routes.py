@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis
+from distlab.comm.group import device_of
+from distlab.comm.names import named
 from distlab.parallel.expert_parallel import ChoicesOfSequences
 from simplellm.errors import InputError, require
 from simplellm.feed_forward import MixtureOfExperts
@@ -37,6 +40,7 @@ class Routes:
         seq: tokens of a sequence.
         choices: of the ranks that share the replica's sequences.
         writes: whether this rank writes what it records; other ranks may have the same routes.
+        copies: ranks that have the same routes.
 
     Raises:
         InputError: the folder does not have the routes of such a run.
@@ -52,9 +56,11 @@ class Routes:
         seq: int,
         choices: ChoicesOfSequences,
         writes: bool = True,
+        copies: int = 1,
     ) -> None:
         self._folder, self._replicas, self._tokens, self._writes = folder, replicas, tokens, writes
         self._seq, self._choices, self._parts = seq, choices, choices.ranks
+        self._copies = copies
         self._step = self._others = 0
         self._seen: dict[str, list[Tensor]] = {}  # by layer, the routes of this step so far, (tokens, per token) each
         self._wanted: dict[str, Tensor] = {}  # by layer, the recorded routes of this step
@@ -64,6 +70,7 @@ class Routes:
         }
         self._k = max((mixture.sizes.per_token for mixture in mixtures.values()), default=0)
         self._sizes = {"tokens": tokens, "replicas": replicas.size, "experts_per_token": self._k}
+        self._way = way
         if way == "record":
             self._start()
         else:
@@ -72,11 +79,20 @@ class Routes:
             mixture.routes = partial(self._record if way == "record" else self._replay, name)
 
     def step(self) -> dict[str, float]:
-        """End a step; return values for its record: with a replay, how many tokens would have had other experts."""
-        for name, parts in self._seen.items() if self._writes and not self._wanted else ():
+        """End a step; return values for its record: with a replay, the tokens of all ranks with other experts.
+
+        With a replay, all ranks call it together.
+        """
+        for name, parts in self._seen.items() if self._writes and self._way == "record" else ():
             with self._file(name, self._replicas.rank).open("ab") as file:
                 file.write(torch.cat(parts).to("cpu", torch.int16).numpy().tobytes())
-        values: dict[str, float] = {"other_routes": self._others} if self._wanted else {}
+        values: dict[str, float] = {}
+        if self._way == "replay":
+            others = torch.tensor(self._others, device=device_of() if dist.is_initialized() else None)
+            if dist.is_initialized():
+                with named("the number of other routes", "other routes"):
+                    dist.all_reduce(others)
+            values["other_routes"] = int(others) // self._copies
         self._seen, self._wanted, self._others, self._step = {}, {}, 0, self._step + 1
         return values
 

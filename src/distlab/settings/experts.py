@@ -28,7 +28,7 @@ class ExpertSettings:
     """with --experts: normalize the queries and keys of each head, as in Qwen3-MoE"""
     capacity: Annotated[float, ResumePolicy.DEFAULT] = 0
     """most rows that an expert takes of each sequence in training, times the mean; others are dropped; 0: no limit"""
-    balance_rate: Annotated[float, ResumePolicy.DEFAULT] = 0.001
+    balance_rate: Annotated[float, ResumePolicy.DEFAULT] = 0.003
     """change of an expert's correction after each step, towards equal loads; 0: no balance"""
 
     def mixture_options(self) -> dict[str, Any]:
