@@ -72,6 +72,47 @@ class Permute(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
+class RowsOfChoices(torch.autograd.Function):
+    """A token's row for each of its choices, x[order // k]; gradients of its rows are added in the choices' order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        by_choice = grad.index_select(0, inverse).unflatten(0, (-1, ctx.k)).unbind(dim=1)
+        return sum(by_choice[1:], by_choice[0]), None, None, None
+
+
+class WeightedSum(torch.autograd.Function):
+    """The sum over a token's choices, in their order, of weight * output; outputs (tokens * k, dmodel) are in an order.
+
+    Handwritten, because autograd would make three tensors of the size of all outputs, and keep two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        placed = outputs.index_select(0, inverse).unflatten(0, weights.shape)
+        ctx.save_for_backward(placed, weights, order)
+        y = weights[:, :1] * placed[:, 0]
+        for choice in range(1, weights.shape[1]):
+            y.addcmul_(weights[:, choice : choice + 1], placed[:, choice].to(y.dtype))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        placed, weights, order = ctx.saved_tensors
+        grad_weights = (placed.to(grad.dtype) @ grad.unsqueeze(2)).squeeze(2)
+        grad_placed = (weights.unsqueeze(2) * grad.unsqueeze(1)).to(placed.dtype)
+        return grad_placed.flatten(0, 1).index_select(0, order), grad_weights, None, None
+
+
 def inverse_of(order: Tensor) -> Tensor:
     """Return the permutation that undoes a permutation (elements,)."""
     inverse = torch.empty_like(order)
@@ -123,11 +164,8 @@ class MixtureOfExperts(nn.Module):
             ids = kept(lambda: self._without_dropped(ids.view(*x.shape[:-1], k)))
         order = ids.flatten().argsort(stable=True)  # by expert, and for each expert by token; at the end those dropped
         inverse, counts = inverse_of(order), self._counts(ids)
-        rows = Permute.apply(tokens.repeat_interleave(k, dim=0), order, inverse)
-        outputs = self._through_experts(rows, counts)
-        placed = Permute.apply(outputs, inverse, order)
-        by_choice = placed.view(len(tokens), k, tokens.shape[1]).unbind(dim=1)
-        y = sum(weight.unsqueeze(1) * part for weight, part in zip(weights.unbind(dim=1), by_choice, strict=True))
+        rows = RowsOfChoices.apply(tokens, order, inverse, k)
+        y = WeightedSum.apply(self._through_experts(rows, counts), weights, order, inverse)
         if self.shared_experts is not None:
             y = y + self.shared_experts(tokens)
         assert isinstance(y, Tensor)
