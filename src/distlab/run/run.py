@@ -418,7 +418,7 @@ class Run(Generic[SettingsT]):
 
     def _keep_ledger(self) -> None:
         """Write the bytes that each rank sent; not after a repair, which numbers the ranks again."""
-        if self.repair is not None and len(self.repair.alive) < self.world_size:
+        if self.joined.context.options.previous is not None:
             return
         accounts = [json.loads(self.joined.store.get(f"account/{rank}")) for rank in range(self.world_size)]
         named = [{"name": self.grid.describe(account["rank"]), **account} for account in accounts]
