@@ -16,14 +16,15 @@ pp-dapple --world-size 2 --batch-size 6 --micro-batches 6 --schedule zb-v
 pp-dapple --world-size 2 --batch-size 6 --micro-batches 6 --schedule dualpipe-v
 pp-dapple --world-size 2 --batch-size 6 --micro-batches 6 --schedule zb-h1 --run-on
 hybrid --dp 2 --pp 2 --batch-size 3
-hybrid --dp 2 --pp 2 --batch-size 3 --micro-batches 3 --schedule interleaved
+hybrid --dp 1 --pp 2 --tp 2 --batch-size 6 --micro-batches 6 --schedule interleaved
 tp --world-size 2 --batch-size 6
 tp --world-size 2 --batch-size 6 --sequence-parallel
 hybrid --dp 1 --pp 2 --tp 2 --batch-size 6
 dp-fsdp --world-size 2 --batch-size 3 --shard weights
 dp-fsdp --world-size 2 --batch-size 3 --shard gradients
 dp-fsdp --world-size 2 --batch-size 3 --shard optimizer
-5d --dp 2 --pp 2 --batch-size 3 --shard weights
+5d --dp 2 --pp 1 --tp 2 --batch-size 3 --shard weights
+5d --dp 2 --pp 2 --batch-size 3 --shard optimizer
 ddp --world-size 2 --batch-size 3
 mydp --world-size 2 --batch-size 3
 dp-wa --world-size 2 --batch-size 3
