@@ -32,7 +32,7 @@ from distlab.settings.common import RunSettings, WorldSize, require_positive
 from distlab_planner import measuring
 from distlab_planner.layouts import divisors
 from distlab_planner.machine import Machine, read_machine, write_machine
-from distlab_planner.model import Sizes
+from distlab_planner.model import Dtype, Sizes
 from simplellm.errors import require
 from simplellm.llama import LLamaStage
 from simplellm.options import check_heads
@@ -66,6 +66,10 @@ class CalibrateSettings(WorldSize, RunSettings):
     """seconds that any wait may take; ranks wait while one of them computes alone"""
     tokenizer: Path | None = None
     """a SentencePiece model, whose vocabulary the embedding and the head have"""
+    vocab_size: int | None = None
+    """pieces of a tokenizer that is not there yet; by default those of --tokenizer"""
+    dtype: Dtype = "float32"
+    """bfloat16 computes in mixed precision"""
 
     @property
     def sizes(self) -> Sizes:
@@ -73,7 +77,7 @@ class CalibrateSettings(WorldSize, RunSettings):
 
     def check(self) -> None:
         super().check()
-        require_positive(self, *"seconds dmodel num_heads num_kv_heads hidden_dim".split())
+        require_positive(self, *"seconds dmodel num_heads num_kv_heads hidden_dim vocab_size".split())
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
         rows = " ".join(map(str, self.rows))
@@ -117,6 +121,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     update, with_sgd = (
         measuring.measure_optimizer(build_optimizer(name, net.parameters(), 1e-3), device) for name in ("adam", "sgd")
     )
+    speed = args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0]
     machine = Machine(
         name=f"{platform.node()}, {at_once} {'cores' if is_cpu else 'GPUs'}",
         device="cpu" if is_cpu else "cuda",
@@ -126,7 +131,8 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         memory_bytes_per_host=memory_bytes(device),
         inside=links[0],
         between=links[len(peers) - 1],
-        multiply_adds_per_second=args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0],
+        multiply_adds_per_second=speed,
+        bfloat16_multiply_adds_per_second=speed if args.dtype == "bfloat16" else 0.0,
         pass_seconds=measured[0].embedding.F[0],
         optimizer_seconds=update,
         sgd_seconds=with_sgd,
@@ -140,8 +146,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     )
     machine = with_tiny_run(machine, device)
     write_machine(with_earlier(machine, args.machine_file), args.machine_file)
-    speed = f"{machine.multiply_adds_per_second / 1e9:.1f} billion multiply-adds/s on each rank"
-    say(f"{args.machine_file}: {machine.name}, {speed}")
+    say(f"{args.machine_file}: {machine.name}, {speed / 1e9:.1f} billion multiply-adds/s on each rank")
 
 
 def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:
@@ -188,8 +193,11 @@ def with_earlier(machine: Machine, path: Path) -> Machine:
     reductions = {(entry.ranks, entry.transport) for entry in machine.all_reduces}
     others = [entry for entry in earlier.measured if (entry.sizes, entry.tp, entry.threads) not in passes]
     larger = [entry for entry in earlier.all_reduces if (entry.ranks, entry.transport) not in reductions]
+    in_bfloat16 = machine.bfloat16_multiply_adds_per_second  # then that is the only speed measured now
     return replace(
         machine,
+        multiply_adds_per_second=(earlier if in_bfloat16 else machine).multiply_adds_per_second,
+        bfloat16_multiply_adds_per_second=in_bfloat16 or earlier.bfloat16_multiply_adds_per_second,
         measured=(*machine.measured, *others),
         all_reduces=(*machine.all_reduces, *larger),
         slowdown=(*machine.slowdown, *earlier.slowdown[len(machine.slowdown) :]),

@@ -73,6 +73,11 @@ class Costs:
         """Bytes of a micro-batch's activations between two stages."""
         return self.tokens * self.model.sizes.dmodel * NUMBER_BYTES
 
+    @property
+    def slice_message_bytes(self) -> int:
+        """Bytes of the last product of a block for a micro-batch, which slices add up, and of its gradient."""
+        return self.tokens * self.model.sizes.dmodel * self.model.sizes.inner_bytes
+
     def seconds(self, action: Action, threads: int = 1) -> float:
         """Return the seconds of an action that no other rank slows down, including the collectives inside it."""
         if action.letter not in KIND_OF:
@@ -116,7 +121,7 @@ class Costs:
         return self._exchanged(action.letter, action.stage, self._computes_blocks_again(action))
 
     def exchanges(self, action: Action) -> int:
-        """Return the number of tensors of `message_bytes` that the slices of a stage add up in an action."""
+        """Return the number of tensors of `slice_message_bytes` that the slices of a stage add up in an action."""
         return self._exchanges(action.letter, action.stage, self._computes_blocks_again(action))
 
     def _computes_blocks_again(self, action: Action) -> bool:
@@ -138,7 +143,7 @@ class Costs:
             own, products = 0.0, sizes.multiply_adds(part, tp)
         if part == "block":
             products += (self.attention.work - 1) * sizes.attention_multiply_adds(tp)
-        return own + self.tokens * products * SHARE_OF[kind] / self.machine.multiply_adds_per_second / threads
+        return own + self.tokens * products * SHARE_OF[kind] / self.machine.speed(sizes.dtype) / threads
 
     @property
     def _rows(self) -> float:
@@ -174,7 +179,7 @@ class Costs:
     @functools.cached_property
     def _all_reduce_activations(self) -> float:
         """Seconds in which the slices of a stage add up activations, or their gradients."""
-        return self.on_hosts.all_reduce(self.on_hosts.slices, self.message_bytes, "shared").alone
+        return self.on_hosts.all_reduce(self.on_hosts.slices, self.slice_message_bytes, "shared").alone
 
     def _exchanges(self, letter: str, stage: int, again: bool) -> int:
         kind = KIND_OF.get(letter)
@@ -266,7 +271,7 @@ class Costs:
         if self.layout.recompute != "none":
             by_forward -= parts["block"] * self._inside_block_bytes + mask
         if self.layout.recompute == "all" and parts["head"]:
-            by_forward -= tokens * NUMBER_BYTES * (sizes.dmodel + 1)  # of the norm, which keeps its input only
+            by_forward -= tokens * (NUMBER_BYTES + sizes.dmodel * sizes.inner_bytes)  # the norm keeps its input only
         input_bytes = self.message_bytes
         if parts["embedding"]:
             input_bytes = ids if self.layout.size("cp") > 1 else 0
@@ -282,7 +287,7 @@ class Costs:
         """Return the additional bytes that a backward pass keeps while it runs, if activations are computed again."""
         blocks, has_head = self.parts(action.stage)["block"], self.parts(action.stage)["head"]
         if action.letter == "I" and self._follows_recompute(action) and not has_head:
-            return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
+            return self.slice_message_bytes  # the gradient of the output, a factor; the output itself is not kept
         if not self._computes_blocks_again(action) or not blocks:
             return 0
         sizes, tokens, tp = self.model.sizes, self.tokens, self.layout.size("tp")
@@ -290,7 +295,7 @@ class Costs:
         factors = [sizes.factor_bytes(part, tokens, tp) * is_split for part in ("block", "head")]
         for done in (0, blocks - 1):
             others = (blocks - done) * self.message_bytes + done * factors[0]
-            others += self.message_bytes * is_split  # the gradient of the block's output, a factor
+            others += self.slice_message_bytes * is_split  # the gradient of the block's output, a factor
             others += self.attention.mask_bytes
             kept = max(kept, others + self._inside_block_bytes + factors[1] * has_head)
         return max(0, kept - self._kept(action.stage).by_forward)

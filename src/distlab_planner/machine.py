@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from distlab.comm.link import Link
-from distlab_planner.model import PARTS, ModelPart, Sizes
+from distlab_planner.model import PARTS, Dtype, ModelPart, Sizes
 from simplellm.errors import InputError, require
 
 Transport = Literal["gloo", "shared"]
@@ -85,6 +85,8 @@ class Machine:
     inside: Link  # between two ranks of a host
     between: Link  # between two hosts; the ranks of a host share its bandwidth
     multiply_adds_per_second: float  # of one rank, as measured in a forward pass
+    source: str = ""  # of these numbers, for a machine that was not measured
+    bfloat16_multiply_adds_per_second: float = 0.0  # the same in mixed precision; 0: not measured, assumed equal
     pass_seconds: float = 0.0  # additional, of each pass of a stage that was not measured
     step_seconds: float = 0.0  # additional, of each step
     optimizer_seconds: float = 0.0  # to update one weight with Adam
@@ -137,6 +139,10 @@ class Machine:
     def update_seconds(self, optimizer: str) -> float:
         """Return the seconds to update one weight."""
         return (self.sgd_seconds if optimizer == "sgd" else 0.0) or self.optimizer_seconds
+
+    def speed(self, dtype: Dtype) -> float:
+        """Return the multiply-adds per second of a rank that computes in a dtype."""
+        return (self.bfloat16_multiply_adds_per_second if dtype == "bfloat16" else 0.0) or self.multiply_adds_per_second
 
     def measured_for(self, sizes: Sizes, tp: int) -> list[Measured]:
         """Return the measured passes of one of `tp` slices of a model of these sizes."""
@@ -262,7 +268,8 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
     if kind is int:
         require(is_number and value == int(value) and value >= 1, f"{given}; give a whole number from 1 up")
         return int(value)  # type: ignore[return-value]
-    may_be_0 = not where.endswith("per_second") and not where.endswith("memory_bytes_per_host")
+    is_needed = where.endswith("per_second") and "bfloat16" not in where
+    may_be_0 = not is_needed and not where.endswith("memory_bytes_per_host")
     require(is_number and (value > 0 or (value == 0 and may_be_0)), f"{given}; give a number {_least(may_be_0)}")
     return float(value)  # type: ignore[return-value]
 

@@ -119,6 +119,7 @@ def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: t
     vocab_size = shard_sizes(sizes.vocab_size, tp)[0]
     names = "dmodel", "num_heads", "num_kv_heads", "hidden_dim"
     options = {name: getattr(sizes, name) for name in names} | {"ctx_size": sizes.seq_len, "device": device}
+    options["dtype"] = getattr(torch, sizes.dtype)
     net = LLama(kind, vocab_size, n_layers=n_layers, first_layer=0, **options)
     for module in net.modules() if tp > 1 else ():
         if isinstance(module, Attention | MLP):

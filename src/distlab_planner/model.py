@@ -15,6 +15,7 @@ ID_BYTES = 8  # a token's number
 FLAG_BYTES = 1
 ModelPart = Literal["embedding", "block", "head"]
 PARTS: tuple[ModelPart, ...] = ("embedding", "block", "head")
+Dtype = Literal["float32", "bfloat16"]
 
 
 class ModelSettings(Protocol):
@@ -38,13 +39,20 @@ class Sizes:
     hidden_dim: int
     seq_len: int
     vocab_size: int
+    dtype: Dtype = "float32"  # between a norm and the next residual sum; all else is float32
 
     @classmethod
     def of(cls, settings: ModelSettings) -> "Sizes":
         """Return the sizes of the model that settings ask for."""
         heads, hidden = settings.num_kv_heads or settings.num_heads, settings.hidden_dim or 4 * settings.dmodel
-        vocab_size = SPTokenizer(settings.tokenizer).vocab_size
-        return cls(settings.dmodel, settings.num_heads, heads, hidden, settings.seq_len, vocab_size)
+        vocab_size = getattr(settings, "vocab_size", None) or SPTokenizer(settings.tokenizer).vocab_size
+        dtype: Dtype = getattr(settings, "dtype", "float32")
+        return cls(settings.dmodel, settings.num_heads, heads, hidden, settings.seq_len, vocab_size, dtype)
+
+    @property
+    def inner_bytes(self) -> int:
+        """Bytes of a number between a norm and the next residual sum."""
+        return 2 if self.dtype == "bfloat16" else NUMBER_BYTES
 
     @property
     def head_dim(self) -> int:
@@ -89,11 +97,11 @@ class Sizes:
         width, hidden = self.dmodel, share(self.hidden_dim, tp)
         if part == "embedding":  # besides the ids: if the vocabulary is shared, which rows they have here, and a mask
             return tokens * (ID_BYTES + FLAG_BYTES) * (tp > 1)
-        if part == "head":  # the norm's input, its root mean square, its output; probabilities; targets
-            numbers = 2 * width + 1 + share(self.vocab_size, tp)
-            return tokens * (NUMBER_BYTES * numbers + ID_BYTES + FLAG_BYTES * (tp > 1))
-        attention = 2 * width + 1 + (2 * width + 2 * self.kv_width + self.num_heads) // tp
-        return tokens * NUMBER_BYTES * (attention + 2 * width + 1 + 4 * hidden)
+        norm = (width + 1) * NUMBER_BYTES + width * self.inner_bytes  # input, root mean square; output
+        if part == "head":  # probabilities; targets
+            return tokens * (norm + NUMBER_BYTES * share(self.vocab_size, tp) + ID_BYTES + FLAG_BYTES * (tp > 1))
+        attention = (2 * width + 2 * self.kv_width) * self.inner_bytes + self.num_heads * NUMBER_BYTES
+        return tokens * (2 * norm + attention // tp + 4 * hidden * self.inner_bytes)
 
     def factor_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
         """Return the part kept between `BackwardInput` and `BackwardWeight`: inputs and gradients of linear layers."""
@@ -101,9 +109,9 @@ class Sizes:
         if part == "embedding":
             return 0
         if part == "head":
-            return tokens * NUMBER_BYTES * (width + share(self.vocab_size, tp))
+            return tokens * self.inner_bytes * (width + share(self.vocab_size, tp))
         inputs = 2 * width + width // tp + hidden
-        return tokens * NUMBER_BYTES * (inputs + (width + 2 * self.kv_width) // tp + 2 * width + 2 * hidden)
+        return tokens * self.inner_bytes * (inputs + (width + 2 * self.kv_width) // tp + 2 * width + 2 * hidden)
 
     def table_bytes(self) -> int:
         """Return the bytes of the cosines and sines of rotary positions, which all blocks of a process share."""

@@ -12,17 +12,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from distlab.machine.threads import asked_threads
 from distlab.parallel.division import Kind
 from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.run.commands import LAUNCHER, lab_command
+from distlab.run.terminal import counted
 from distlab.settings.common import as_flag, require_positive, shown_as
-from distlab_planner.layouts import Choices, Shard
+from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, Choices, Shard
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.memory import share_of_rank
-from distlab_planner.model import Model, Sizes
+from distlab_planner.model import Dtype, Model, Sizes
 from distlab_planner.search import find_layouts
 from distlab_planner.table import Row, milliseconds, table
 from simplellm import command_line
@@ -31,8 +30,11 @@ from simplellm.options import Recompute, check_heads
 
 MEASURED = Path("runs/machine.json")  # without --machine
 MOST_MEASURED = 4  # ranks that calibrate starts by itself
-MODEL = "dmodel num_heads num_kv_heads hidden_dim n_layers seq_len optimizer tokenizer".split()  # flags of a run, too
+MODEL = (
+    "dmodel num_heads num_kv_heads hidden_dim n_layers seq_len optimizer dtype tokenizer".split()
+)  # flags of a run, too
 BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
+ALL = "default: all that fit"
 WARM_UP = 3  # steps of a run to verify that do not count
 
 
@@ -61,26 +63,30 @@ class PlanRequest:
     seq_len: int = 256
     """tokens per sequence"""
     tokenizer: Annotated[Path | None, shown_as("FILE", "default: the shipped one")] = None
-    """a SentencePiece model"""
+    """a SentencePiece model, whose vocabulary the embedding and the head have"""
+    vocab_size: Annotated[int | None, shown_as("INT", "default: the tokenizer's")] = None
+    """pieces of a tokenizer that is not there yet"""
+    dtype: Dtype = "float32"
+    """bfloat16 computes in mixed precision"""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """update rule"""
-    dp: tuple[int, ...] = ()
-    """replicas to choose from; all by default, as below"""
-    pp: tuple[int, ...] = ()
+    dp: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
+    """replicas to choose from"""
+    pp: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
     """workers of a pipeline to choose from"""
-    tp: tuple[int, ...] = ()
+    tp: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
     """ranks of a stage to choose from"""
     cp: tuple[int, ...] = (1,)
     """ranks that share each sequence to choose from"""
-    cp_kind: tuple[Kind, ...] = ()
+    cp_kind: Annotated[tuple[Kind, ...], shown_as("|".join(CP_KINDS), ALL)] = ()
     """ways to share sequences to choose from"""
-    micro_batches: tuple[int, ...] = ()
+    micro_batches: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
     """numbers of micro-batches to choose from"""
-    schedule: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
+    schedule: Annotated[tuple[str, ...], shown_as("NAME ...", ALL)] = ()
     """pipeline schedules to choose from"""
-    recompute: tuple[Recompute, ...] = ()
+    recompute: Annotated[tuple[Recompute, ...], shown_as("|".join(RECOMPUTE), ALL)] = ()
     """what to recompute, to choose from"""
-    shard: tuple[Shard, ...] = ()
+    shard: Annotated[tuple[Shard, ...], shown_as("|".join(SHARDS), ALL)] = ()
     """kinds of state that replicas may shard"""
     top: int = 10
     """how many layouts to show"""
@@ -100,10 +106,16 @@ class PlanRequest:
 
     def check(self) -> None:
         """Raise `InputError` for values that no plan can have."""
-        names = "ranks global_batch dmodel num_heads num_kv_heads hidden_dim n_layers top"
+        names = "ranks global_batch dmodel num_heads num_kv_heads hidden_dim n_layers vocab_size top"
         require_positive(self, *names.split())
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
+        has_tokenizer = self.vocab_size is None or not (self.verify or self.tokenizer)
+        given, advice = (
+            f"--vocab-size {self.vocab_size}",
+            "a run has the vocabulary of its --tokenizer; give that alone",
+        )
+        require(has_tokenizer, f"{given} with {'--verify' if self.verify else '--tokenizer'}: {advice}")
         require(self.verify >= 0, f"--verify {self.verify}: give 0 or more")
         least = f"--steps {self.steps}: the first {WARM_UP} do not count; give {WARM_UP + 2} or more"
         require(self.steps >= WARM_UP + 2, least)
@@ -149,7 +161,9 @@ def plan(request: PlanRequest) -> None:
         f"{what}: no layout fits into {most_bytes / 1e6:,.0f} MB a rank; the smallest needs "
         f"{found.least_bytes / 1e6:,.0f} MB",
     )
-    print(f"{request.ranks} ranks on {machine.name}; {most_bytes / 1e6:,.0f} MB for each")
+    print(f"{request.ranks} ranks on {places(request.ranks, machine)}, with {most_bytes / 1e6:,.0f} MB for each")
+    source = f"; its numbers are from {machine.source}" * bool(machine.source)
+    print(f"by the file {request.machine or MEASURED}, which names its machine {machine.name!r}{source}")
     left_out = [f"{found.too_large:,} do not fit"] * bool(found.too_large)
     left_out += [f"{found.too_slow:,} are slower in any case"] * bool(found.too_slow)
     print(f"{found.layouts:,} layouts{'; ' * bool(left_out)}{', '.join(left_out)}\n")
@@ -160,6 +174,8 @@ def plan(request: PlanRequest) -> None:
     on_hosts = host_flags(request.ranks, machine)
     for number, row in enumerate(found.rows, start=1):
         print(f"{number:<3} {shlex.join([LAUNCHER, *command_of(row, request, model), *on_hosts])}")
+    if request.vocab_size is not None:
+        print(f"\nadd --tokenizer, with a SentencePiece model of {request.vocab_size:,} pieces")
     if on_hosts:
         print("\non each host, with its own --node-rank, from 0, and with the address of host 0 as --master-addr")
     slices = machine.unmeasured_tp(model.sizes, (row.layout.size("tp") for row in found.rows))
@@ -173,6 +189,14 @@ def plan(request: PlanRequest) -> None:
 def command_of(row: Row, request: PlanRequest, model: Model) -> list[str]:
     """Return the arguments of launch.sh for a layout."""
     return ["5d", *request.model_flags(), *row.layout.flags(model).split()]
+
+
+def places(ranks: int, machine: Machine) -> str:
+    """Return where ranks are, in words: "2 hosts with 8 GPUs"."""
+    hosts = math.ceil(ranks / machine.ranks_per_host)
+    what = "cores" if machine.device == "cpu" else "GPUs"
+    shown = counted(hosts, "hosts")
+    return f"{shown} with {counted(machine.cores_per_host, what)}{' each' * (hosts > 1)}"
 
 
 def host_flags(ranks: int, machine: Machine) -> list[str]:
@@ -196,6 +220,7 @@ def machine_for(request: PlanRequest, sizes: Sizes) -> Machine:
         ranks = max(2, min(request.ranks, MOST_MEASURED))
         asked = lab_command("calibrate", str(path), "--world-size", str(ranks))
         asked += only_sizes(request.model_flags())
+        asked += [] if request.vocab_size is None else ["--vocab-size", str(request.vocab_size)]
         done = subprocess.run(asked, check=False, capture_output=True, text=True)
         require(done.returncode == 0, f"{path}: measuring has failed: {done.stderr.strip()[-300:]}")
     machine = read_machine(path)
@@ -234,7 +259,7 @@ def verify(rows: Sequence[Row], request: PlanRequest, model: Model, machine: Mac
     """Run layouts, and print measurements beside predictions."""
     from distlab.reports.memory import read_largest  # imports torch, which a plan alone does not need
 
-    memory = f"{'MB, predicted':>14} {'counted':>10} {'off':>6}"
+    memory = f"{'held MB, predicted':>19} {'counted':>10} {'off':>6}"
     print(f"\n{'':<3} {'step, predicted':>16} {'measured':>12} {'off':>6} {memory}")
     for number, row in enumerate(rows, start=1):
         with tempfile.TemporaryDirectory() as folder:
@@ -247,7 +272,7 @@ def verify(rows: Sequence[Row], request: PlanRequest, model: Model, machine: Mac
         seconds = statistics.median(record["seconds"] for record in records[WARM_UP:])
         print(
             f"{number:<3} {milliseconds(row.step.seconds):>16} {milliseconds(seconds):>12} "
-            f"{row.step.seconds / seconds - 1:>+6.0%} {row.held_bytes / 1e6:>14,.1f} {counted / 1e6:>10,.1f} "
+            f"{row.step.seconds / seconds - 1:>+6.0%} {row.held_bytes / 1e6:>19,.1f} {counted / 1e6:>10,.1f} "
             f"{row.held_bytes / counted - 1:>+6.0%}",
             flush=True,
         )

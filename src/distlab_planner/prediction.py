@@ -26,9 +26,9 @@ from simplellm.errors import require
 WARM_UP = 3  # steps at the beginning of a run that do not count
 # The planner counts these settings, or they are compared with the machine's file.
 COUNTED = (
-    "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer recompute world_size "
-    "dp pp cp tp cp_kind cp_order neighbors layers_per_stage schedule chunks_per_stage shard optimizer device backend "
-    "transport"
+    "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer dtype recompute "
+    "world_size dp pp cp tp cp_kind cp_order neighbors layers_per_stage schedule chunks_per_stage shard optimizer "
+    "device backend transport"
 ).split()
 # These change nothing in a step that it would count.
 WITHOUT_EFFECT = (

@@ -37,7 +37,8 @@ class SharedAttention:
     @property
     def keys_bytes(self) -> int:
         """Bytes of a rank's own keys and values."""
-        return 2 * self.rows * self.positions * self.sizes.kv_width // self.tp * NUMBER_BYTES
+        number_bytes = NUMBER_BYTES if self.kind == "ring" else self.sizes.inner_bytes  # a ring sends float32
+        return 2 * self.rows * self.positions * self.sizes.kv_width // self.tp * number_bytes
 
     @property
     def messages(self) -> tuple[int, int]:
@@ -52,7 +53,7 @@ class SharedAttention:
             return self.keys_bytes
         heads, key_heads = self.sizes.num_heads // self.tp, self.sizes.num_kv_heads // self.tp
         exchanged = 2 * heads + 2 * (key_heads if key_heads % self.ranks == 0 else heads)  # repeated until divisible
-        return exchanged * self.sizes.head_dim * self.rows * self.positions * NUMBER_BYTES / self.ranks / 4
+        return exchanged * self.sizes.head_dim * self.rows * self.positions * self.sizes.inner_bytes / self.ranks / 4
 
     @property
     def kept_bytes(self) -> int:
@@ -61,10 +62,12 @@ class SharedAttention:
             return 0
         if self.kind == "gather":  # the keys and values of the other ranks
             return (self.ranks - 1) * self.keys_bytes
-        output = self.rows * self.positions * self.sizes.dmodel // self.tp * NUMBER_BYTES  # before it goes home
+        output = (
+            self.rows * self.positions * self.sizes.dmodel // self.tp * self.sizes.inner_bytes
+        )  # before it goes home
         repeated = self.sizes.num_kv_heads // self.tp % self.ranks != 0
         more = 2 * (self.sizes.dmodel - self.sizes.kv_width) // self.tp * repeated
-        return output + self.rows * self.positions * more * NUMBER_BYTES
+        return output + self.rows * self.positions * more * self.sizes.inner_bytes
 
     @property
     def mask_bytes(self) -> int:

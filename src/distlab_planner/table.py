@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from distlab_planner.layouts import RunLayout
 from distlab_planner.step import Step
 
-HEADS = "", "layout", "micro-batches", "schedule", "recompute", "shard", "step", "tokens/s", "bubble", "MB", "sent MB"
+HEADS = (
+    *("", "layout", "micro-batches", "schedule", "recompute", "shard"),
+    *("step", "tokens/s", "bubble", "memory, MB", "sent, MB", "most of a step"),
+)
 LEFT = 6  # columns of words
 
 
@@ -41,7 +44,7 @@ class Row:
 
 def table(rows: Sequence[Row], tokens: int) -> Iterator[str]:
     """Yield the lines of the table: the heads, and a line for each row."""
-    cells = [[*HEADS, "most of a step"], *(row.cells(number, tokens) for number, row in enumerate(rows, start=1))]
+    cells = [[*HEADS], *(row.cells(number, tokens) for number, row in enumerate(rows, start=1))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     last = len(widths) - 1
     for line in cells:

@@ -1,7 +1,9 @@
 """The planner's counts are those of real stages."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,16 +15,18 @@ from distlab.pipeline.stages import build_stage
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout, default_split
 from distlab_planner.memory import held, process_bytes
+from distlab_planner.model import Dtype
 from simplellm.losses import causalLLMLoss
 
 ROWS, MICRO_BATCHES = 2, 3
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
-def kept_by_worker(layout: RunLayout, worker: int) -> int:
+def kept_by_worker(layout: RunLayout, worker: int, dtype: Dtype = "float32") -> int:
     """Peak bytes of activations of a worker whose stages are run by themselves."""
     program = layout.programs()[worker]
-    options = {"dmodel": SIZES.dmodel, "num_heads": SIZES.num_heads, "num_kv_heads": SIZES.num_kv_heads}
-    options |= {"hidden_dim": SIZES.hidden_dim, "ctx_size": SIZES.seq_len}
+    options: dict[str, Any] = {"dmodel": SIZES.dmodel, "num_heads": SIZES.num_heads, "num_kv_heads": SIZES.num_kv_heads}
+    options |= {"hidden_dim": SIZES.hidden_dim, "ctx_size": SIZES.seq_len, "dtype": getattr(torch, dtype)}
     nets = {
         stage: build_stage(stage, layout.split, SIZES.vocab_size, recompute=layout.recompute, **options)
         for stage in {action.stage for action in program}
@@ -52,10 +56,11 @@ def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int,
     stages = workers * (2 if schedule == "zb-v" else 1)
     split = default_split(MODEL, stages)
     layout = RunLayout({"pp": workers}, ROWS * MICRO_BATCHES, MICRO_BATCHES, schedule, recompute, "none", split)  # type: ignore[arg-type]
-    costs = Costs(CLUSTER, MODEL, layout)
-    for worker in range(workers):
-        counted = kept_by_worker(layout, worker)
-        assert held(costs, worker).activations == pytest.approx(counted, rel=0.02), worker
+    for dtype in DTYPES:
+        costs = Costs(CLUSTER, replace(MODEL, sizes=replace(SIZES, dtype=dtype)), layout)
+        for worker in range(workers):
+            counted = kept_by_worker(layout, worker, dtype)
+            assert held(costs, worker).activations == pytest.approx(counted, rel=0.02), (dtype, worker)
 
 
 def test_weights_are_those_of_the_model() -> None:

@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from distlab.settings.stages import HybridSettings
 from distlab_planner import calibrate, plan, search
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import Choices, layouts
-from distlab_planner.machine import Measured, PassSeconds, read_machine, write_machine
+from distlab_planner.machine import Machine, Measured, PassSeconds, read_machine, write_machine
 from distlab_planner.measuring import PAUSES
 from distlab_planner.memory import held, process_bytes, share_of_rank
 from distlab_planner.model import Sizes
@@ -70,6 +70,8 @@ def test_the_commands_of_a_plan_are_those_of_runs(shared: str, capsys: pytest.Ca
         ("--tp 0", "--tp 0: must be greater than 0"),
         ("--cp 0", "--cp 0: must be greater than 0"),
         ("--ranks 4 --cp 4 --cp-kind heads --tp 4", "no layout divides the batch, the heads and the layers"),
+        ("--vocab-size 0", "--vocab-size 0: must be greater than 0"),
+        ("--vocab-size 99 --verify 1", "--vocab-size 99 with --verify: a run has the vocabulary of its --tokenizer"),
         ("--verify -1", "--verify -1: give 0 or more"),
         (
             "--verify 1 --ranks 9",
@@ -131,6 +133,25 @@ def test_a_plan_says_which_slices_were_not_measured(tmp_path: Path, capsys: pyte
     assert remarks == [f"# {file} has no times of passes with layers in 2 slices; they are estimated"]
 
 
+def test_bfloat16_and_a_vocabulary_without_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--machine", str(LAB / "docs/machines/h100.json"), "--ranks", "2", "--dp", "2", "--top", "1"]
+    seconds = {}
+    for flags in ("", "--dtype bfloat16", "--dtype bfloat16 --vocab-size 128000"):
+        plan.command([*SMALL, "--dmodel", "1024", *machine, *flags.split()])
+        shown = capsys.readouterr().out
+        seconds[flags] = float(re.findall(r"([\d.]+) ms", shown)[0])
+        assert ("--dtype bfloat16" in shown) == ("bfloat16" in flags)
+        assert ("with a SentencePiece model of 128,000 pieces" in shown) == ("vocab" in flags)
+        assert "its numbers are from NVIDIA's data sheets" in shown
+    assert seconds["--dtype bfloat16"] < seconds[""] < seconds["--dtype bfloat16 --vocab-size 128000"]
+
+
+def test_each_key_of_a_machines_file_has_its_row_in_the_page() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", (LAB / "docs/planning.md").read_text(), re.MULTILINE)
+    keys = {field.name: field.default is MISSING for field in fields(Machine)}
+    assert {name: without == "needed" for name, without in rows if name in keys} == keys
+
+
 def test_sizes_of_memory() -> None:
     assert [plan.read_size(text) for text in ("500MB", "8GB", "1.5TB")] == [500e6, 8e9, 1.5e12]
 
@@ -152,7 +173,7 @@ def test_a_rank_has_the_memory_of_its_gpu_or_its_share_of_the_hosts(capsys: pyte
     cpus = cluster(device="cpu")
     assert [share_of_rank(cpus, ranks) / 1e9 for ranks in (1, 2, 32)] == [640, 320, 80]
     plan.command([*SMALL, "--ranks", "2", "--machine", CLUSTER, "--top", "1"])
-    assert "2 ranks on 128 hosts with 8 devices; 80,000 MB for each" in capsys.readouterr().out
+    assert "2 ranks on 1 host with 8 GPUs, with 80,000 MB for each" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_the_layout_is_that_of_the_run(
     [
         ("--schedule auto", "--schedule auto: its order is not known before the run"),
         ("--schedule interleaved --chunks-per-stage 3", "--chunks-per-stage 3: the planner knows 2 only"),
-        ("--dtype bfloat16", "--dtype bfloat16: the planner does not know such runs"),
+        ("--compile", "--compile: the planner does not know such runs"),
         ("--dp 40", " has 4 hosts with 8 ranks each, but the layout has 80 ranks"),
     ],
 )
