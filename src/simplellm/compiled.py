@@ -63,8 +63,7 @@ class Compiler:
         """
         if (key := key_of(function, arguments)) in self._known:
             return
-        for constant in (mixed_precision.cpu_multiplies_bfloat16, mixed_precision.cpu_multiplies_bfloat16.__wrapped__):
-            torch.compiler.assume_constant_result(constant)
+        torch.compiler.assume_constant_result(mixed_precision.cpu_multiplies_bfloat16)
         if function not in self._functions:
             self._functions[function] = torch.compile(function, fullgraph=True, dynamic=False, options=_options())
         started = time.perf_counter()

@@ -19,8 +19,12 @@ def widen(x: Tensor) -> Tensor:
     return x
 
 
-@functools.cache
 def cpu_multiplies_bfloat16() -> bool:
+    return _cpu_multiplies_bfloat16()  # torch's compiler would look into a cached function
+
+
+@functools.cache
+def _cpu_multiplies_bfloat16() -> bool:
     # torch 2.11 does not report capabilities; float32, which is always correct, is then used on every CPU.
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
