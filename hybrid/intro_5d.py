@@ -95,7 +95,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         costs=costs,
         part_of=part_of,
         run_on=run_on,
-        message_dtype=run.dtype,
+        dtype=run.message_dtype,
     )
     outer: OuterOptimizer | None = None
     if args.outer == "diloco":

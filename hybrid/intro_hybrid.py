@@ -52,7 +52,7 @@ def train(run: TrainingRun[ThreeAxesSettings]) -> None:
     loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
     pipeline = Pipeline(
-        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, message_dtype=run.dtype
+        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, dtype=run.message_dtype
     )
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
     optimizer = run.optimizer(nets)

@@ -41,7 +41,7 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
     cores, run_on = run.shared_cores, args.run_on
     pipeline = Pipeline(
-        nets, programs, run.grid, loss, args.dmodel, cores=cores, costs=costs, run_on=run_on, message_dtype=run.dtype
+        nets, programs, run.grid, loss, args.dmodel, cores=cores, costs=costs, run_on=run_on, dtype=run.message_dtype
     )
     run.track(nets, optimizer, owners=pipeline.owners)
 

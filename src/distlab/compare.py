@@ -156,6 +156,7 @@ def require_same_training(own: Run, right: Run) -> None:
         for name in names
         if name in own.settings and name in right.settings and name not in ("dtype", "tokenizer")
         if own.settings[name] != right.settings[name]
+        if None not in (own.settings[name], right.settings[name])  # None follows other flags; shapes are compared below
     ]
     told += [f"a global batch of {own.batch} and {right.batch}"] * (own.batch != right.batch)
     data = [run.config.get("data_identity") or run.settings.get("data") for run in (own, right)]

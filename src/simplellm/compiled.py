@@ -7,6 +7,8 @@ part the layers have their plain form instead of the one by hand.
 """
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -63,6 +65,8 @@ class Compiler:
         """
         if (key := key_of(function, arguments)) in self._known:
             return
+        if "distutils" in sys.modules:  # setuptools, which torch imports, replaces it, and fails if it is there before
+            os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
         torch.compiler.assume_constant_result(mixed_precision.cpu_multiplies_bfloat16)
         if function not in self._functions:
             self._functions[function] = torch.compile(function, fullgraph=True, dynamic=False, options=_options())

@@ -245,6 +245,13 @@ def test_a_script_element_holds_any_text() -> None:
     assert json.loads(as_script(["</script>", float("inf")])) == ["</script>", None]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def heeded_ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored if a shell runs pytest with &
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def server(alone: Path) -> Iterator[str]:
     process = start(*LAUNCH, "page", alone, "--serve")

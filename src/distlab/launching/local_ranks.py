@@ -87,7 +87,7 @@ def run_ranks(
         except StoreError as error:
             status, sentence = 1, LOST_NODE_0 if rendezvous else str(error)
         if sentence and note.exists():  # for the run's page: a rank that is killed cannot report it
-            with contextlib.suppress(OSError), (Path(note.read_text()) / LAUNCHER_LOG).open("a") as log:
+            with contextlib.suppress(OSError), (Path(os.fsdecode(note.read_bytes())) / LAUNCHER_LOG).open("a") as log:
                 log.write(f"# {sentence}\n")
     if sentence:
         tell(sentence)

@@ -44,8 +44,8 @@ class Pipeline:
             the last step.
         pipelines: number of replicas whose workers follow these programs together, as those of `rerouting` do; every
             rank then runs the program with its own number, and several may hold a stage.
-        message_dtype: activations and their gradients have it on the way to another rank: in bfloat16 they are half as
-            large, and rounded. Between the stages of one rank they stay float32.
+        dtype: activations and their gradients have it on the way to another rank: in bfloat16 they are half as
+            large, and rounded. By default, and between the stages of one rank, they have torch's default dtype.
 
     Raises:
         InputError: the schedule cannot run at all (`ScheduleError`), or not with these stages or on this rank.
@@ -64,13 +64,13 @@ class Pipeline:
         part_of: PartOf | None = None,
         run_on: bool = False,
         pipelines: int = 1,
-        message_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
     ) -> None:
         context, workers = context_of(), grid.axis("pp") if pipelines == 1 else grid.axis(*grid.layout)
         self._pipelines = pipelines
         self._recorder, self._worker, self._workers = context.recorder, workers.rank, workers.size
         self.width, self._cores, self._costs, self._run_on = width, cores, costs, run_on
-        self._part_of, self._message_dtype = part_of, message_dtype
+        self._part_of, self._message_dtype = part_of, dtype
         self.links = Links(workers.ranks, workers.rank, pipelines)
         self._is_cold = context.is_over_nccl  # until the first step is complete
         plan = self._checked(programs)

@@ -22,7 +22,7 @@ class Flow:
         micro_batches: token ids, each (batch, seq).
         part_of: the part of them that this rank sees, if that is not all.
         width: width of the activations between stages: (batch, seq, `width`).
-        message_dtype: of activations and their gradients on the way to another rank.
+        message_dtype: of activations and their gradients on the way to another rank; None is torch's default.
         posts_ahead: post receives before they are needed, where there is no queue.
         pipelines: among which the micro-batches are divided.
     """
@@ -35,7 +35,7 @@ class Flow:
         micro_batches: Sequence[Tensor],
         part_of: PartOf | None,
         width: int,
-        message_dtype: torch.dtype,
+        message_dtype: torch.dtype | None,
         posts_ahead: bool,
         pipelines: int = 1,
     ) -> None:
@@ -77,7 +77,7 @@ class Flow:
         for arrived in self._links.confirmed[result]:
             if arrived in self._sent:  # until it has been waited for, its tensor is kept
                 self._sent.pop(arrived).wait()
-        return tensor.float()
+        return tensor.to(torch.get_default_dtype())
 
     def give(self, result: Result, tensor: Tensor) -> None:
         """Pass a result to the stage that needs it."""

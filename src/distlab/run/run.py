@@ -123,7 +123,7 @@ class Run(Generic[SettingsT]):
                         (self.out / name).unlink(missing_ok=True)
                 self._write_config()
                 if note := os.environ.get(NOTE_OF_FOLDER):
-                    Path(note).write_text(str(self.out))
+                    Path(note).write_bytes(os.fsencode(self.out))
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
         self.terminal.keep_in(log)

@@ -48,9 +48,14 @@ class TrainingRun(Run[TrainSettingsT]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The data type in which the run computes, and in which stages exchange activations."""
+        """The data type in which the run computes."""
         dtype: torch.dtype = getattr(torch, self.settings.dtype)
         return dtype
+
+    @property
+    def message_dtype(self) -> torch.dtype | None:
+        """The data type in which stages exchange activations; None is torch's default, in which they compute them."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else None
 
     def model_options(self) -> dict[str, Any]:
         """Return keyword arguments for the models of `simplellm.llama`, from the flags or the checkpoint."""

@@ -71,7 +71,7 @@ def losses_and_gradients(rank: int, port: int, transport: Transport, dtype: torc
     with process_group(rank, 3, port, options=Options(transport=transport)):
         net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
         programs = all_stages("zb-h1", 3, 6)
-        pipeline = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH, message_dtype=dtype)
+        pipeline = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH, dtype=dtype)
         losses = pipeline.step(batch(0, rows=6).chunk(6))
         sent = context_of().ledger.sent_bytes
         sent_bytes = sent[ACTIVATIONS] + sent[GRADIENTS]
