@@ -163,7 +163,7 @@ class LoadBalance:
         """
         if not self._mixtures:
             return {}
-        counts = torch.stack([torch.cat([mixture.load, mixture.dropped.view(1)]) for mixture in self._mixtures])
+        counts = torch.stack([torch.cat([m.load, m.dropped.to(m.load.device).view(1)]) for m in self._mixtures])
         self.smallest_gap = min(mixture.smallest_gap for mixture in self._mixtures)
         self._restart()
         if self._over.size > 1:

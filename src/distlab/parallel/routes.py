@@ -100,7 +100,7 @@ class Routes:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.glob(f"*.{self._replicas.rank}") if self._writes else ():
-                path.unlink()
+                path.unlink(missing_ok=True)  # a rank with other layers may have been faster
             if self._writes:
                 (self._folder / SIZES).write_text(json.dumps(self._sizes))
         except OSError as error:
