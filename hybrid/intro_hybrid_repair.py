@@ -65,7 +65,9 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
                 made_for = alive
                 run.grid.make_groups("dp")
                 detours = reroute(programs, pipelines, sorted(alive), costs, whole=is_exact)
-                pipeline = Pipeline(nets, detours, run.grid, loss, args.dmodel, pipelines=pipelines)
+                pipeline = Pipeline(
+                    nets, detours, run.grid, loss, args.dmodel, pipelines=pipelines, dtype=run.message_dtype
+                )
                 peers = run.grid.axis("dp")  # the ranks that are left with this stage
                 gradients = GradientRows(nn.ModuleList(nets.values()), sums, pipelines * parts // sums, peers)
             gradients.flat.zero_()
