@@ -4,10 +4,11 @@ Ranks pass numbered points within a step. In dp-repair: before and after the los
 the sum of the gradients (4, 5), `run.log` (6, 7), and the completion of a checkpoint (8, 9). In hybrid-repair, there is
 a point before each action of the rank's program; then the same six. In step -1, a rank dies at its start. `how` is the
 name of a signal, or "exception"; or "lost": the rank does not die, but takes its connections for lost when the others
-have gone on; or "corrupt": one of its weights changes.
+have gone on; or "corrupt": one of its weights changes; or "replaced": it dies when a spare without weights has joined.
 With LEAVE_OUT, nobody computes the micro-batches of the dead. At the end, each rank writes what it held at each step.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 from distlab.checkpoints import saving
 from distlab.comm.waits import TrafficError
 from distlab.pipeline.rerouting import side_by_side
+from distlab.rendezvous.survivors import NewsError
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import RepairSettings
@@ -60,6 +62,13 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                 if how == "lost":
                     time.sleep(0.5)
                     raise TrafficError("lost", RuntimeError("Connection closed by peer"))
+                if how == "replaced":
+                    assert run.repair is not None
+                    with contextlib.suppress(NewsError):
+                        while True:
+                            run.repair.survivor.check()
+                            time.sleep(0.01)
+                    how = "SIGKILL"
                 os.kill(os.getpid(), getattr(signal, how))
         at["point"] += 1
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from support.chapters import losses, train_on
+from support.processes import LAB
 from support.repairs import DIES_IN, SHAPE, STEPS, run_with
+from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
 
@@ -28,7 +30,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     [
         [(0, DIES_IN, 1, "SIGKILL")],  # the writer, between its micro-batches
         [(1, DIES_IN, 5, "SIGSTOP")],  # between the sums of the gradients and of the losses
-        [(2, DIES_IN, 4, "exception"), (1, DIES_IN, 7, "SIGKILL")],  # then another, in the repeated step
+        [(0, DIES_IN, 4, "SIGKILL"), (2, DIES_IN, 7, "exception")],  # then another, in the repeated step
         [(1, DIES_IN, 7, "lost"), (2, DIES_IN + 1, 0, "SIGKILL")],  # rank 0 has to undo the step that rank 1 lacks
     ],
     ids=["kill", "stop", "two", "undo"],
@@ -87,3 +89,12 @@ def test_a_rank_whose_weights_have_changed_ends_and_is_replaced_from_another(
     printed = run_with([(2, DIES_IN, 7, "corrupt")], out, LESSON, *flags)
     assert "# rank 2 failed: its weights are not those that most of ranks 0, 1 and 2 have" in printed
     assert losses(out) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_spare_that_finds_no_weights_does_not_end_the_run_as_if_it_were_complete(tmp_path: Path) -> None:
+    """The only rank that has them dies after the spare has joined, and before the end of its step."""
+    deaths = [(1, DIES_IN, 1, "SIGKILL"), (0, DIES_IN, 5, "replaced")]  # in the repeated step, with all micro-batches
+    flags = [*SHAPE, *FLAGS, "--world-size", "2", "--spares", "1", "--out", tmp_path / "run"]
+    ended = fork_launcher(LAB / "bench/dying.py", *flags, DEATHS=json.dumps(deaths), LESSON=LESSON).finish()
+    assert ended.status
+    assert "no rank is left that could give rank 1 its weights" in ended.out + ended.err

@@ -22,7 +22,7 @@ from distlab.launching.forks import ForkedScript
 from distlab.launching.nodes import NodeRendezvous
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import is_stopped
-from distlab.rendezvous.survivors import Arbiter
+from distlab.rendezvous.survivors import FINISHED, Arbiter
 from simplellm.errors import TOO_MANY_PROCESSES, InputError, tell
 
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -160,7 +160,7 @@ def _go_on_without(ranks: "_Ranks", arbiter: Arbiter, why_lost: WhyLost) -> str:
         if causes:
             tell(f"this cannot be repaired: {why}")
         return why
-    arbiter.tell(left, {rank: causes.get(rank, "has finished") for rank in ranks.ended})
+    arbiter.tell(left, {rank: causes.get(rank, FINISHED) for rank in ranks.ended})
     ranks.ended.clear()
     ranks.failures.clear()
     return ""

@@ -17,6 +17,7 @@ from distlab.comm.waits import TrafficError
 from distlab.rendezvous.store import SharedStore
 
 NEWS, READY = "repair/news", "repair/ready"
+FINISHED = "has finished"  # why a rank has ended that did not fail
 SECONDS_BETWEEN_LOOKS = 0.01
 SECONDS_FOR_NEWS = 10.0  # from a lost connection until the launcher has noticed the death
 

@@ -63,7 +63,8 @@ class Failure:
         if cause is None:
             traceback.print_exception(error)
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        who = world.context.describe(rank) if world else f"rank {rank}"
+        # After a repair, ranks have other numbers in the process group.
+        who = world.context.describe(world.context.rank) if world else f"rank {rank}"
         return cls(f"{who} failed: {cause}", cause=cause, names_rank=True)
 
     @classmethod

@@ -32,7 +32,7 @@ from distlab.comm.names import CONTROL, named
 from distlab.comm.waits import TrafficError, is_lost_peer, list_ranks
 from distlab.machine.processes import NEWCOMER, leave
 from distlab.rendezvous.ranks import ranks_store
-from distlab.rendezvous.survivors import NOWHERE, News, NewsError, Position, Survivor, describe_gone
+from distlab.rendezvous.survivors import FINISHED, NOWHERE, News, NewsError, Position, Survivor, describe_gone
 from distlab.run.handing_over import ChangedError, HandedOver
 from distlab.run.starting import Joined
 from simplellm.errors import InputError
@@ -90,9 +90,9 @@ class Repair:
             try:
                 positions = self.survivor.agree(news, self.position, self._timeout_seconds)
                 known = {rank: position for rank, position in positions.items() if position != NOWHERE}
-                if not known:
-                    leave(0)  # the others have finished
-                position = min(known.values())
+                if not known and FINISHED in news.gone.values():
+                    leave(0)
+                position = min(known.values(), default=NOWHERE)
                 self._make_groups(news)
                 if self.position.updates > position.updates:
                     assert self.copy is not None, "an update was made without a copy of the state before it"
