@@ -63,7 +63,7 @@ def serve(request: Request) -> None:
                 if self.path == "/data.json":
                     return self._answer("application/json", as_script(contents(run, other, is_live=True)))
             except InputError as error:  # a record that is being written
-                return self.send_error(503, str(error)[:200])
+                return self.send_error(503, explain=str(error)[:200])
             return self.send_error(404)
 
         def _answer(self, kind: str, text: str) -> None:

@@ -1,6 +1,7 @@
 """The content of a run's page, as JSON values: every number is one of the records, or computed from them here.
 
-A table is a caption, heads, rows. Bytes, seconds and losses are numbers in these units; `page.html` formats them.
+A table is a caption, heads, rows, and the heads of columns in percent. Bytes, seconds and losses are numbers in these
+units; `page.html` formats them.
 """
 
 import math
@@ -38,7 +39,7 @@ CURVES = {
     "lr": "learning rate",
     "grad_norm": "norm of the gradients",
 }
-OF_EXPERTS = {"max_over_mean_load": "tokens of the fullest expert, relative to the mean"}
+LOAD, LOAD_WORDS = "max_over_mean_load", "tokens of the fullest expert, relative to the mean"
 # The settings that make a training run what it is, whatever the layout. One that a script lacks counts as None.
 TRAINING = (
     "seed lr optimizer betas weight_decay warmup_steps lr_schedule min_lr clip_norm dmodel num_heads num_kv_heads "
@@ -74,8 +75,9 @@ def contents(run: Records, other: Records | None = None, is_live: bool = False) 
     }
 
 
-def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Json:
-    return {"caption": caption, "head": [*head], "rows": [[*row] for row in rows]}
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]], shares: Sequence[str] = ()) -> Json:
+    """Return a table; the columns `shares` are shown in percent."""
+    return {"caption": caption, "head": [*head], "rows": [[*row] for row in rows], "shares": [*shares]}
 
 
 def name_of(run: Records, rank: int) -> str:
@@ -241,9 +243,7 @@ def curves(runs: Sequence[Records]) -> Json:
             run.unit: [r.get(run.unit) for r in records],
             "seconds": [r["so_far"] for r in records],
         }
-        shown.append(
-            {"name": run.name, "at": at, "values": values, "speed": [r.get(f"{run.unit}_per_second") for r in records]}
-        )
+        shown.append({"name": run.name, "at": at, "values": values})
     return {
         "runs": shown,
         "words": {name: words for name, words in CURVES.items() if any(name in r["values"] for r in shown)},
@@ -306,7 +306,7 @@ def timeline(trace: Trace) -> Json:
             "measured": 1 - statistics.fmean(b for b, _ in busy),
         },
         "table": table(
-            "Busy and waiting, as shares of the time from the first to the last pass, all steps", head, rows
+            "Busy and waiting, as shares of the time from the first to the last pass, all steps", head, rows, head[1:]
         ),
     }
 
@@ -384,7 +384,11 @@ def schedules(run: Records) -> Json:
     )
     caption = f"The same pipeline ({workers} workers, {own} micro-batches) in other orders, by simulation"
     none = [row[0] for row in rows if row[5] is not None and row[5] < NO_BUBBLE]
-    return {"own": run.settings.get("schedule"), "none": none, "table": table(caption, head, rows)}
+    return {
+        "own": run.settings.get("schedule"),
+        "none": none,
+        "table": table(caption, head, rows, (head[1], *head[4:])),
+    }
 
 
 def _simulated(schedule: str, workers: int, micro_batches: int, steps: int) -> Plan | None:
@@ -484,7 +488,8 @@ def efficiency(trace: Trace) -> Json | None:
     }
     seconds = {"mean": statistics.fmean(by_rank), "busiest": most, "free messages": ideal, "taken": taken}
     rows = [(name, factor, means[name]) for name, factor in factors.items()]
-    return {"seconds": seconds, "table": table("Factors of efficiency", ("factor", "share", "computed as"), rows)}
+    shown = table("Factors of efficiency", ("factor", "share", "computed as"), rows, ["share"])
+    return {"seconds": seconds, "table": shown}
 
 
 def _ideal_seconds(trace: Trace, steps: Sequence[Sequence[Event]]) -> float:
@@ -639,14 +644,13 @@ def prediction(run: Records) -> Json | None:
 
 def experts(run: Records) -> Json | None:
     """Return the load of the fullest expert in each step."""
-    records = [record for record in run.metrics if "max_over_mean_load" in record]
+    records = [record for record in run.metrics if LOAD in record]
     if not records:
         return None
     records = _some(records, MOST_POINTS)
-    steps, loads = [r["step"] + 1 for r in records], [r["max_over_mean_load"] for r in records]
+    steps, loads = [r["step"] + 1 for r in records], [r[LOAD] for r in records]
     rows = _some([*zip(steps, loads, strict=True)], 60)
-    words = OF_EXPERTS["max_over_mean_load"]
-    return {"steps": steps, "loads": loads, "words": words, "table": table("Load", ("step", words), rows)}
+    return {"steps": steps, "loads": loads, "table": table("Load", ("step", LOAD_WORDS), rows)}
 
 
 def ring(trace: Trace) -> Json | None:

@@ -298,6 +298,8 @@ def test_a_browser_draws_each_panel_without_an_error(
         assert "hybrid <b>&: 2 dp x 3 pp" in opened.text("top")
         rows = contents(read(run))["schedules"]["table"]["rows"]
         assert all(row[0] in opened.text("schedules") for row in rows)
+        assert opened.text("time").count(" %") == 4, "the factors of efficiency; all else is in seconds"
+        assert opened.text("timeline").count(" %") >= 3 * 6
 
 
 @in_a_browser
