@@ -69,13 +69,13 @@ class Costs:
         )
 
     @functools.cached_property
-    def message_bytes(self) -> int:
-        """Bytes of a micro-batch's activations between two stages."""
+    def activation_bytes(self) -> int:
+        """Bytes of a micro-batch's activations between two blocks."""
         return self.tokens * self.model.sizes.dmodel * NUMBER_BYTES
 
     @property
-    def slice_message_bytes(self) -> int:
-        """Bytes of the last product of a block for a micro-batch, which slices add up, and of its gradient."""
+    def message_bytes(self) -> int:
+        """Bytes of the same on the way to other ranks: to the next stage, or between slices that add up products."""
         return self.tokens * self.model.sizes.dmodel * self.model.sizes.inner_bytes
 
     def seconds(self, action: Action, threads: int = 1) -> float:
@@ -121,7 +121,7 @@ class Costs:
         return self._exchanged(action.letter, action.stage, self._computes_blocks_again(action))
 
     def exchanges(self, action: Action) -> int:
-        """Return the number of tensors of `slice_message_bytes` that the slices of a stage add up in an action."""
+        """Return the number of tensors of `message_bytes` that the slices of a stage add up in an action."""
         return self._exchanges(action.letter, action.stage, self._computes_blocks_again(action))
 
     def _computes_blocks_again(self, action: Action) -> bool:
@@ -179,7 +179,7 @@ class Costs:
     @functools.cached_property
     def _all_reduce_activations(self) -> float:
         """Seconds in which the slices of a stage add up activations, or their gradients."""
-        return self.on_hosts.all_reduce(self.on_hosts.slices, self.slice_message_bytes, "shared").alone
+        return self.on_hosts.all_reduce(self.on_hosts.slices, self.message_bytes, "shared").alone
 
     def _exchanges(self, letter: str, stage: int, again: bool) -> int:
         kind = KIND_OF.get(letter)
@@ -267,12 +267,12 @@ class Costs:
         ids = tokens * ID_BYTES if parts["embedding"] else 0
         if self.layout.size("cp") > 1:  # else the ids are views of the batch, and the tables those of all micro-batches
             everything += ids + (self.attention.table_bytes if parts["block"] else 0)
-        by_forward = everything + (0 if parts["head"] else self.message_bytes)  # the output, where the next one begins
+        by_forward = everything + (0 if parts["head"] else self.activation_bytes)  # the output
         if self.layout.recompute != "none":
             by_forward -= parts["block"] * self._inside_block_bytes + mask
         if self.layout.recompute == "all" and parts["head"]:
             by_forward -= tokens * (NUMBER_BYTES + sizes.dmodel * sizes.inner_bytes)  # the norm keeps its input only
-        input_bytes = self.message_bytes
+        input_bytes = self.activation_bytes
         if parts["embedding"]:
             input_bytes = ids if self.layout.size("cp") > 1 else 0
         return Kept(everything, by_forward, input_bytes, factors)
@@ -280,22 +280,22 @@ class Costs:
     @property
     def _inside_block_bytes(self) -> int:
         """Bytes that a block keeps in addition to its input."""
-        own = self.model.sizes.kept_bytes("block", self.tokens, self.layout.size("tp")) - self.message_bytes
+        own = self.model.sizes.kept_bytes("block", self.tokens, self.layout.size("tp")) - self.activation_bytes
         return own + self.attention.kept_bytes
 
     def recomputed_bytes(self, action: Action) -> int:
         """Return the additional bytes that a backward pass keeps while it runs, if activations are computed again."""
         blocks, has_head = self.parts(action.stage)["block"], self.parts(action.stage)["head"]
         if action.letter == "I" and self._follows_recompute(action) and not has_head:
-            return self.slice_message_bytes  # the gradient of the output, a factor; the output itself is not kept
+            return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
         if not self._computes_blocks_again(action) or not blocks:
             return 0
         sizes, tokens, tp = self.model.sizes, self.tokens, self.layout.size("tp")
         is_split, kept = action.letter in "Ii", 0
         factors = [sizes.factor_bytes(part, tokens, tp) * is_split for part in ("block", "head")]
         for done in (0, blocks - 1):
-            others = (blocks - done) * self.message_bytes + done * factors[0]
-            others += self.slice_message_bytes * is_split  # the gradient of the block's output, a factor
+            others = (blocks - done) * self.activation_bytes + done * factors[0]
+            others += self.message_bytes * is_split  # the gradient of the block's output, a factor
             others += self.attention.mask_bytes
             kept = max(kept, others + self._inside_block_bytes + factors[1] * has_head)
         return max(0, kept - self._kept(action.stage).by_forward)

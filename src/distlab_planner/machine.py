@@ -268,7 +268,7 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
     if kind is int:
         require(is_number and value == int(value) and value >= 1, f"{given}; give a whole number from 1 up")
         return int(value)  # type: ignore[return-value]
-    is_needed = where.endswith("per_second") and "bfloat16" not in where
+    is_needed = where.endswith("per_second") and not where.endswith("bfloat16_multiply_adds_per_second")
     may_be_0 = not is_needed and not where.endswith("memory_bytes_per_host")
     require(is_number and (value > 0 or (value == 0 and may_be_0)), f"{given}; give a number {_least(may_be_0)}")
     return float(value)  # type: ignore[return-value]

@@ -158,7 +158,7 @@ def sent_bytes(costs: Costs) -> list[float]:
         rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
         replicas = rounds[layout.shard] * (layout.copies - 1) * weight_bytes / layout.copies
         exchanges = sum(count * costs.exchanges(step.examples[kind]) for kind, count in step.counts[worker].items())
-        exchanged_bytes = exchanges * costs.slice_message_bytes
+        exchanged_bytes = exchanges * costs.message_bytes
         slices = exchanged_bytes * 2 * (layout.size("tp") - 1) / layout.size("tp")
         parts = sum(count * costs.shared_bytes(step.examples[kind]) for kind, count in step.counts[worker].items())
         sent.append(messages * costs.message_bytes + replicas + slices + parts)

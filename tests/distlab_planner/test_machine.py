@@ -159,3 +159,9 @@ def test_measuring_another_machine_keeps_nothing(tmp_path: Path, other: dict[str
     wider = (replace(MACHINE.measured[0], sizes=replace(SIZES, dmodel=64)),)
     now = replace(MACHINE, measured=wider)
     assert with_earlier(now, tmp_path / "machine.json") == now
+
+
+def test_the_name_of_a_file_does_not_change_what_it_needs(tmp_path: Path) -> None:
+    write_machine(replace(CLUSTER, multiply_adds_per_second=0.0), path := tmp_path / "bfloat16.json")
+    with pytest.raises(InputError, match=r"multiply_adds_per_second is 0\.0; give a number greater than 0"):
+        read_machine(path)

@@ -204,6 +204,8 @@ MEASURED = [  # ranks, flags
     (2, "--dp 2 --pp 1 --shard optimizer --micro-batches 3 --batch-size 3"),
     (2, "--dp 2 --pp 1 --shard gradients --micro-batches 3 --batch-size 3"),
     (2, "--dp 2 --pp 1 --shard weights --micro-batches 3 --batch-size 3"),
+    (2, "--dp 1 --pp 2 --schedule dapple --micro-batches 3 --batch-size 3 --dtype bfloat16"),
+    (4, "--dp 1 --pp 2 --tp 2 --micro-batches 2 --batch-size 6 --dtype bfloat16"),
 ]
 SHARED = [
     (2, "--dp 1 --pp 1 --cp 2 --cp-kind ring --micro-batches 3 --batch-size 6"),
