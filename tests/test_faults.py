@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faults import KINDS, ONE, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
+from faults import KINDS, ONE, RECIPES, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
 from support.processes import LAB
 
 from distlab.compare import Request
+from distlab.comparison.recording import MOST_BYTES, file_of
 from simplellm.errors import InputError
 
 SEED = 0
@@ -90,6 +91,23 @@ def test_runs_that_cannot_be_compared_are_told_apart(folder: Path) -> None:
         assert sentence in str(caught.value)
 
 
-def test_too_many_steps_to_record(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"--record-gradients 1000000: rank 0 would write .* GB; give at most \d+"):
-        trained(1, ONE.script, [*SGD.split(), "--record-gradients", "1000000"], tmp_path / "run")
+def test_too_many_steps_to_record(folder: Path) -> None:
+    one = trained(1, ONE.script, SGD.split(), folder / "one")
+    with pytest.raises(
+        AssertionError, match=r"--record-gradients 1000000: rank 0 would write .* GB; give at most \d+"
+    ) as refused:
+        trained(1, ONE.script, [*SGD.split(), "--record-gradients", "1000000"], folder / "too-many")
+    [most] = re.findall(r"give at most (\d+)", str(refused.value))
+    assert int(most) == pytest.approx(MOST_BYTES / file_of(one, 0, 0).stat().st_size, rel=0.05)
+
+
+def test_a_parameter_that_only_one_of_two_runs_trains_is_named(folder: Path) -> None:
+    flags = f"{ONE.flags} {ONE.batch} {RECIPES[1]}".split()
+    script = folder / "frozen.py"
+    before = "    optimizer = run.optimizer(net)\n"
+    text = (LAB / ONE.script).read_text()
+    assert before in text
+    script.write_text(text.replace(before, f"    net.norm.weight.requires_grad_(False)\n{before}"))
+    run, right = (trained(1, name, flags, folder / Path(name).stem) for name in (str(script), ONE.script))
+    status, said = compared(Request(run, right))
+    assert (status, "after step 0: the weights norm.weight on rank 0 are those before the update" in said) == (1, True)

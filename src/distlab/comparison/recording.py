@@ -56,19 +56,20 @@ class Recording:
         optimizer: Optimizer,
         shares: int = 0,
     ) -> None:
-        self._run, self._rank, self._steps, self._shares = run, rank, steps, shares
+        self._run, self._rank, self._steps = run, rank, steps
+        self._shares = shares if shares > 1 else 0  # a single one is the gradient
         self._updated = {name: parameter for name, parameter in updated.items() if parameter.requires_grad}
         self._held = held
         self._step = -1
         self._sums: dict[str, list[Tensor]] = {}  # of each parameter's gradients, after each micro-batch of this step
         gradients_bytes, weights_bytes = (sum(p.nbytes for p in kept.values()) for kept in (self._updated, held))
-        step_bytes = weights_bytes + (1 + shares) * gradients_bytes
+        step_bytes = weights_bytes + (1 + self._shares) * gradients_bytes
         told = f"--record-gradients {len(steps)}: rank {rank} would write {len(steps) * step_bytes / 1e9:.1f} GB"
         most = MOST_BYTES // max(1, step_bytes)
         require(len(steps) <= most, f"{told}; give at most {most}" if most else f"{told}, too much for one step")
         self._is_over = False
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
-        for name, parameter in self._updated.items() if shares else ():
+        for name, parameter in self._updated.items() if self._shares else ():
             parameter.register_post_accumulate_grad_hook(partial(self._add_share, name))
 
     def begin(self, step: int) -> None:
@@ -97,7 +98,7 @@ class Recording:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             tensors[f"gradient.{name}"] = gradient, parameter
             sums = self._sums.get(name, [])
-            if self._shares > 1 and len(sums) == self._shares:  # else something defers them, or calls backward twice
+            if self._shares and len(sums) == self._shares:  # else something defers them, or calls backward twice
                 for k, total in enumerate(sums):
                     tensors[f"share.{k}.{name}"] = total - sums[k - 1] if k else total, parameter
         self._sums = {}

@@ -132,7 +132,8 @@ class Pair:
 
     def _note_unsure(self, step: int) -> None:
         """With Adam, note the elements whose gradients agree in nothing but their smallness."""
-        for name in self.other.names(step, "gradient") if self._has_moments else ():
+        recorded = self.run.names(step, "gradient") if self._has_moments else []
+        for name in (name for name in self.other.names(step, "gradient") if name in recorded):
             own, right = (run.whole(step, "gradient", name) for run in (self.run, self.other))
             unsure = (own - right).abs() > UNSURE * self.tolerance * right.abs()
             self._unsure[name] = unsure | self._unsure.get(name, torch.zeros_like(unsure))
