@@ -21,7 +21,7 @@ def find(args: Sequence[str], prog: str) -> int:
     if given.folder is None:
         print(f"{prog} FOLDER --line N   FOLDER is your copy of one of these, mended; N is the line at fault\n")
         for each in EXHIBITS.values():
-            print(f"  {MUSEUM.name}/{each.name:<14}  {each.title}")
+            print(f"  {MUSEUM.name}/{each.name:<14}  {each.title} ({each.source})")
         return 0
     exhibit = _exhibit_in(given.folder)
     if not _names_the_line(exhibit, given.folder, given.line):

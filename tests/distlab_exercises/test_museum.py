@@ -118,4 +118,4 @@ def test_what_cannot_be_looked_for_is_refused(tmp_path: Path) -> None:
 def test_all_exhibits_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(["find"]) == 0
     told = capsys.readouterr().out
-    assert all(f"museum/{name} " in told for name in EXHIBITS)
+    assert all(f"museum/{name} " in told and exhibit.source in told for name, exhibit in EXHIBITS.items())

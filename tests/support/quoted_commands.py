@@ -113,7 +113,8 @@ def check_one(words: list[str], folder: Path) -> None:
         launched(["hybrid", *args[1:]])
     elif program == "cp":
         assert args[0] == "-r"
-        shutil.copytree(folder / args[1], args[2], dirs_exist_ok=True)  # into the folder where commands write
+        assert not Path(args[2]).exists(), f"{args[2]}: exists, so that the copy would be a folder inside"
+        shutil.copytree(folder / args[1], args[2])  # into the folder where commands write
     elif program in ("python", "python3"):
         if args[0] == "-c":
             ast.parse(args[1])
