@@ -175,8 +175,8 @@ def require_same_parameters(own: Run, right: Run, step: int) -> None:
     named = [run.records.names(step, "weights") for run in (own, right)]
     for run, mine, others in ((own, named[0], named[1]), (right, named[1], named[0])):
         only = [name for name in mine if name not in others]
-        told = f"{own.folder} and {right.folder} have different models: only {run.folder} has {only[:1]}"
-        require(not only, told.replace("['", "").replace("']", ""))
+        told = f"{own.folder} and {right.folder} have different models: only {run.folder} has {''.join(only[:1])}"
+        require(not only, told)
     for name in named[0]:
         shapes = [next(run.records.parts(step, "weights", name))[1].whole for run in (own, right)]
         told = f"{own.folder} and {right.folder} have different models: {name} is {shapes[0]} and {shapes[1]}"

@@ -65,7 +65,7 @@ def run_exhibit(submission: Submission, exhibit: Exhibit, **others: Any) -> tupl
 
 
 def _join(now: Path, joined: Path) -> None:
-    """Give a rank's file also the tensors of an earlier job, which are in `joined` afterwards, too."""
+    """Give a rank's file also the tensors of an earlier job, which are in `joined` afterwards."""
     tensors = (load_file(joined) if joined.exists() else {}) | load_file(now)
     save_file(tensors, now)
     save_file(tensors, joined)
