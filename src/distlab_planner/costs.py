@@ -187,7 +187,8 @@ class Costs:
             return 0
         parts = self.parts(stage)
         needs_no_output = letter == "R" and not parts["head"]  # so the last of them is left out
-        return (2 + again) * parts["block"] + (parts["embedding"] if kind == "F" else parts["head"]) - needs_no_output
+        in_float32 = NUMBER_BYTES // self.model.sizes.inner_bytes * parts["embedding"]  # its slices add up in it
+        return (2 + again) * parts["block"] + (in_float32 if kind == "F" else parts["head"]) - needs_no_output
 
     def _exchanged(self, letter: str, stage: int, again: bool) -> float:
         kind = KIND_OF.get(letter)
