@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faults import KINDS, ONE, RECIPES, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
+from faults import KINDS, ONE, PP, RECIPES, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
 from support.processes import LAB
 
 from distlab.compare import Request
@@ -58,6 +58,20 @@ def test_one_process_runs_again_from_checkpoints_alone(tmp_path: Path) -> None:
     assert (status, named is not None) == (1, True), said
     again = compared(Request(run, tmp_path / "run"))
     assert (again[0], "equal: weights in the checkpoints of steps 2 to 4" in again[1]) == (0, True)
+
+
+def test_checkpoints_of_two_layouts_are_equal(tmp_path: Path) -> None:
+    """With Adam, which moves weights whose gradients are only rounding, such as the biases of keys, anywhere."""
+    pair = [
+        (way, f"{way.flags} {way.batch} --optimizer adam --lr 1e-2 --save-every 2 --micro-batches 1".split())
+        for way in (PP[1], ONE)
+    ]
+    runs = [
+        trained(way.ranks, way.script, flags, tmp_path / str(side), records=False)
+        for side, (way, flags) in enumerate(pair)
+    ]
+    status, said = compared(Request(runs[0], runs[1]))
+    assert (status, "equal: weights in the checkpoints of steps 2 to 4" in said) == (0, True), said
 
 
 def test_runs_that_cannot_be_compared_are_told_apart(folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from distlab.checkpoints.format import Checkpoint, valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
 from distlab.comparison import shares
-from distlab.comparison.differences import ROUNDING, UNSURE, differs
+from distlab.comparison.differences import LATER, ROUNDING, UNSURE, differs
 from simplellm.errors import InputError, require
 
 MOMENT = "exp_avg"  # Adam's moving average of the gradients: as wrong as they are
@@ -80,9 +80,10 @@ def first_parting(
     """Return sentences about the first of some steps whose checkpoints differ; none if all are equal.
 
     Adam's moments come before the weights, because they are as wrong as the gradients. The weights of elements whose
-    gradients are only rounding count as equal.
+    gradients are only rounding count as equal. With Adam, which makes rounding larger, the tolerance is also larger.
     """
     before: int | None = None
+    unsure: dict[str, Tensor] = {}
     for step in steps:
         mine, others = own[step], right[step]
         names = others.parameters
@@ -91,15 +92,15 @@ def first_parting(
             require(is_same, f"{mine.checkpoint.folder}: its model has no {name} of {[*others[name].shape]}")
         moments = {name: f"{OPTIMIZER}{name}.{MOMENT}" for name in names}
         moments = {name: key for name, key in moments.items() if key in mine and key in others}
+        loose = tolerance * (LATER if moments else 1)
         floor = ROUNDING * sum(float(others[key].norm()) ** 2 for key in moments.values()) ** 0.5
-        wrong = [name for name, key in moments.items() if differs(mine[key], others[key], tolerance, floor)]
+        wrong = [name for name, key in moments.items() if differs(mine[key], others[key], loose, floor)]
         if wrong:
             return [_sentence(step, "the mean gradients of", wrong, moments, mine, others)]
-        unsure = {
-            name: (mine[key] - others[key]).abs() > UNSURE * tolerance * others[key].abs()
-            for name, key in moments.items()
-        }
-        wrong = [name for name in names if differs(*_sure(mine[name], others[name], unsure.get(name)), tolerance)]
+        for name, key in moments.items():
+            now = (mine[key] - others[key]).abs() > UNSURE * tolerance * others[key].abs()
+            unsure[name] = now | unsure.get(name, torch.zeros_like(now))
+        wrong = [name for name in names if differs(*_sure(mine[name], others[name], unsure.get(name)), loose)]
         if wrong:
             changed = "" if before is None else _changed(wrong[0], mine, others, own[before], right[before])
             return [_sentence(step, "the weights", wrong, {}, mine, others) + changed]
