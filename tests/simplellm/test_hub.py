@@ -105,6 +105,16 @@ def test_the_local_cache_serves_without_a_network(
     assert choose_source("auto")[0] == "sample"
 
 
+def test_a_run_goes_on_when_another_program_fills_the_cache(local_hub: Path, tmp_path: Path) -> None:
+    loader = TinyStories(TOKENIZER, 1, 64, data="tinystories")
+    next(loader)
+    shutil.copytree(local_hub, tmp_path / "cache" / f"datasets--{local_hub}".replace("/", "--") / "snapshots" / "abc")
+    assert hub.cached_files("train")
+    for _ in range(40):
+        next(loader)
+    assert loader.state_dict()["document"] > 40, "it reads the stories a second time"
+
+
 def test_choices_that_need_no_thought() -> None:
     assert choose_source("sample") == ("sample", "the generator")
     assert choose_source("tinystories") == ("tinystories", "the hub's TinyStories")
