@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -35,7 +34,6 @@ class Compiler:
     """
 
     def __init__(self, tell: Callable[[str], object] = lambda _: None) -> None:
-        self.seconds = 0.0  # of compilation, so far
         self._tell = tell
         self._functions: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
         self._known: set[Hashable] = set()
@@ -70,9 +68,7 @@ class Compiler:
         torch.compiler.assume_constant_result(mixed_precision.cpu_multiplies_bfloat16)
         if function not in self._functions:
             self._functions[function] = torch.compile(function, fullgraph=True, dynamic=False, options=_options())
-        started = time.perf_counter()
         _in_thread(lambda: _rehearse(self._functions[function], arguments))
-        self.seconds += time.perf_counter() - started
         self._known.add(key)
 
 

@@ -362,7 +362,7 @@ class LLamaPart(nn.Module):
         return through_compiler(_logits, self.model.norm, self.lm_head, x)
 
     def parts_to_compile(self, batch: int, seq: int) -> list[PartToCompile]:
-        """Return what a forward pass in training with activations (batch, seq, dmodel) compiles, with like arguments.
+        """Return the parts that a forward pass in training on activations (batch, seq, dmodel) compiles.
 
         Parts with sizes that depend on the tokens, such as experts, are not among them.
         """

@@ -59,7 +59,7 @@ def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool
     stages = list(parts.stages.values())
     nets = [net for net in stages if isinstance(net, LLamaPart)]
     require(len(nets) == len(stages), "--compile: this script trains a model that is not the lab's Llama")
-    is_gathered_when_used = any(not weight.untyped_storage().nbytes() for net in nets for weight in net.parameters())
+    is_gathered_when_used = any(part.shard == "weights" for part in parts.sharded.values())
     if parts.grid.axis("cp").size > 1 or is_gathered_when_used:
         return
     for net in nets:

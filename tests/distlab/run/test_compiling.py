@@ -12,9 +12,15 @@ from support.chapters import OneProcess, assert_equal, train_on
 from support.processes import LAB
 from torch import Tensor
 
+from distlab.axes.grid import Grid
+from distlab.parallel.division import Sharded
+from distlab.parallel.sharded import ShardedDP
+from distlab.run.compiling import parts_to_compile
+from distlab.run.model import ModelParts
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
@@ -60,6 +66,30 @@ def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:
     """Return the part of a parameter that one of two neighboring ranks holds, if that is not all of it."""
     dims = [dim for dim, size in enumerate(whole.shape) if size != own.shape[dim]]
     return whole.chunk(2, dims[0])[rank % 2] if dims else whole
+
+
+def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
+    one_process: OneProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distlab.run.compiling.compile_model", lambda *_: None)
+    expected_parameters, expected_gradients, expected_losses = one_process(6)
+    [parameters], [gradients], losses = train_on(
+        1, "primer/intro.py", tmp_path, "--compile", "--batch-size", "6", deadline=240
+    )
+    log = (tmp_path / "rank0.log").read_text()
+    for part in ("a block", "the head", "the loss"):
+        assert log.count(f"# compiling {part} during this step") == 1, f"{part} is compiled, once"
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert_equal(parameters, expected_parameters)
+    assert_equal(gradients, expected_gradients)
+
+
+def test_weights_that_are_gathered_when_they_are_used_are_not_compiled_before() -> None:
+    net = LLama(CausalLLama, 32, dmodel=8, num_heads=2, n_layers=1, ctx_size=8)
+    names_with: dict[Sharded, list[str]] = {"gradients": ["_compute", "_logits", "_next_token_loss"], "weights": []}
+    for shard, names in names_with.items():
+        parts = ModelParts.of(ShardedDP(net, shard), Grid(0, {"dp": 1}))
+        assert [function.__name__ for function, _ in parts_to_compile(parts, 2, 8)] == names
 
 
 def test_a_machine_without_a_compiler_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
