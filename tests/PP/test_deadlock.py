@@ -50,6 +50,7 @@ def check(case: str, ended: Ended) -> None:
         ended.err.splitlines()[-1],
     ), ended.err
     assert "Traceback" not in ended.err
+    assert not re.search(r"rank (\d+): rank \1 ", ended.out), "a rank's name once in a line"
 
 
 def test_under_the_launcher_one_rank_shows_who_waits_for_whom(tmp_path: Path) -> None:

@@ -120,11 +120,16 @@ class RankOutput(io.TextIOBase):
         *lines, self._rest = (self._rest + text).split("\n")
         if lines:
             if self.prefix:
-                lines = [f"{self.prefix}{line.removeprefix('# ')}" for line in lines]
+                lines = [self._with_rank(line) for line in lines]
             status = self.status.text if self._erase_before_line else ""
             self._show(self._erase + "\n".join([*lines, status]))
             self._erase = self._erase_before_line
         return len(text)
+
+    def _with_rank(self, line: str) -> str:
+        """Say which rank a line comes from, unless the line itself begins with that."""
+        is_said = line.startswith(f"{self.prefix.removesuffix(': ')} ")
+        return line if is_said else f"{self.prefix}{line.removeprefix('# ')}"
 
     def flush(self) -> None:
         if self._rest and not self.prefix:  # an incomplete line, which may be a prompt
