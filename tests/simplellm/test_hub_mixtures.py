@@ -54,7 +54,7 @@ def test_transformers_computes_the_same_and_back(options: dict[str, Any], kind: 
     with torch.no_grad():
         expected, own = theirs(ids).logits, saved.build()(ids)
     assert expected.std() > 0.5
-    torch.testing.assert_close(own, expected, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
     theirs.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved/tokenizer.model").write_bytes(saved.tokenizer.read_bytes())
     back = read_llama(tmp_path / "saved")
@@ -84,4 +84,4 @@ def test_generation_with_a_cache() -> None:
     with torch.no_grad():
         expected, cache = net(ids), net.new_cache()
         own = torch.cat([net(ids[:, at : at + 1], cache=cache) for at in range(20)], dim=1)
-    torch.testing.assert_close(own, expected, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
