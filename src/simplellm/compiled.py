@@ -63,7 +63,7 @@ class Compiler:
         """
         if (key := key_of(function, arguments)) in self._known:
             return
-        if "distutils" in sys.modules:  # setuptools, which torch imports, replaces it, and fails if it is there before
+        if sys.version_info < (3, 12):  # setuptools, which torch imports, ends if it cannot replace Python's distutils
             os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
         torch.compiler.assume_constant_result(mixed_precision.cpu_multiplies_bfloat16)
         if function not in self._functions:
