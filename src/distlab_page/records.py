@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from distlab.axes.layout import Layout, layout_size
+from distlab.axes.layout import Layout, describe_rank, layout_size
 from distlab.reports.newest import newest_run
 from distlab.reports.trace import Trace, read_chrome
 from distlab.settings.folders import CONFIG, is_run
@@ -131,3 +131,10 @@ def _is_claimed(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def name_of(run: Records, rank: int) -> str:
+    """Return the name of a rank, as messages have it."""
+    if run.ledger:
+        return str(run.ledger[rank]["name"])
+    return run.trace.describe(rank) if run.trace else describe_rank(run.layout, rank)
