@@ -1,4 +1,4 @@
-"""What the panels of a page show of a run's trace: the passes and waits of each rank, and where its time went."""
+"""The panels of a page that show a run's trace: the passes and waits of each rank, and where its time went."""
 
 import re
 import statistics
