@@ -26,7 +26,14 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.context_parallel import ContextParallel, loss_of_part
 from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
-from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, limit_experts, own_experts, share_experts
+from distlab.parallel.expert_parallel import (
+    ChoicesOfSequences,
+    LoadBalance,
+    corrections_in,
+    limit_experts,
+    own_experts,
+    share_experts,
+)
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.parallel.routes import Routes
 from distlab.parallel.sharded import ShardedDP
@@ -81,7 +88,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         routes = Routes(nets.values(), *args.routes, replicas, tokens, args.seq_len, choices, writes, slices.size)
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
-        sharded = {stage: ShardedDP(net, args.shard, same, args.micro_batches) for stage, net in nets.items()}
+        passes = args.micro_batches
+        sharded = {s: ShardedDP(net, args.shard, same, passes, keep=corrections_in(net)) for s, net in nets.items()}
     optimizer = run.optimizer(sharded or nets)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
     cores, run_on = run.shared_cores, args.run_on

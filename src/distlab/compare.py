@@ -33,7 +33,7 @@ from distlab.settings.folders import CONFIG, is_run
 from distlab.settings.resume import ResumePolicy, marked
 from distlab.settings.training import TrainSettings
 from simplellm import command_line
-from simplellm.errors import require, status_of
+from simplellm.errors import InputError, require, status_of
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # relative errors of a right tensor; sums are rounded in other orders
 RECORD = "--record-gradients 3"  # to suggest
@@ -80,9 +80,14 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
+        """The losses by step; the last line of a run that was killed may not be complete."""
         path = self.folder / METRICS
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        try:
+            records = [json.loads(line) for line in lines if line.endswith("\n")]
+            return {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError(f"{path}: these are not the metrics of a run ({error})") from error
 
     @property
     def tolerance(self) -> float:

@@ -22,6 +22,7 @@ import torch
 from distlab.comm.recorder import COMPUTE
 from distlab.launch import launch
 from distlab.machine import devices
+from distlab.machine.compilers import require_compiler
 from distlab.reports.trace import read_chrome
 from distlab.run.commands import lab_command
 from distlab.run.main import main
@@ -30,12 +31,12 @@ from distlab.run.run import Run
 from distlab.run.terminal import say
 from distlab.settings.common import RunSettings, WorldSize, require_positive
 from distlab_planner import measuring
-from distlab_planner.layouts import divisors
-from distlab_planner.machine import Machine, read_machine, write_machine
+from distlab_planner.layouts import WHOLE_BLOCKS, divisors
+from distlab_planner.machine import Machine, Measured, read_machine, write_machine
 from distlab_planner.model import Dtype, Sizes
 from simplellm.errors import require
 from simplellm.llama import LLamaStage
-from simplellm.options import check_heads
+from simplellm.options import check_heads, check_mixture
 
 TINY = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro-batches 1 --dp 1 --pp 1 --steps 50"
 
@@ -70,6 +71,14 @@ class CalibrateSettings(WorldSize, RunSettings):
     """pieces of a tokenizer that is not there yet; by default those of --tokenizer"""
     dtype: Dtype = "float32"
     """bfloat16 computes in mixed precision"""
+    compile: bool = False
+    """measure passes that torch.compile has compiled"""
+    experts: int = 0
+    """feed-forward networks in each layer, each --hidden-dim wide, of which a token uses some; 0: one for all tokens"""
+    experts_per_token: int = 2
+    """experts that the router chooses for each token"""
+    shared_expert: bool = False
+    """a further expert that sees all tokens"""
 
     @property
     def sizes(self) -> Sizes:
@@ -79,6 +88,10 @@ class CalibrateSettings(WorldSize, RunSettings):
         super().check()
         require_positive(self, *"seconds dmodel num_heads num_kv_heads hidden_dim vocab_size".split())
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
+        check_mixture(self.experts, self.experts_per_token if self.experts else 1)
+        require(not (self.compile and self.experts), f"--compile with --experts {self.experts}: {WHOLE_BLOCKS}")
+        if self.compile:
+            require_compiler()
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
         rows = " ".join(map(str, self.rows))
         is_ascending = bool(self.rows) and self.rows[0] >= 1 and sorted(set(self.rows)) == list(self.rows)
@@ -114,6 +127,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     is_cpu = device.type == "cpu"
     at_once = devices.cores() if is_cpu else torch.cuda.device_count()
     tps = [tp for tp in divisors(sizes.num_kv_heads) if tp <= run.world_size]
+    tps = tps[:1] if sizes.compiled else tps  # slices of a layer are not compiled
     kinds = [measuring.Slicing(tp, n) for tp in tps for n in (threads_of_ranks(at_once, tp, local) if is_cpu else [1])]
     measured = measuring.measure_passes(sizes, kinds, args.rows, device, args.seconds)
     net = measuring.build(LLamaStage, sizes, measuring.BLOCKS, 1, device)
@@ -121,7 +135,11 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     update, with_sgd = (
         measuring.measure_optimizer(build_optimizer(name, net.parameters(), 1e-3), device) for name in ("adam", "sgd")
     )
-    speed = args.rows[0] * sizes.seq_len * sizes.multiply_adds("block") / measured[0].block.F[0]
+    as_written = replace(sizes, compiled=False)
+    in_float32 = replace(as_written, dtype="float32")
+    speeds = {sizes: speed_of(measured[0])}
+    for other in {as_written, in_float32} - {sizes}:
+        speeds[other] = speed_of(*measuring.measure_passes(other, kinds[:1], args.rows[:1], device, args.seconds / 10))
     machine = Machine(
         name=f"{platform.node()}, {at_once} {'cores' if is_cpu else 'GPUs'}",
         device="cpu" if is_cpu else "cuda",
@@ -131,8 +149,9 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         memory_bytes_per_host=memory_bytes(device),
         inside=links[0],
         between=links[len(peers) - 1],
-        multiply_adds_per_second=speed,
-        bfloat16_multiply_adds_per_second=speed if args.dtype == "bfloat16" else 0.0,
+        multiply_adds_per_second=speeds[in_float32],
+        bfloat16_multiply_adds_per_second=speeds[as_written] if args.dtype == "bfloat16" else 0.0,
+        compiled_speedup=speeds[sizes] / speeds[as_written] if args.compile else 0.0,
         pass_seconds=measured[0].embedding.F[0],
         optimizer_seconds=update,
         sgd_seconds=with_sgd,
@@ -146,7 +165,12 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     )
     machine = with_tiny_run(machine, device)
     write_machine(with_earlier(machine, args.machine_file), args.machine_file)
-    say(f"{args.machine_file}: {machine.name}, {speed / 1e9:.1f} billion multiply-adds/s on each rank")
+    say(f"{args.machine_file}: {machine.name}, {speeds[sizes] / 1e9:.1f} billion multiply-adds/s on each rank")
+
+
+def speed_of(entry: Measured) -> float:
+    """Return the multiply-adds per second of a block's forward pass over the smallest micro-batch."""
+    return entry.rows[0] * entry.sizes.seq_len * entry.sizes.multiply_adds("block") / entry.block.F[0]
 
 
 def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:
@@ -193,11 +217,13 @@ def with_earlier(machine: Machine, path: Path) -> Machine:
     reductions = {(entry.ranks, entry.transport) for entry in machine.all_reduces}
     others = [entry for entry in earlier.measured if (entry.sizes, entry.tp, entry.threads) not in passes]
     larger = [entry for entry in earlier.all_reduces if (entry.ranks, entry.transport) not in reductions]
-    in_bfloat16 = machine.bfloat16_multiply_adds_per_second  # then that is the only speed measured now
+    speeds = {
+        name: getattr(machine, name) or getattr(earlier, name)
+        for name in ("bfloat16_multiply_adds_per_second", "compiled_speedup")
+    }
     return replace(
         machine,
-        multiply_adds_per_second=(earlier if in_bfloat16 else machine).multiply_adds_per_second,
-        bfloat16_multiply_adds_per_second=in_bfloat16 or earlier.bfloat16_multiply_adds_per_second,
+        **speeds,
         measured=(*machine.measured, *others),
         all_reduces=(*machine.all_reduces, *larger),
         slowdown=(*machine.slowdown, *earlier.slowdown[len(machine.slowdown) :]),

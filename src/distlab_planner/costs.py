@@ -8,9 +8,9 @@ from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, Measured, PassKind, interpolate
-from distlab_planner.model import ID_BYTES, NUMBER_BYTES, Model, ModelPart
+from distlab_planner.model import ID_BYTES, NUMBER_BYTES, Model, ModelPart, share
 from distlab_planner.sequences import SharedAttention
-from distlab_planner.traffic import RanksOnHosts
+from distlab_planner.traffic import RankGroup, RanksOnHosts
 
 SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
 # By an action's letter, the pass whose time it takes.
@@ -40,6 +40,7 @@ class Costs:
     layout: RunLayout
     threads: int | None = None  # of every rank, by `OMP_NUM_THREADS`; by default, its share of the cores
     optimizer: str = "adam"  # or "adamw", "sgd"
+    casts_messages: bool = True  # whether stages exchange activations in the dtype in which they compute
 
     @functools.cached_property
     def on_hosts(self) -> RanksOnHosts:
@@ -64,9 +65,18 @@ class Costs:
 
     def weights(self, stage: int) -> int:
         """Return the number of weights of a stage, on one rank."""
-        return sum(
-            count * self.model.sizes.weights(part, self.layout.size("tp")) for part, count in self.parts(stage).items()
-        )
+        return sum(count for count, _ in self.weights_by_holders(stage))
+
+    def weights_by_holders(self, *stages: int) -> tuple[tuple[int, RankGroup], tuple[int, RankGroup]]:
+        """Return the numbers of weights of stages, without experts and of experts, each with the ranks that hold it."""
+        sizes, tp, counts = self.model.sizes, self.layout.size("tp"), [self.parts(stage) for stage in stages]
+        others = sum(count * sizes.weights(part, tp) for parts in counts for part, count in parts.items())
+        experts = sum(parts["block"] for parts in counts) * sizes.expert_weights(self.layout.size("ep"))
+        return (others, self.on_hosts.replicas), (experts, self.on_hosts.expert_holders)
+
+    def own_weights(self, *stages: int) -> int:
+        """Return the number of weights that a rank updates if their holders shard them."""
+        return sum(share(count, holders.size) for count, holders in self.weights_by_holders(*stages))
 
     @functools.cached_property
     def activation_bytes(self) -> int:
@@ -75,8 +85,13 @@ class Costs:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the same on the way to other ranks: to the next stage, or between slices that add up products."""
+        """Bytes of the same in the dtype of products: between slices that add them up."""
         return self.tokens * self.model.sizes.dmodel * self.model.sizes.inner_bytes
+
+    @property
+    def stage_message_bytes(self) -> int:
+        """Bytes of the same on the way to the next stage."""
+        return self.message_bytes if self.casts_messages else self.activation_bytes
 
     def seconds(self, action: Action, threads: int = 1) -> float:
         """Return the seconds of an action that no other rank slows down, including the collectives inside it."""
@@ -143,7 +158,11 @@ class Costs:
             own, products = 0.0, sizes.multiply_adds(part, tp)
         if part == "block":
             products += (self.attention.work - 1) * sizes.attention_multiply_adds(tp)
-        return own + self.tokens * products * SHARE_OF[kind] / self.machine.speed(sizes.dtype) / threads
+        return own + self.tokens * products * SHARE_OF[kind] / self._speed / threads
+
+    @property
+    def _speed(self) -> float:
+        return self.machine.speed(self.model.sizes.dtype, self.model.sizes.compiled)
 
     @property
     def _rows(self) -> float:
@@ -186,9 +205,12 @@ class Costs:
         if self.layout.size("tp") == 1 or kind in ("W", None):
             return 0
         parts = self.parts(stage)
-        needs_no_output = letter == "R" and not parts["head"]  # so the last of them is left out
         in_float32 = NUMBER_BYTES // self.model.sizes.inner_bytes * parts["embedding"]  # its slices add up in it
-        return (2 + again) * parts["block"] + (in_float32 if kind == "F" else parts["head"]) - needs_no_output
+        outside = in_float32 if kind == "F" else parts["head"]
+        if self.model.sizes.experts:  # each slice computes them all, so that they add up attention's products only
+            return (1 + again) * parts["block"] + outside
+        needs_no_output = letter == "R" and not parts["head"]  # so the last of them is left out
+        return (2 + again) * parts["block"] + outside - needs_no_output
 
     def _exchanged(self, letter: str, stage: int, again: bool) -> float:
         kind = KIND_OF.get(letter)
@@ -198,7 +220,33 @@ class Costs:
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
             seconds += sum(self.on_hosts.all_reduce(self.on_hosts.slices, size, "shared").alone for size in sizes)
+        count, size_bytes = self._row_exchanges(kind, stage, again), self._rows_bytes
+        seconds += count * self.on_hosts.all_to_all(self.on_hosts.sharing_experts, size_bytes) if count else 0.0
         return seconds + self._gathered(kind, stage) + self._sequence_seconds(kind, stage, again)
+
+    @property
+    def _rows_bytes(self) -> int:
+        """Bytes of the rows that a rank's tokens have, one for each of their experts."""
+        return self.message_bytes * self.model.sizes.experts_per_token
+
+    def _row_exchanges(self, kind: PassKind | None, stage: int, again: bool) -> int:
+        """Return how often a pass exchanges rows: to the experts and back."""
+        if self.layout.size("ep") == 1 or kind in ("W", None):
+            return 0
+        return 2 * (1 + (again and kind != "F")) * self.parts(stage)["block"]
+
+    def rows_bytes(self, action: Action) -> float:
+        """Return the bytes of rows that a rank sends in an action if all experts have equal loads."""
+        kind, again = KIND_OF.get(action.letter), self._computes_blocks_again(action)
+        others = 1 - 1 / self.layout.size("ep")
+        return self._row_exchanges(kind, action.stage, again) * self._rows_bytes * others
+
+    def counts_bytes(self, action: Action) -> float:
+        """Return the bytes in which a rank sends the numbers of rows for each expert of other ranks in an action."""
+        if self.layout.size("ep") == 1 or action.letter not in "Ff":
+            return 0.0
+        others = 1 - 1 / self.layout.size("ep")
+        return self.parts(action.stage)["block"] * self.model.sizes.experts * ID_BYTES * others
 
     def shared_bytes(self, action: Action) -> float:
         """Return the bytes that a rank sends in an action to those with which it shares sequences."""
@@ -229,10 +277,13 @@ class Costs:
         shard = self.layout.shard
         if shard not in ("gradients", "weights") or kind == "W":
             return 0.0
-        size_bytes, replicas = self.weights(stage) * NUMBER_BYTES, self.on_hosts.replicas
-        # With sharded weights, each part of the model has its own collectives.
-        parts = sum(self.parts(stage).values()) if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
-        half = parts * self.on_hosts.half(replicas, size_bytes / parts, "shared").alone
+        half = 0.0
+        for count, holders in self.weights_by_holders(stage):
+            size_bytes = count * NUMBER_BYTES
+            # With sharded weights, each part of the model has its own collectives.
+            in_parts = sum(self.parts(stage).values()) if shard == "weights" else size_bytes // SHARDED_BUCKET_BYTES
+            parts = max(1, in_parts)
+            half += parts * self.on_hosts.half(holders, size_bytes / parts, "shared").alone
         seconds = half * (shard == "weights") + half * (kind != "F")
         # Hidden behind the computation only on GPUs: on CPUs, sending needs the cores.
         return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds

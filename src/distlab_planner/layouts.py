@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from distlab.axes.layout import Layout, layout_size, neighbors_of, stride
+from distlab.axes.layout import Layout, layout_size, neighbors_of, replicas_in, stride
 from distlab.parallel.division import Kind, Order, check_division, check_sharing
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (
@@ -29,6 +29,7 @@ Shard = Literal["none", "optimizer", "gradients", "weights"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "weights")
 RECOMPUTE: tuple[Recompute, ...] = ("none", "blocks", "all")
 CP_KINDS: tuple[Kind, ...] = ("ring", "gather", "heads")
+WHOLE_BLOCKS = "of compiled passes, the planner knows those of whole blocks; leave one of the two out"
 SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpipe with one worker only keeps more
 
 
@@ -52,7 +53,12 @@ class RunLayout:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same weights and average their gradients."""
+        """Ranks that hold the same weights, apart from experts, and average their gradients."""
+        return self.expert_copies * self.size("ep")
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same experts."""
         return self.size("dp") * self.size("cp")
 
     @property
@@ -72,9 +78,21 @@ class RunLayout:
         """Return every worker's actions, in order."""
         return programs_of(self.schedule, self.size("pp"), self.micro_batches, self.recompute == "all")
 
+    @property
+    def not_compiled(self) -> str | None:
+        """The flag with which a run with `--compile` does not compile whole blocks; None if it does."""
+        for axis in ("tp", "cp"):
+            if self.size(axis) > 1:
+                return f"--{axis} {self.size(axis)}"
+        if "W" in outline_of(self.schedule, self.size("pp")).letters:
+            return f"--schedule {self.schedule}"
+        return "--shard weights" if self.shard == "weights" else None
+
     def flags(self, model: Model) -> str:
         """Return the flags for `./launch.sh 5d` that differ from the defaults."""
-        flags = " ".join(f"--{axis} {self.size(axis)}" for axis in ("dp", "pp", "tp"))
+        sizes = {"dp": replicas_in(self.axes), "pp": self.size("pp"), "tp": self.size("tp")}
+        flags = " ".join(f"--{axis} {size}" for axis, size in sizes.items())
+        flags += f" --ep {self.size('ep')}" * (self.size("ep") > 1)
         flags += f" --batch-size {self.batch_size} --micro-batches {self.micro_batches}"
         flags += " --neighbors replicas" * (neighbors_of(self.axes) == "replicas")
         if self.size("cp") > 1:
@@ -98,7 +116,8 @@ class RunLayout:
 class Choices:
     """The options of a plan; an empty one stands for all."""
 
-    axes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # their sizes; for "cp", an empty one stands for 1
+    # Their sizes; for "cp" and "ep", an empty one stands for 1. Those of "dp" are of all replicas.
+    axes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     cp_kinds: Sequence[Kind] = ()
     micro_batches: Sequence[int] = ()
     schedules: Sequence[str] = ()
@@ -119,13 +138,15 @@ def layouts(
     names = among.schedules or [name for name in SCHEDULES if name != AUTO]
     kinds = among.cp_kinds or CP_KINDS
     shared = [(cp, kind) for cp in among.axes.get("cp") or (1,) for kind in (kinds if cp > 1 else CP_KINDS[:1])]
-    for pp, tp, (cp, kind) in itertools.product(divisors(ranks), divisors(ranks), shared):
-        dp = ranks // (pp * tp * cp)
-        axes = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
-        is_chosen = all(axes[name] in some for name, some in among.axes.items() if some)
+    eps = [ep for ep in among.axes.get("ep") or (1,) if ep == 1 or model.sizes.experts % ep == 0 < model.sizes.experts]
+    for pp, tp, (cp, kind), ep in itertools.product(divisors(ranks), divisors(ranks), shared, eps):
+        dp = ranks // (pp * tp * cp)  # replicas
+        axes = {"dp": dp, "pp": pp, "ep": ep, "cp": cp, "tp": tp}
+        is_chosen = all(axes[name] in some for name, some in among.axes.items() if some) and dp % ep == 0
         if ranks % (pp * tp * cp) or global_batch % dp or not is_chosen or not _divides(model, tp, cp, kind):
             continue
-        axes = {name: size for name, size in axes.items() if name != "cp" or cp > 1}
+        axes = {name: size for name, size in axes.items() if name not in ("cp", "ep") or size > 1}
+        axes["dp"] = dp // ep
         for micro_batches in among.micro_batches or divisors(global_batch // dp):
             if global_batch // dp % micro_batches:
                 continue
@@ -135,8 +156,10 @@ def layouts(
                     continue
                 split = _split(model, pp * stages_per_worker(name))
                 for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
-                    if split and (shard == "none" or dp * cp > 1) and (shard != "weights" or pp == 1):
+                    if split and (shard == "none" or dp * cp > ep) and (shard != "weights" or pp == 1):
                         one = RunLayout(axes, global_batch // dp, micro_batches, name, recompute, shard, split, kind)
+                        if model.sizes.compiled and one.not_compiled:
+                            continue
                         yield one
                         together = dp * cp * tp
                         if ranks_per_host and dp > 1 and ranks > ranks_per_host and ranks_per_host % together == 0:

@@ -87,6 +87,7 @@ class Machine:
     multiply_adds_per_second: float  # of one rank, as measured in a forward pass
     source: str = ""  # of these numbers, for a machine that was not measured
     bfloat16_multiply_adds_per_second: float = 0.0  # the same in mixed precision; 0: not measured, assumed equal
+    compiled_speedup: float = 0.0  # of compiled passes; 0: not measured, assumed 1
     pass_seconds: float = 0.0  # additional, of each pass of a stage that was not measured
     step_seconds: float = 0.0  # additional, of each step
     optimizer_seconds: float = 0.0  # to update one weight with Adam
@@ -140,9 +141,10 @@ class Machine:
         """Return the seconds to update one weight."""
         return (self.sgd_seconds if optimizer == "sgd" else 0.0) or self.optimizer_seconds
 
-    def speed(self, dtype: Dtype) -> float:
+    def speed(self, dtype: Dtype, compiled: bool = False) -> float:
         """Return the multiply-adds per second of a rank that computes in a dtype."""
-        return (self.bfloat16_multiply_adds_per_second if dtype == "bfloat16" else 0.0) or self.multiply_adds_per_second
+        in_bfloat16 = self.bfloat16_multiply_adds_per_second if dtype == "bfloat16" else 0.0
+        return (in_bfloat16 or self.multiply_adds_per_second) * (self.compiled_speedup * compiled or 1.0)
 
     def measured_for(self, sizes: Sizes, tp: int) -> list[Measured]:
         """Return the measured passes of one of `tp` slices of a model of these sizes."""
@@ -261,12 +263,16 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
         choices = typing.get_args(kind)
         require(value in choices, f"{given}; give one of {', '.join(choices)}")
         return value
+    if kind is bool:
+        require(isinstance(value, bool), f"{given}; give true or false")
+        return value
     if kind is str:
         require(isinstance(value, str), f"{given}; give a text")
         return value
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
-        require(is_number and value == int(value) and value >= 1, f"{given}; give a whole number from 1 up")
+        least = 0 if where.endswith("experts") else 1  # of a model without a mixture
+        require(is_number and value == int(value) and value >= least, f"{given}; give a whole number from {least} up")
         return int(value)  # type: ignore[return-value]
     is_needed = where.endswith("per_second") and not where.endswith("bfloat16_multiply_adds_per_second")
     may_be_0 = not is_needed and not where.endswith("memory_bytes_per_host")

@@ -1,5 +1,6 @@
 """Measures the numbers of a machine's file, on all ranks of a process group together; needs torch."""
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -15,12 +16,14 @@ from distlab.comm.context import Group, Options
 from distlab.comm.group import empty, open_queues, shares
 from distlab.comm.link import Link
 from distlab.comm.names import CONTROL, named
+from distlab.parallel.expert_parallel import equal_loads
 from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import KINDS
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab_planner.collective_probes import seconds_in_turn
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
 from distlab_planner.model import PARTS, ModelPart, Sizes
+from simplellm.compiled import Compiler
 from simplellm.llama import (
     MLP,
     Attention,
@@ -56,13 +59,16 @@ MATRIX_ROWS = 256
 
 
 class Passes:
-    """A stage's passes over a made-up micro-batch, timed on this rank."""
+    """A stage's passes over a made-up micro-batch, timed on this rank; compiled if there is a compiler."""
 
-    def __init__(self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int, compiler: Compiler | None = None
+    ) -> None:
         device = next(net.parameters()).device
         loss = partial(causalLLMLoss, vocab_size=vocab_size) if net.has_head else None
         self._index = 0 if net.has_embedding else 1
         self._net, self._stage, self._device = net, Stage(net, loss, None), device
+        self._compiling = compiler.applied if compiler else contextlib.nullcontext
         ids = torch.zeros(rows, sizes.seq_len, dtype=torch.int64, device=device)
         self._ids, self._shape = ids, (rows, sizes.seq_len, sizes.dmodel)
 
@@ -85,7 +91,8 @@ class Passes:
                 before()
                 tensors = [tensor.clone() for tensor in received]
                 started = now(self._device)
-                action.run(parts[action.micro_batch], *tensors)
+                with self._compiling():
+                    action.run(parts[action.micro_batch], *tensors)
                 taken += now(self._device) - started
             seconds.append(taken / micro_batches)
         return seconds
@@ -120,9 +127,13 @@ def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: t
     names = "dmodel", "num_heads", "num_kv_heads", "hidden_dim"
     options = {name: getattr(sizes, name) for name in names} | {"ctx_size": sizes.seq_len, "device": device}
     options["dtype"] = getattr(torch, sizes.dtype)
+    if sizes.experts:
+        mixture = sizes.experts, sizes.experts_per_token, bool(sizes.shared_experts)
+        options |= zip(("experts", "experts_per_token", "shared_expert"), mixture, strict=True)
     net = LLama(kind, vocab_size, n_layers=n_layers, first_layer=0, **options)
+    sliced = (Attention,) if sizes.experts else (Attention, MLP)  # slices of a layer compute whole experts
     for module in net.modules() if tp > 1 else ():
-        if isinstance(module, Attention | MLP):
+        if isinstance(module, sliced):
             for name, linear in module.named_children():
                 dim = int(name in ("o_proj", "down_proj"))  # the second of a pair is split by its inputs
                 assert isinstance(linear, nn.Linear)
@@ -148,10 +159,13 @@ def measure_passes(
     """
     usual_threads = torch.get_num_threads()
     passes: dict[tuple[Slicing, ModelPart, int], Passes] = {}
+    compiler = Compiler() if sizes.compiled else None
+    balanced = contextlib.ExitStack()
     for kind, (part, net_kind, blocks) in itertools.product(kinds, NETS):
         net = build(net_kind, sizes, blocks, kind.tp, device)
+        balanced.enter_context(equal_loads([net]))
         for count in rows:
-            passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0])
+            passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0], compiler)
     turns: dict[tuple[Slicing, ModelPart, int], list[dict[str, float]]] = {key: [] for key in passes}
     begun, spent = time.perf_counter(), dict.fromkeys(passes, 0.0)
     for one in passes.values():

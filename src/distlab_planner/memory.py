@@ -40,8 +40,9 @@ def held(costs: Costs, worker: int) -> RankMemory:
     layout, program = costs.layout, costs.layout.programs()[worker]
     stages = stages_of(program)
     weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
-    shares = layout.copies if layout.shard != "none" else 1
-    own = share(weights, shares)
+    # Of the experts' scores: parameters without gradients.
+    corrections = sum(costs.parts(stage)["block"] for stage in stages) * costs.model.sizes.experts * NUMBER_BYTES
+    own = costs.own_weights(*stages) * NUMBER_BYTES if layout.shard != "none" else weights
     step = graph_of(layout)
     kinds = step.kinds[worker]
     changes = {kind: costs.kept_bytes(step.examples[kind]) for kind in step.counts[worker]}
@@ -53,7 +54,7 @@ def held(costs: Costs, worker: int) -> RankMemory:
         ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0
         tables = costs.model.sizes.table_bytes() if any(costs.parts(stage)["block"] for stage in stages) else 0
     return RankMemory(
-        parameters=own if layout.shard == "weights" else weights,
+        parameters=(own if layout.shard == "weights" else weights) + corrections,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
         optimizer_state=own * MOMENTS[costs.optimizer],
         gathered=_gathered(costs, stages, weights),
@@ -90,7 +91,10 @@ def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
     if layout.shard != "weights":
         return 0
     in_order = [part for stage in stages for part in PARTS for _ in range(costs.parts(stage)[part])]
-    sizes = [costs.model.sizes.weights(part, layout.size("tp")) * NUMBER_BYTES for part in in_order]
+    experts = {"block": costs.model.sizes.expert_weights(layout.size("ep"))}
+    sizes = [
+        (costs.model.sizes.weights(part, layout.size("tp")) + experts.get(part, 0)) * NUMBER_BYTES for part in in_order
+    ]
     # In a backward pass, a block, its gradient, and the weights of the block before it.
     whole = max(2 * size + before for size, before in zip(sizes, [0, *sizes], strict=False))
     return whole + max(sizes) * has_buffer

@@ -3,7 +3,7 @@
 A rank of a tensor-parallel group has the largest shard here; the others have as much, or a little less.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -40,6 +40,10 @@ class Sizes:
     seq_len: int
     vocab_size: int
     dtype: Dtype = "float32"  # between a norm and the next residual sum; all else is float32
+    experts: int = 0  # of each block, each `hidden_dim` wide; 0: one network for all tokens
+    experts_per_token: int = 1
+    shared_experts: int = 0  # further ones that see all tokens
+    compiled: bool = False  # passes, by `torch.compile`
 
     @classmethod
     def of(cls, settings: ModelSettings) -> "Sizes":
@@ -47,7 +51,12 @@ class Sizes:
         heads, hidden = settings.num_kv_heads or settings.num_heads, settings.hidden_dim or 4 * settings.dmodel
         vocab_size = getattr(settings, "vocab_size", None) or SPTokenizer(settings.tokenizer).vocab_size
         dtype: Dtype = getattr(settings, "dtype", "float32")
-        return cls(settings.dmodel, settings.num_heads, heads, hidden, settings.seq_len, vocab_size, dtype)
+        sizes = cls(settings.dmodel, settings.num_heads, heads, hidden, settings.seq_len, vocab_size, dtype)
+        experts, compiled = getattr(settings, "experts", 0), getattr(settings, "compile", False)
+        if not experts:
+            return replace(sizes, compiled=compiled)
+        per_token, shared = (int(getattr(settings, name)) for name in ("experts_per_token", "shared_expert"))
+        return replace(sizes, experts=experts, experts_per_token=per_token, shared_experts=shared, compiled=compiled)
 
     @property
     def inner_bytes(self) -> int:
@@ -68,19 +77,34 @@ class Sizes:
         """The multiply-adds by which a run divides the layers among stages."""
         return PartCosts(*(self.multiply_adds(part) for part in ("block", "embedding", "head")))
 
+    @property
+    def networks(self) -> int:
+        """Feed-forward networks through which a token passes."""
+        return self.experts_per_token + self.shared_experts
+
+    def network_width(self, tp: int) -> int:
+        """Return the width of a feed-forward network on a rank: slices of a layer compute whole experts."""
+        return self.hidden_dim if self.experts else share(self.hidden_dim, tp)
+
     def matrices(self, part: ModelPart, tp: int = 1) -> int:
-        """Return the number of one part's weights with which a rank multiplies."""
+        """Return the number of one part's weights with which a rank multiplies a token, without the small router."""
         if part == "block":
-            return share(2 * self.dmodel + 2 * self.kv_width, tp) * self.dmodel + 3 * self.dmodel * share(
-                self.hidden_dim, tp
-            )
+            attention = share(2 * self.dmodel + 2 * self.kv_width, tp) * self.dmodel
+            return attention + self.networks * 3 * self.dmodel * self.network_width(tp)
         return share(self.vocab_size, tp) * self.dmodel if part == "head" else 0
 
     def weights(self, part: ModelPart, tp: int = 1) -> int:
-        """Return the number of a part's weights on a rank. The gains of the norms are whole on every rank."""
+        """Return the number of a part's weights that a rank trains, without experts; gains of norms are whole."""
         if part == "embedding":
             return share(self.vocab_size, tp) * self.dmodel
+        if part == "block" and self.experts:
+            chosen = self.experts_per_token * 3 * self.dmodel * self.hidden_dim
+            return self.matrices(part, tp) - chosen + self.experts * self.dmodel + 2 * self.dmodel
         return self.matrices(part, tp) + (2 if part == "block" else 1) * self.dmodel
+
+    def expert_weights(self, ep: int) -> int:
+        """Return the number of weights of a block's experts on one of the ranks that share them."""
+        return self.experts // ep * 3 * self.dmodel * self.hidden_dim
 
     def multiply_adds(self, part: ModelPart, tp: int = 1) -> float:
         """Return the number for a forward pass over one token; a backward pass takes twice that, half for weights."""
@@ -94,24 +118,49 @@ class Sizes:
 
     def kept_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
         """Return the bytes that a forward pass over `tokens` keeps for the backward pass, without recomputation."""
-        width, hidden = self.dmodel, share(self.hidden_dim, tp)
+        width = self.dmodel
         if part == "embedding":  # besides the ids: if the vocabulary is shared, which rows they have here, and a mask
             return tokens * (ID_BYTES + FLAG_BYTES) * (tp > 1)
         norm = (width + 1) * NUMBER_BYTES + width * self.inner_bytes  # input, root mean square; output
-        if part == "head":  # probabilities; targets
-            return tokens * (norm + NUMBER_BYTES * share(self.vocab_size, tp) + ID_BYTES + FLAG_BYTES * (tp > 1))
+        if part == "head":  # probabilities; targets; if compiled, these once more
+            ids = ID_BYTES * (1 + self.compiled) + FLAG_BYTES * (tp > 1)
+            return tokens * (norm + NUMBER_BYTES * share(self.vocab_size, tp) + ids) + self._cast_bytes(part)
         attention = (2 * width + 2 * self.kv_width) * self.inner_bytes + self.num_heads * NUMBER_BYTES
-        return tokens * (2 * norm + attention // tp + 4 * hidden * self.inner_bytes)
+        inside = (4 - self.compiled) * self.network_width(tp) * self.inner_bytes  # the compiler computes SiLU again
+        per_token = 2 * norm + attention // tp + self.networks * inside + self._kept_by_router_bytes
+        if self._cast_bytes(part):
+            per_token -= width * self.inner_bytes  # the output of a norm, likewise
+        return tokens * per_token + self._cast_bytes(part)
+
+    def _cast_bytes(self, part: ModelPart) -> int:
+        """Bytes of the weights in bfloat16, which a compiled pass keeps and others cast once more."""
+        return self.matrices(part) * self.inner_bytes * (self.compiled and self.dtype == "bfloat16")
+
+    @property
+    def _kept_by_router_bytes(self) -> int:
+        """Bytes for a token that a mixture of experts keeps in addition to those inside of its networks.
+
+        Its scores, and their order; of each choice the expert, the place in both orders of rows, the score and the
+        weight; the row before and after its expert; the sum of the chosen scores. In bfloat16, the router's own input.
+        """
+        if not self.experts:
+            return 0
+        scores = self.experts * (NUMBER_BYTES + ID_BYTES) + NUMBER_BYTES
+        choice = 3 * ID_BYTES + 2 * NUMBER_BYTES + 2 * self.dmodel * self.inner_bytes
+        router_input = self.dmodel * NUMBER_BYTES * (self.inner_bytes != NUMBER_BYTES)
+        return scores + self.experts_per_token * choice + router_input
 
     def factor_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
         """Return the part kept between `BackwardInput` and `BackwardWeight`: inputs and gradients of linear layers."""
-        width, hidden = self.dmodel, share(self.hidden_dim, tp)
+        width, hidden = self.dmodel, self.network_width(tp)
         if part == "embedding":
             return 0
         if part == "head":
             return tokens * self.inner_bytes * (width + share(self.vocab_size, tp))
-        inputs = 2 * width + width // tp + hidden
-        return tokens * self.inner_bytes * (inputs + (width + 2 * self.kv_width) // tp + 2 * width + 2 * hidden)
+        attention = 2 * width + (2 * width + 2 * self.kv_width) // tp  # inputs and gradients of its layers
+        network = 2 * width + 3 * hidden
+        router = (width + self.experts) * NUMBER_BYTES * bool(self.experts)
+        return tokens * (self.inner_bytes * (attention + self.networks * network) + router)
 
     def table_bytes(self) -> int:
         """Return the bytes of the cosines and sines of rotary positions, which all blocks of a process share."""

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.run.commands import LAUNCHER, lab_command
 from distlab.run.terminal import counted
 from distlab.settings.common import as_flag, require_positive, shown_as
-from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, Choices, Shard
+from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, WHOLE_BLOCKS, Choices, Shard
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.memory import share_of_rank
 from distlab_planner.model import Dtype, Model, Sizes
@@ -26,13 +26,14 @@ from distlab_planner.search import find_layouts
 from distlab_planner.table import Row, milliseconds, table
 from simplellm import command_line
 from simplellm.errors import InputError, require
-from simplellm.options import Recompute, check_heads
+from simplellm.options import Recompute, check_heads, check_mixture
 
 MEASURED = Path("runs/machine.json")  # without --machine
 MOST_MEASURED = 4  # ranks that calibrate starts by itself
-MODEL = (
-    "dmodel num_heads num_kv_heads hidden_dim n_layers seq_len optimizer dtype tokenizer".split()
-)  # flags of a run, too
+MODEL = (  # flags of a run, too
+    "dmodel num_heads num_kv_heads hidden_dim n_layers seq_len optimizer dtype compile tokenizer "
+    "experts experts_per_token shared_expert"
+).split()
 BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 ALL = "default: all that fit"
 WARM_UP = 3  # steps of a run to verify that do not count
@@ -68,6 +69,14 @@ class PlanRequest:
     """pieces of a tokenizer that is not there yet"""
     dtype: Dtype = "float32"
     """bfloat16 computes in mixed precision"""
+    compile: bool = False
+    """passes are compiled by torch.compile"""
+    experts: int = 0
+    """feed-forward networks in each layer, each --hidden-dim wide, of which a token uses some; 0: one for all tokens"""
+    experts_per_token: int = 2
+    """experts that the router chooses for each token"""
+    shared_expert: bool = False
+    """a further expert that sees all tokens"""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """update rule"""
     dp: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
@@ -78,6 +87,8 @@ class PlanRequest:
     """ranks of a stage to choose from"""
     cp: tuple[int, ...] = (1,)
     """ranks that share each sequence to choose from"""
+    ep: tuple[int, ...] = (1,)
+    """replicas that share the experts to choose from"""
     cp_kind: Annotated[tuple[Kind, ...], shown_as("|".join(CP_KINDS), ALL)] = ()
     """ways to share sequences to choose from"""
     micro_batches: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
@@ -101,7 +112,7 @@ class PlanRequest:
 
     @property
     def choices(self) -> Choices:
-        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.cp}
+        axes = {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.cp, "ep": self.ep}
         return Choices(axes, self.cp_kind, self.micro_batches, self.schedule, self.recompute, self.shard)
 
     def check(self) -> None:
@@ -109,6 +120,8 @@ class PlanRequest:
         names = "ranks global_batch dmodel num_heads num_kv_heads hidden_dim n_layers vocab_size top"
         require_positive(self, *names.split())
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
+        check_mixture(self.experts, self.experts_per_token if self.experts else 1)
+        require(not (self.compile and self.experts), f"--compile with --experts {self.experts}: {WHOLE_BLOCKS}")
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
         has_tokenizer = self.vocab_size is None or not (self.verify or self.tokenizer)
         given, advice = (
@@ -119,7 +132,7 @@ class PlanRequest:
         require(self.verify >= 0, f"--verify {self.verify}: give 0 or more")
         least = f"--steps {self.steps}: the first {WARM_UP} do not count; give {WARM_UP + 2} or more"
         require(self.steps >= WARM_UP + 2, least)
-        for name in ("dp", "pp", "tp", "cp", "micro_batches"):
+        for name in ("dp", "pp", "tp", "cp", "ep", "micro_batches"):
             for number in getattr(self, name):
                 require(number > 0, f"{as_flag(name)} {number}: must be greater than 0")
         known = [name for name in schedule_names() if name != AUTO]
@@ -131,8 +144,8 @@ class PlanRequest:
         """Return the flags of the model that differ from their defaults, which are those of a run."""
         defaults = {field.name: field.default for field in fields(self)}
         values = {name: getattr(self, name) for name in MODEL}
-        changed = [(as_flag(name), str(value)) for name, value in values.items() if value != defaults[name]]
-        return [word for pair in changed for word in pair]
+        changed = [(as_flag(name), value) for name, value in values.items() if value != defaults[name]]
+        return [word for flag, value in changed for word in ([flag] if value is True else [flag, str(value)])]
 
 
 def plan(request: PlanRequest) -> None:
@@ -219,7 +232,7 @@ def machine_for(request: PlanRequest, sizes: Sizes) -> Machine:
         print(f"# measuring this machine, once: {path}", flush=True)
         ranks = max(2, min(request.ranks, MOST_MEASURED))
         asked = lab_command("calibrate", str(path), "--world-size", str(ranks))
-        asked += only_sizes(request.model_flags())
+        asked += replace(request, n_layers=PlanRequest.n_layers, optimizer=PlanRequest.optimizer).model_flags()
         asked += [] if request.vocab_size is None else ["--vocab-size", str(request.vocab_size)]
         done = subprocess.run(asked, check=False, capture_output=True, text=True)
         require(done.returncode == 0, f"{path}: measuring has failed: {done.stderr.strip()[-300:]}")
@@ -227,12 +240,6 @@ def machine_for(request: PlanRequest, sizes: Sizes) -> Machine:
     if not machine.has_sizes(sizes):
         print(f"# {path} has no times of passes of this model; they are estimated from its multiply-adds")
     return machine.with_room_for(request.ranks, f"--ranks {request.ranks}: {path}")
-
-
-def only_sizes(flags: Sequence[str]) -> list[str]:
-    """Return the flags of a model that determine the time of a pass of one of its parts."""
-    pairs = zip(flags[::2], flags[1::2], strict=True)
-    return [part for pair in pairs if pair[0] not in ("--n-layers", "--optimizer") for part in pair]
 
 
 def read_size(text: str) -> float:

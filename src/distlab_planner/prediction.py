@@ -16,7 +16,7 @@ from distlab.settings.stages import StageSettings
 from distlab.settings.training import TrainSettings
 from distlab_planner.costs import Costs
 from distlab_planner.graph import graph_of
-from distlab_planner.layouts import RunLayout
+from distlab_planner.layouts import WHOLE_BLOCKS, RunLayout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.model import Model, Sizes
 from distlab_planner.step import Step, predict
@@ -27,13 +27,15 @@ WARM_UP = 3  # steps at the beginning of a run that do not count
 # The planner counts these settings, or they are compared with the machine's file.
 COUNTED = (
     "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer dtype recompute "
-    "world_size dp pp cp tp cp_kind cp_order neighbors layers_per_stage schedule chunks_per_stage shard optimizer "
+    "experts experts_per_token shared_expert compile "
+    "world_size dp pp cp ep tp cp_kind cp_order neighbors layers_per_stage schedule chunks_per_stage shard optimizer "
     "device backend transport"
 ).split()
 # These change nothing in a step that it would count.
 WITHOUT_EFFECT = (
     "rank seed timeout master_addr master_port out save_every keep resume steps lr betas weight_decay "
-    "warmup_steps lr_schedule min_lr data eval_every eval_sequences machine trace page tensorboard"
+    "warmup_steps lr_schedule min_lr data eval_every eval_sequences machine trace page tensorboard "
+    "router_scores balance_rate"
 ).split()
 
 
@@ -54,7 +56,8 @@ class Prediction:
         threads = asked_threads()
         if threads is None and args.one_stage_at_a_time:  # it has all cores, whatever it computes
             threads = machine.cores_per_host
-        prediction = cls(Costs(room, model, layout, threads, args.optimizer), machine_file)
+        casts = getattr(args, "casts_messages", True)
+        prediction = cls(Costs(room, model, layout, threads, args.optimizer, casts), machine_file)
         if args.device != "auto":
             prediction.check_device(args.device)
         return prediction
@@ -137,7 +140,7 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
     often = f"{flag} with --micro-batches {args.micro_batches}: these replicas average in every backward pass, and the "
     is_known = not in_each_pass or args.micro_batches == 1
     require(is_known, f"{often}planner knows averages once a step; leave one of the two out")
-    return RunLayout(
+    layout = RunLayout(
         args.layout,
         batch_size=args.batch_size,
         micro_batches=args.micro_batches,
@@ -148,6 +151,10 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
         cp_kind=getattr(args, "cp_kind", "gather"),
         cp_order=getattr(args, "cp_order", "contiguous"),
     )
+    experts = getattr(args, "experts", 0)
+    other = layout.not_compiled or (f"--experts {experts}" if experts else None)
+    require(not args.compile or other is None, f"{flag} with --compile and {other}: {WHOLE_BLOCKS}")
+    return layout
 
 
 def _flag(machine_file: Path) -> str:

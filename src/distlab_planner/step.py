@@ -16,7 +16,7 @@ from distlab_planner.graph import AfterPasses, BeforePasses, graph_of
 from distlab_planner.hosts import SharedHosts
 from distlab_planner.layouts import outline_of
 from distlab_planner.model import NUMBER_BYTES
-from distlab_planner.traffic import CollectiveSeconds, RankGroup
+from distlab_planner.traffic import CollectiveSeconds, RankGroup, in_a_row
 
 BUCKET_BYTES = 25_000_000  # of gradients: `distlab.parallel.data.BUCKET_BYTES`
 LOSS_BYTES = 8
@@ -67,7 +67,8 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
 
     def message(sender: int, receiver: int) -> tuple[float, float]:
         ways = on_hosts.message, on_hosts.carrying
-        return ways[0](sender, receiver, costs.message_bytes), ways[1](sender, receiver, costs.message_bytes)
+        size_bytes = costs.stage_message_bytes
+        return ways[0](sender, receiver, size_bytes), ways[1](sender, receiver, size_bytes)
 
     hosts = None
     if machine.slowdown or on_hosts.per_host > machine.cores_per_host or threads:
@@ -128,15 +129,17 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
 def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, float, CollectiveSeconds]:
     """Return a worker's seconds of update and other work, of gathering weights, and of averaging its gradients."""
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
-    weights = sum(costs.weights(stage) for stage in stages_of(program))
-    own = weights / (layout.copies if layout.shard != "none" else 1)
+    stages = stages_of(program)
+    weights = sum(costs.weights(stage) for stage in stages)
+    own = weights if layout.shard == "none" else costs.own_weights(*stages)
     update = machine.step_seconds + machine.update_seconds(costs.optimizer) * own
-    size_bytes = weights * NUMBER_BYTES
+    collective = on_hosts.all_reduce if layout.shard == "none" else on_hosts.half
+    parts = [(count * NUMBER_BYTES, holders) for count, holders in costs.weights_by_holders(*stages) if count]
+    average = in_a_row([collective(holders, size_bytes, "shared") for size_bytes, holders in parts])
     if layout.shard == "none":
-        return update, 0.0, on_hosts.all_reduce(on_hosts.replicas, size_bytes, "shared")
-    half = on_hosts.half(on_hosts.replicas, size_bytes, "shared")
-    gather = half.alone if layout.shard != "weights" else 0.0
-    return update, gather, half if layout.shard == "optimizer" else CollectiveSeconds(0.0, 0.0, False)
+        return update, 0.0, average
+    gather = average.alone if layout.shard != "weights" else 0.0
+    return update, gather, average if layout.shard == "optimizer" else CollectiveSeconds(0.0, 0.0, False)
 
 
 def _averaged(costs: Costs, program: Sequence[Action], whole: CollectiveSeconds, started: float, ended: float) -> float:
@@ -154,14 +157,20 @@ def sent_bytes(costs: Costs) -> list[float]:
     layout, step, sent = costs.layout, graph_of(costs.layout), []
     for worker, program in enumerate(layout.programs()):
         messages = sum(len(step.graph.sends[index]) for index in step.graph.lines[worker])
-        weight_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
         rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
-        replicas = rounds[layout.shard] * (layout.copies - 1) * weight_bytes / layout.copies
+        shared = costs.weights_by_holders(*stages_of(program))
+        others = sum(count * (1 - 1 / holders.size) for count, holders in shared)  # weights that other ranks have
+        replicas = rounds[layout.shard] * others * NUMBER_BYTES
         exchanges = sum(count * costs.exchanges(step.examples[kind]) for kind, count in step.counts[worker].items())
         exchanged_bytes = exchanges * costs.message_bytes
         slices = exchanged_bytes * 2 * (layout.size("tp") - 1) / layout.size("tp")
-        parts = sum(count * costs.shared_bytes(step.examples[kind]) for kind, count in step.counts[worker].items())
-        sent.append(messages * costs.message_bytes + replicas + slices + parts)
+        of_actions = costs.shared_bytes, costs.rows_bytes, costs.counts_bytes
+        parts = sum(
+            count * size_bytes(step.examples[kind])
+            for size_bytes in of_actions
+            for kind, count in step.counts[worker].items()
+        )
+        sent.append(messages * costs.stage_message_bytes + replicas + slices + parts)
     return sent
 
 
@@ -197,10 +206,10 @@ def least_seconds(costs: Costs) -> float:
         stage = same[0]
         times = seconds("F", stage), seconds("B", stage), seconds("I", stage), seconds("W", stage)
         for other in same:
-            forward[other], weights[other] = times[0], costs.weights(stage)
+            forward[other], weights[other] = times[0], costs.weights_by_holders(stage)[0][0]
             input_[other] = min(times[1], times[2]) if splits_backward else times[1]
             whole[other] = min(times[1], times[2] + times[3]) if splits_backward else times[1]
-    work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights
+    work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights, without experts
     for stage in range(stages):
         worker = outline.owners[stage]
         work[worker] += forward[stage] + whole[stage]

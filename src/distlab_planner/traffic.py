@@ -10,6 +10,7 @@ hosts (`distlab.comm.hosts`).
 import functools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.axes.layout import coordinate, pipelines_on_host, ranks_along, stride
@@ -62,6 +63,13 @@ class CollectiveSeconds:
     overlaps: bool
 
 
+def in_a_row(collectives: Sequence[CollectiveSeconds]) -> CollectiveSeconds:
+    """Return the seconds of several collectives, one after another."""
+    taken = [one for one in collectives if one.seconds]
+    seconds, alone = sum(one.seconds for one in taken), sum(one.alone for one in taken)
+    return CollectiveSeconds(seconds, alone, bool(taken) and all(one.overlaps for one in taken))
+
+
 @dataclass(frozen=True)
 class RanksOnHosts:
     """A layout's ranks on a machine's hosts, in order, as many on each as it has room for."""
@@ -77,11 +85,24 @@ class RanksOnHosts:
     @property
     def replicas(self) -> RankGroup:
         """The ranks with the same weights, which see different sequences or parts of them."""
-        axes, parts = self.layout.axes, self.parts
-        dp = self.layout.size("dp")
-        if parts.size == 1:
-            return RankGroup(dp, stride(axes, "dp"))
-        return RankGroup(dp * parts.size, parts.stride, dp, stride(axes, "dp")) if dp > 1 else parts
+        near = self.layout.size("ep") * self.layout.size("cp")  # whose ranks are neighbors, apart from slices
+        return self._with_replicas(RankGroup(near, self.layout.size("tp")))
+
+    @property
+    def expert_holders(self) -> RankGroup:
+        """The ranks with the same experts."""
+        return self._with_replicas(self.parts)
+
+    def _with_replicas(self, near: RankGroup) -> RankGroup:
+        dp, apart = self.layout.size("dp"), stride(self.layout.axes, "dp")
+        if near.size == 1:
+            return RankGroup(dp, apart)
+        return RankGroup(dp * near.size, near.stride, dp, apart) if dp > 1 else near
+
+    @property
+    def sharing_experts(self) -> RankGroup:
+        """The ranks that share the experts of each layer."""
+        return RankGroup(self.layout.size("ep"), stride(self.layout.axes, "ep"))
 
     @property
     def parts(self) -> RankGroup:
@@ -171,6 +192,20 @@ class RanksOnHosts:
         seconds = (whole.seconds + min(meeting.seconds, whole.seconds)) / 2
         alone = (whole.alone + min(meeting.alone, whole.alone)) / 2
         return CollectiveSeconds(seconds, alone, whole.overlaps)
+
+    def all_to_all(self, group: RankGroup, size_bytes: float) -> float:
+        """Return the seconds in which each rank of a group sends parts of its `size_bytes` to all others.
+
+        Inside a host, this is as much as a rank sends in a reduce-scatter, in as many messages. Between hosts, all
+        ranks of a host send at the same time.
+        """
+        if group.size == 1:
+            return 0.0
+        if self.is_inside(group):
+            return self.half(group, size_bytes, "shared").alone
+        part, on_host = size_bytes / group.size, self.spread(group).on_host
+        inside = (on_host - 1) * self.machine.inside.seconds(part)
+        return inside + (group.size - on_host) * self.machine.between.seconds(part * self.per_host)
 
     def _host_by_host(self, group: RankGroup, size_bytes: float) -> float | None:
         """Return the seconds of an all-reduce in each host's memory, with a ring of the hosts' first ranks in between.

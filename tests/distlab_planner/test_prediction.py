@@ -63,7 +63,9 @@ def test_the_layout_is_that_of_the_run(
     [
         ("--schedule auto", "--schedule auto: its order is not known before the run"),
         ("--schedule interleaved --chunks-per-stage 3", "--chunks-per-stage 3: the planner knows 2 only"),
-        ("--compile", "--compile: the planner does not know such runs"),
+        ("--compile --schedule zb-h1", "--compile and --schedule zb-h1: of compiled passes, the planner knows"),
+        ("--compile --tp 2", "--compile and --tp 2: of compiled passes, the planner knows"),
+        ("--experts 4 --capacity 1.25", "--capacity 1.25: the planner does not know such runs"),
         ("--dp 40", " has 4 hosts with 8 ranks each, but the layout has 80 ranks"),
     ],
 )
@@ -108,6 +110,9 @@ def test_the_part_that_was_off_is_named(machine: Path) -> None:
         "cp-ring --world-size 2 --cp-order contiguous",
         "5d --dp 1 --pp 1 --cp 2 --tp 1 --cp-kind heads",
         "hybrid --pp 2 --backend gloo --save-every 5 --eval-every 5 --trace",
+        "hybrid --pp 2 --compile",
+        "ep --world-size 2 --router-scores sigmoid",
+        "5d --dp 2 --ep 2 --pp 1 --experts 4",
     ],
 )
 def test_what_the_chapters_run_is_predicted(command: str, machine: Path) -> None:

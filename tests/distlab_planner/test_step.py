@@ -218,9 +218,15 @@ SHARED = [
     (4, "--dp 1 --pp 2 --cp 2 --schedule zb-h1 --batch-size 4 --micro-batches 4"),
     (4, "--dp 2 --pp 1 --cp 2 --shard gradients --batch-size 4 --micro-batches 2"),
 ]
+EXPERTS = [  # that all tokens use, so that loads are equal
+    (2, "--dp 2 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --micro-batches 2 --batch-size 2"),
+    (4, "--dp 4 --pp 1 --ep 2 --experts 2 --shard weights --hidden-dim 40 --recompute blocks"),
+    (4, "--dp 2 --pp 2 --ep 2 --experts 2 --shared-expert --schedule zb-h1 --micro-batches 2 --batch-size 4"),
+    (4, "--dp 2 --pp 1 --ep 2 --tp 2 --experts 2 --recompute all --dtype bfloat16"),
+]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), MEASURED + SHARED)
+@pytest.mark.parametrize(("ranks", "flags"), MEASURED + SHARED + EXPERTS)
 def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_path: Path) -> None:
     script, machine_file = "hybrid/intro_5d.py", tmp_path / "machine.json"
     write_machine(cluster(device="cpu"), machine_file)
@@ -229,7 +235,7 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
     out = tmp_path / "run"
     train_on(ranks, script, out, *flags.split())
     *_, last = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "control")}
+    counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "loads", "control")}
     assert sent_bytes(prediction.costs)[0] == pytest.approx(sum(counted.values()), rel=0.01), counted
     of_rank_0 = json.loads((out / "memory.json").read_text())[0]
     if "--cp" in flags:
@@ -239,6 +245,11 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
         assert shared == sum(counted.get(kind, 0) for kind in of_sequences) > 0
         assert held(costs, 0).activations == pytest.approx(of_rank_0["activations"], rel=0.02)
     holds = held(prediction.costs, 0)
+    if "--experts" in flags:
+        step, costs = graph_of(prediction.costs.layout), prediction.costs
+        rows = sum(count * costs.rows_bytes(step.examples[kind]) for kind, count in step.counts[0].items())
+        assert rows == counted["rows of experts"] > 0
+        assert holds.activations == pytest.approx(of_rank_0["activations"], rel=0.02)
     assert holds.parameters == pytest.approx(of_rank_0["parameters"], rel=0.01)
     assert holds.gradients == pytest.approx(of_rank_0["gradients"], rel=0.01)
 

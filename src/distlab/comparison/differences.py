@@ -26,7 +26,7 @@ class Difference:
     mistake: Mistake
 
 
-def differs(own: Tensor, right: Tensor, tolerance: float, floor: float = 0.0) -> bool:
+def differs_by(own: Tensor, right: Tensor, tolerance: float, floor: float = 0.0) -> bool:
     """Return whether two tensors differ by more than a share of the norm of the right one, and by more than `floor`."""
     error = float((own - right).norm())
     return not error <= max(tolerance * float(right.norm()), floor, 1e-30)  # true for NaN

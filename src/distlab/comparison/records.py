@@ -86,9 +86,17 @@ class Records:
 
     @cached_property
     def steps(self) -> list[int]:
-        """The steps of which all ranks have recorded something; the last one has weights only."""
+        """The steps that all ranks of the run, and no others, have recorded; the last one has weights only.
+
+        A run that was resumed with another number of ranks may have older steps.
+        """
+        expected = {file_of(self.run, 0, rank).name for rank in range(self.world_size)}
         found = numbered(self.run / RECORDED)
-        return [step for step in found if all(file_of(self.run, step, r).exists() for r in range(self.world_size))]
+        return [
+            step
+            for step, folder in found.items()
+            if {path.name for path in folder.glob("rank*.safetensors")} == expected
+        ]
 
     def ranks(self, step: int) -> list[RankStep]:
         if step not in self._ranks:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.axes.layout import replica_of
 from distlab.comparison import shares
-from distlab.comparison.differences import LATER, ROUNDING, UNSURE, Difference, differs, tell
+from distlab.comparison.differences import LATER, ROUNDING, UNSURE, Difference, differs_by, tell
 from distlab.comparison.records import Part, Records
 from distlab.comparison.shares import Mistake
 
@@ -124,7 +124,7 @@ class Pair:
         tolerance = self.tolerance * (LATER if later else 1)
         # A few elements may be small, where the others of their tensor were larger in the sums that round them.
         usual = float(whole.norm()) * (right.numel() / max(1, whole.numel())) ** 0.5
-        if differs(own, right, tolerance, max(floor, tolerance * usual)):
+        if differs_by(own, right, tolerance, max(floor, tolerance * usual)):
             return True
         error, norm = float((own - right).norm()), float(right.norm())
         self.largest = max(self.largest, error / max(norm, usual) if error > floor else 0.0)

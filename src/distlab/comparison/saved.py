@@ -12,7 +12,7 @@ from torch import Tensor
 from distlab.checkpoints.format import Checkpoint, valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
 from distlab.comparison import shares
-from distlab.comparison.differences import LATER, ROUNDING, UNSURE, differs
+from distlab.comparison.differences import LATER, ROUNDING, UNSURE, differs_by
 from simplellm.errors import InputError, require
 
 MOMENT = "exp_avg"  # Adam's moving average of the gradients: as wrong as they are
@@ -94,13 +94,13 @@ def first_parting(
         moments = {name: key for name, key in moments.items() if key in mine and key in others}
         loose = tolerance * (LATER if moments else 1)
         floor = ROUNDING * sum(float(others[key].norm()) ** 2 for key in moments.values()) ** 0.5
-        wrong = [name for name, key in moments.items() if differs(mine[key], others[key], loose, floor)]
+        wrong = [name for name, key in moments.items() if differs_by(mine[key], others[key], loose, floor)]
         if wrong:
             return [_sentence(step, "the mean gradients of", wrong, moments, mine, others)]
         for name, key in moments.items():
             now = (mine[key] - others[key]).abs() > UNSURE * tolerance * others[key].abs()
             unsure[name] = now | unsure.get(name, torch.zeros_like(now))
-        wrong = [name for name in names if differs(*_sure(mine[name], others[name], unsure.get(name)), loose)]
+        wrong = [name for name in names if differs_by(*_sure(mine[name], others[name], unsure.get(name)), loose)]
         if wrong:
             changed = "" if before is None else _changed(wrong[0], mine, others, own[before], right[before])
             return [_sentence(step, "the weights", wrong, {}, mine, others) + changed]

@@ -9,7 +9,8 @@ them, so its gradient is already a sum over the ranks, where it has to be a mean
 number; the average over the ranks that hold the expert is then the same as for any other parameter.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,26 @@ def own_experts(experts: int, axis: Axis) -> range:
 
 def mixtures_in(nets: Iterable[nn.Module]) -> list[MixtureOfExperts]:
     return [module for net in nets for module in net.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def corrections_in(net: nn.Module) -> list[nn.Parameter]:
+    """Return the corrections of the experts' scores, which `LoadBalance` changes."""
+    return [mixture.gate.e_score_correction_bias for mixture in mixtures_in([net])]
+
+
+@contextlib.contextmanager
+def equal_loads(nets: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, tokens go to all experts in turn: for measurements of passes on inputs that are made up."""
+    mixtures = mixtures_in(nets)
+
+    def in_turn(ids: Tensor, _: Tensor, experts: int) -> Tensor:
+        return (torch.arange(ids.numel(), device=ids.device) % experts).view_as(ids)
+
+    for mixture in mixtures:
+        mixture.routes = partial(in_turn, experts=mixture.sizes.experts)
+    yield
+    for mixture in mixtures:
+        mixture.routes = None
 
 
 def share_experts(nets: Iterable[nn.Module], axis: Axis) -> None:

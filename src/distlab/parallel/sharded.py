@@ -13,7 +13,7 @@ A reduce-scatter over gloo also needs memory for the parts it receives: as much 
 G. Schedules that delay weight gradients keep even sharded gradients whole for most of a step.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class ShardedDP(ReplicaShards):
         backward_passes: number per step, each of one micro-batch.
         bucket_bytes: with "optimizer" and "gradients", parameters are sharded and sent in buckets of this size; by
             default as in `GradientBuckets`; a fifth of it for gradients, of which two buckets are whole at once.
+        keep: parameters that stay whole on each rank also with "weights", because the script changes them itself.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ShardedDP(ReplicaShards):
         over: Axis | None = None,
         backward_passes: int = 1,
         bucket_bytes: int | None = None,
+        keep: Collection[nn.Parameter] = (),
     ) -> None:
         super().__init__()
         self.model, self.shard = model, shard
@@ -75,7 +77,8 @@ class ShardedDP(ReplicaShards):
         broadcast_weights(model, over)
         self._gathered = Gathered()
         if shard == "weights":
-            self._units = [Unit(modules, parameters) for modules, parameters in blocks_of(model)]
+            whole = set(keep)
+            self._units = [Unit(modules, [p for p in own if p not in whole]) for modules, own in blocks_of(model)]
         else:
             trained = [p for p in model.parameters() if p.requires_grad]
             buckets = split_into_buckets(trained[::-1], over, bucket_bytes)

@@ -12,6 +12,7 @@ from distlab.axes.grid import Axis, Grid
 from distlab.comm.group import open_queues
 from distlab.comm.names import CONTROL, counted_as, named
 from distlab.machine.saved_activations import SavedActivations
+from distlab.parallel.expert_parallel import equal_loads
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
 from distlab.pipeline.activations import Loss, MicroBatch, Part, PartOf, Stage
 from distlab.pipeline.plan import simulate
@@ -42,7 +43,8 @@ def find_schedule(
     """
     args, workers = run.settings, run.grid.axis("pp").size
     shape, again = (args.batch_size // args.micro_batches, args.seq_len), args.recompute == "all"
-    costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device, again, part_of)
+    with equal_loads(nets.values()):
+        costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device, again, part_of)
     sizes = workers, args.micro_batches, args.chunks_per_stage
     programs = all_stages(args.schedule, *sizes, costs, args.limit, again)
     if run.rank == 0:

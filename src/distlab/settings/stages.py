@@ -46,6 +46,8 @@ class StageSettings(TrainSettings):
 
     masks_documents: ClassVar[bool] = False
     """whether stages are told which tokens they see"""
+    casts_messages: ClassVar[bool] = True
+    """whether stages exchange activations in --dtype, and not always in float32"""
 
     def check(self) -> None:
         super().check()
@@ -144,6 +146,7 @@ class PipelineSettings(StagePerRank, StageSettings):
     """A run of one pipeline in which each batch completes its forward and backward pass before the next one starts."""
 
     one_stage_at_a_time = True
+    casts_messages = False
 
 
 @dataclass
@@ -226,6 +229,8 @@ class ScheduleSettings(WrittenScheduleSettings):
 @dataclass
 class PlainPipelineSettings(StagePerRank, WrittenScheduleSettings):
     """A run of one pipeline that follows a schedule of whole forward and backward passes."""
+
+    casts_messages = False
 
     def check(self) -> None:
         super().check()
@@ -377,15 +382,14 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
         for flag, path in (("--record-routes", self.record_routes), ("--replay-routes", self.replay_routes)):
             require(path is None or self.experts > 0, f"{flag}: there are no routes without experts; give --experts")
             require(path is None or self.resume is None, f"{flag} with --resume: routes begin at the first step")
+            undone = f"{flag} with --run-on: a step may be taken again, and its routes would be there twice"
+            require(path is None or not self.run_on, f"{undone}; leave one of them out")
         is_one = self.record_routes is None or self.replay_routes is None
         require(is_one, "--record-routes with --replay-routes: they would be the same; leave one of them out")
         if not self.experts:
             return
         given, advice = f"--experts {self.experts}", "leave one of them out"
         require(self.outer == "none", f"{given} with --outer {self.outer}: loads are balanced in each step; {advice}")
-        require(not self.run_on, f"{given} with --run-on: the balance of a step cannot be undone; {advice}")
-        changes = f"{given} with --shard weights: the router's correction changes between steps"
-        require(self.shard != "weights", f"{changes}; use --shard gradients")
         padded = f"--seq-len {self.seq_len} with --cp {self.cp} and --experts: padding would count as tokens; give a "
         chunk = self.cp * (2 if self.cp_order == "zigzag" else 1)
         require(self.positions * self.cp == self.seq_len, f"{padded}multiple of {chunk}")
@@ -394,9 +398,6 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
         )
         can_shard = self.shard == "none" or self.dp * self.cp > self.ep
         require(can_shard, f"{single}no others to share with; give a smaller --ep")
-        alone = f"--schedule auto with --ep {self.ep}: a rank cannot measure its passes alone; give another schedule"
-        require(self.ep == 1 or self.schedule != AUTO, alone)
-        require(self.machine is None, f"--machine with {given}: the planner does not know experts; {advice}")
 
     def _check_outer(self) -> None:
         require_positive(self, "report_every")
