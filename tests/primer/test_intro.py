@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.processes import LAB
 
-MOST_FILES, MOST_LINES = 68, 7300
+MOST_FILES, MOST_LINES = 69, 7300
 
 COUNT = """
 import os, runpy, sys

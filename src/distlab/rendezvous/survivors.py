@@ -17,6 +17,7 @@ from distlab.comm.waits import TrafficError
 from distlab.rendezvous.store import SharedStore
 
 NEWS, READY = "repair/news", "repair/ready"
+TAKE, EVALUATE, SAVE, MEET = range(4)  # phases of a step; the last one only after the last step
 FINISHED = "has finished"  # why a rank has ended that did not fail
 SECONDS_BETWEEN_LOOKS = 0.01
 SECONDS_FOR_NEWS = 10.0  # from a lost connection until the launcher has noticed the death
@@ -42,14 +43,14 @@ class Position(NamedTuple):
     """Where a rank is in a run: in one of the phases of a step, each of which may fail and be done again."""
 
     step: int
-    phase: int  # 0: before the step's update; later ones: after it
+    phase: int
 
     @property
     def updates(self) -> int:
-        return self.step + (self.phase > 0)
+        return self.step + (self.phase > TAKE)
 
 
-NOWHERE = Position(-1, 0)
+NOWHERE = Position(-1, TAKE)
 
 
 class NewsError(Exception):

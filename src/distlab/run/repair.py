@@ -32,7 +32,17 @@ from distlab.comm.names import CONTROL, named
 from distlab.comm.waits import TrafficError, is_lost_peer, list_ranks
 from distlab.machine.processes import NEWCOMER, leave
 from distlab.rendezvous.ranks import ranks_store
-from distlab.rendezvous.survivors import FINISHED, NOWHERE, News, NewsError, Position, Survivor, describe_gone
+from distlab.rendezvous.survivors import (
+    FINISHED,
+    MEET,
+    NOWHERE,
+    TAKE,
+    News,
+    NewsError,
+    Position,
+    Survivor,
+    describe_gone,
+)
 from distlab.run.handing_over import ChangedError, HandedOver
 from distlab.run.starting import Joined
 from simplellm.errors import InputError
@@ -67,12 +77,17 @@ class Repair:
         self._newcomer = int(os.environ.get(NEWCOMER, "0"))
         self.survivor = Survivor(ranks_store(timeout_seconds, store=joined.store), self._rank, self._newcomer)
         self.alive = tuple(range(joined.grid.size))  # numbers in the layout of the ranks that are left
-        self.position = NOWHERE if self._newcomer else Position(first_step, 0)  # of this rank
+        self.position = NOWHERE if self._newcomer else Position(first_step, TAKE)  # of this rank
         self.done: Repaired | None = None
 
     @property
     def is_newcomer(self) -> bool:
         return self.position == NOWHERE
+
+    @property
+    def is_at_the_end(self) -> bool:
+        """Whether the ranks have done their last step, and wait for each other."""
+        return self.position.phase == MEET
 
     def reach(self, step: int, phase: int) -> None:
         """Note how far this rank is."""

@@ -1,7 +1,6 @@
 """A rank's part of a run: its identity, its steps, and the components that it owns."""
 
 import contextlib
-import gc
 import json
 import math
 import os
@@ -16,16 +15,15 @@ from torch.optim import Optimizer
 
 from distlab.axes.layout import times_counted
 from distlab.comm.names import CONTROL, named
-from distlab.comm.recorder import STEP
 from distlab.machine import devices
 from distlab.machine.processes import NEWCOMER, started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import NOTE_OF_FOLDER, next_commands
 from distlab.run.logs import AT_THE_END, LEDGER, RunLog
 from distlab.run.loss_sum import LossSum, NotFiniteError
-from distlab.run.progress import Progress
 from distlab.run.provenance import provenance
 from distlab.run.starting import identity, start_alone
+from distlab.run.steps import Steps
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import CONFIG, Claim
@@ -35,12 +33,10 @@ from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
     from distlab.comparison.recording import Recording
-    from distlab.rendezvous.survivors import Position
     from distlab.run.checkpointer import Batches, Checkpointer
     from distlab.run.repair import Repair
     from distlab.run.run_on import RunningOn
 
-TAKE, EVALUATE, SAVE, MEET = range(4)  # phases of a step; the last one only after the last step, with `--repair`
 STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
@@ -190,99 +186,14 @@ class Run(Generic[SettingsT]):
         Raises:
             InputError: the run is to be saved or resumed, but the script has not called `track`.
         """
-        checkpointer = self.checkpointer
-        count = checkpointer.restore(batches) if checkpointer else 0
+        count = self.checkpointer.restore(batches) if self.checkpointer else 0
         self.records.begin(per_step, unit, count, continue_at=self.first_step if self._continues else None)
-
-        def tell(text: str) -> None:
-            if self.has_terminal:
-                say(text)
-
         steps = min(steps, int(os.environ.get(STOP_AFTER, steps)))
-        done = f"; {self.first_step:,} of {steps:,} are done" if self.first_step else ""
-        of_each = f" of {counted(per_step, unit)}{' each' * (steps - self.first_step != 1)}"
-        tell(f"{counted(steps - self.first_step, 'steps')}{of_each}{done}")
-        speed = self.records.average_speed
-        progress = Progress(steps, tell, done=self.first_step, speed=speed, status=self.terminal.status)
-        source, step, phase, is_again = iter(batches), self.first_step, TAKE, False
-        has_position = checkpointer is not None or self.repair is not None
-        # The last batches, and the positions before and after them, by step.
-        taken: dict[int, tuple[BatchT, dict[str, int], dict[str, int]]] = {}
+        if self.repair is None:
+            return iter(Steps(self, batches, steps, per_step, unit, after_step))
+        from distlab.run.repairable_steps import RepairableSteps
 
-        def take() -> tuple[BatchT, dict[str, int], dict[str, int]]:
-            before = batches.state_dict() if has_position else {}
-            return next(source), before, batches.state_dict() if has_position else {}
-
-        def state_at(at: "Position") -> dict[str, Any]:
-            data = taken[at.step][1] if at.step in taken else batches.state_dict()
-            return {"data": data, "count": origin + at.updates * per_step}
-
-        origin = count - self.first_step * per_step
-        if self.repair is not None:
-            self.repair.survivor.begin()
-            if self.repair.state is not None:
-                self.repair.state.describe = state_at
-            if self.repair.is_newcomer:
-                step, phase = at = self._take_place(batches)
-                source, origin = iter(batches), self.records.count - at.updates * per_step
-                if phase != TAKE:
-                    taken[step] = take()
-        while step < steps:
-            if self.repair is not None:
-                self.repair.reach(step, phase)
-            if self.repair is not None and phase == TAKE:
-                with self.surviving():
-                    self.repair.survivor.check()
-                if self.repair.done is not None:
-                    (step, phase), is_again = self._go_back(step, phase, step, progress), True
-                    continue
-            if phase == TAKE:
-                if self.recording is not None:
-                    self.recording.begin(step)
-                if step not in taken:
-                    taken[step] = take()
-                with self.records.timing_a_step(), self.recorder.span(STEP, f"step {step}"):
-                    yield step, taken[step][0]
-                if self.running_on is not None and self.running_on.must_undo:
-                    self.running_on.undo()
-                    self.records.take_back(2)
-                    progress.take_back()
-                    step -= 1
-                    continue
-                following = step, EVALUATE
-            elif phase == EVALUATE:
-                taken.pop(step - 1, None)
-                with self.surviving():
-                    after_step(step)
-                    if self.repair is not None and (step + 1) % getattr(self.settings, "compare_every", 1) == 0:
-                        self.repair.compare()
-                    self.records.record(step)
-                following = step, SAVE
-            elif phase == SAVE:
-                if checkpointer and checkpointer.is_due(step, steps):
-                    saving = self.records.timing_apart("checkpoints", f"saving after {counted(step + 1, 'steps')}")
-                    with self.surviving(), saving:
-                        if is_again and self.is_first:
-                            checkpointer.discard_unfinished(step + 1)
-                        if is_again:
-                            self._meet()
-                        if not (is_again and checkpointer.has(step + 1)):
-                            checkpointer.save(step + 1, taken[step][2], self.records)
-                if self.repair is None or self.repair.done is None:
-                    progress.advance()
-                is_last = step + 1 == steps and self.repair is not None
-                following = (step, MEET) if is_last else (step + 1, TAKE)
-            else:  # from then on no rank can be taken back to a step
-                with self.surviving():
-                    self._meet()
-                following = step + 1, TAKE
-            if self.repair is not None and self.repair.done is not None:
-                following, is_again = self._go_back(step, phase, step + 1, progress), True
-            else:
-                is_again = False
-            step, phase = following
-        if self.repair is not None:
-            self.repair.reach(steps, TAKE)
+        return iter(RepairableSteps(self, self.repair, batches, steps, per_step, unit, after_step))
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[tuple[int, ...]]:
@@ -311,37 +222,8 @@ class Run(Generic[SettingsT]):
         if self.is_first and self.repair is not None and self.repair.done is not None:
             say(self.repair.done.sentence)
 
-    def _take_place(self, batches: "Batches[Any]") -> "Position":
-        """As a newcomer, get the state of the rank whose place this one takes; return where the ranks go on."""
-        from distlab.rendezvous.survivors import NewsError
-
-        assert self.repair is not None
-        with self.surviving():
-            raise NewsError
-        assert self.repair.received is not None
-        assert self.repair.done is not None
-        at, self.repair.done = self.repair.done.position, None
-        batches.load_state_dict(self.repair.received["data"])
-        self.records.count, self.first_step = self.repair.received["count"], at.step
-        self.records.continue_at(at.step + (at.phase > EVALUATE), self.is_first)
-        return at
-
-    def _go_back(self, step: int, phase: int, timed: int, progress: Progress) -> "Position":
-        """Return the position from which the ranks go on after a repair, and drop the records of what is done again.
-
-        `timed` is the number of steps that have records.
-        """
-        assert self.repair is not None
-        assert self.repair.done is not None
-        at, self.repair.done = self.repair.done.position, None
-        gc.collect()  # the earlier groups, with their threads, connections and memory
-        self.records.take_back(timed - at.updates)
-        for _ in range(at.step + (at.phase == MEET), step + (phase == MEET)):
-            progress.take_back()
-        self.records.continue_at(at.step + (at.phase > EVALUATE), self.is_first)
-        return at
-
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Wait for all other ranks."""
         with named("the end of the run", CONTROL):
             dist.all_reduce(torch.zeros((), device=self.device))
 
@@ -388,11 +270,11 @@ class Run(Generic[SettingsT]):
         has_met = False
         while not has_met:
             with self.surviving():
-                if self.repair is not None and self.repair.position.phase == MEET:  # another rank has yet to
-                    self._meet()
+                if self.repair is not None and self.repair.is_at_the_end:  # another rank has yet to
+                    self.meet()
                 held, traces = self._collect()
                 self.joined.store.set(f"account/{self.rank}", json.dumps(self.records.account()))
-                self._meet()
+                self.meet()
                 has_met = True
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream

@@ -1,0 +1,100 @@
+"""The steps of a run: each gets its batch, is timed and recorded, and is saved where that is due."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from distlab.comm.recorder import STEP
+from distlab.run.progress import Progress
+from distlab.run.terminal import counted, say
+
+if TYPE_CHECKING:
+    from distlab.run.checkpointer import Batches
+    from distlab.run.run import Run
+
+BatchT = TypeVar("BatchT")
+
+
+class Taken(NamedTuple, Generic[BatchT]):
+    """A batch, and the positions in the data before and after it; these are empty if nothing needs them."""
+
+    batch: BatchT
+    before: dict[str, int]
+    after: dict[str, int]
+
+
+class Steps(Generic[BatchT]):
+    """Iterates over the numbers of a run's steps and their batches; the arguments are those of `Run.count_steps`."""
+
+    has_position = False  # whether positions in the data are needed even without checkpoints
+
+    def __init__(
+        self,
+        run: "Run[Any]",
+        batches: "Batches[BatchT]",
+        steps: int,
+        per_step: int,
+        unit: str,
+        after_step: Callable[[int], None],
+    ) -> None:
+        self._run, self._batches, self._steps, self._after_step = run, batches, steps, after_step
+        self._source = iter(batches)
+        self._taken: dict[int, Taken[BatchT]] = {}  # the last batches, by step
+        self.has_position = self.has_position or run.checkpointer is not None
+
+        def tell(text: str) -> None:
+            if run.has_terminal:
+                say(text)
+
+        done = f"; {run.first_step:,} of {steps:,} are done" if run.first_step else ""
+        of_each = f" of {counted(per_step, unit)}{' each' * (steps - run.first_step != 1)}"
+        tell(f"{counted(steps - run.first_step, 'steps')}{of_each}{done}")
+        speed, status = run.records.average_speed, run.terminal.status
+        self._progress = Progress(steps, tell, done=run.first_step, speed=speed, status=status)
+
+    def __iter__(self) -> Iterator[tuple[int, BatchT]]:
+        run, step = self._run, self._run.first_step
+        while step < self._steps:
+            yield from self._take(step)
+            if run.running_on is not None and run.running_on.must_undo:
+                run.running_on.undo()
+                run.records.take_back(2)
+                self._progress.take_back()
+                step -= 1
+                continue
+            self._evaluate(step)
+            self._save(step)
+            self._progress.advance()
+            step += 1
+
+    def _take(self, step: int) -> Iterator[tuple[int, BatchT]]:
+        """Yield a step and its batch, once, and time what the script does with it."""
+        run = self._run
+        if run.recording is not None:
+            run.recording.begin(step)
+        if step not in self._taken:  # a step that is done again has the same batch
+            self._taken[step] = self._next()
+        with run.records.timing_a_step(), run.recorder.span(STEP, f"step {step}"):
+            yield step, self._taken[step].batch
+
+    def _next(self) -> Taken[BatchT]:
+        before = self._position()
+        return Taken(next(self._source), before, self._position())
+
+    def _position(self) -> dict[str, int]:
+        return self._batches.state_dict() if self.has_position else {}
+
+    def _evaluate(self, step: int) -> None:
+        self._taken.pop(step - 1, None)
+        self._after_step(step)
+        self._run.records.record(step)
+
+    def _is_save_due(self, step: int) -> bool:
+        checkpointer = self._run.checkpointer
+        return checkpointer is not None and checkpointer.is_due(step, self._steps)
+
+    def _save(self, step: int) -> None:
+        """Save a checkpoint after a step, where that is due."""
+        run = self._run
+        if run.checkpointer is not None and self._is_save_due(step):
+            with run.records.timing_apart("checkpoints", f"saving after {counted(step + 1, 'steps')}"):
+                run.checkpointer.save(step + 1, self._taken[step].after, run.records)
