@@ -23,7 +23,7 @@ from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.machine.heap import set_up_heap
 from distlab.machine.saved_activations import SavedActivations
-from simplellm.compiled import Compiler
+from simplellm.compiler import Compiler
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.options import Recompute

@@ -1,78 +1,30 @@
-"""Parts of a model that `torch.compile` translates to one program for each shape of their inputs.
-
-The compiler fuses everything between two matrix products, such as a norm or the SiLU of a feed-forward layer, so that
-each intermediate result passes through memory once (Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic
-Python Bytecode Transformation and Graph Compilation", ASPLOS 2024). It derives the backward pass, so inside a compiled
-part the layers have their plain form instead of the one by hand.
-"""
+"""Parts of a model that `torch.compile` translates, if a compiler is applied (`simplellm.compiler`)."""
 
 import contextlib
-import os
-import sys
-import threading
-from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from simplellm import mixed_precision
 from simplellm.weight_gradients import current
 
 # A function, and its arguments: modules, tensors, constants.
 PartToCompile = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
-class Compiler:
-    """Compiles the parts of models that are called inside `applied`, in training only.
-
-    Modules with equal sizes, such as the blocks of a model, share a program.
-
-    Args:
-        tell: called with the name of a part that is compiled because no `prepare` has foreseen its inputs.
-    """
-
-    def __init__(self, tell: Callable[[str], object] = lambda _: None) -> None:
-        self._tell = tell
-        self._functions: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
-        self._known: set[Hashable] = set()
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        global _compiler
-        outer, _compiler = _compiler, self
-        try:
-            yield
-        finally:
-            _compiler = outer
-
-    def __call__(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Return `function(*arguments)`, compiled if all of its modules can be."""
-        if not can_compile(function, *arguments):
-            return function(*arguments)
-        if key_of(function, arguments) not in self._known:
-            self._tell(f"compiling {name_of(function)} during this step")
-            self.prepare(function, *arguments)
-        return self._functions[function](*arguments)
-
-    def prepare(self, function: Callable[..., Tensor], *arguments: Any) -> None:
-        """Compile the forward and the backward pass of a function for arguments like these, unless it has been done.
-
-        It runs on zeros, in a thread that has neither hooks on saved tensors nor a grad mode of the caller.
-        """
-        if (key := key_of(function, arguments)) in self._known:
-            return
-        if sys.version_info < (3, 12):  # setuptools, which torch imports, ends if it cannot replace Python's distutils
-            os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
-        torch.compiler.assume_constant_result(mixed_precision.cpu_multiplies_bfloat16)
-        if function not in self._functions:
-            self._functions[function] = torch.compile(function, fullgraph=True, dynamic=False, options=_options())
-        _in_thread(lambda: _rehearse(self._functions[function], arguments))
-        self._known.add(key)
+_compiler: Callable[..., Tensor] | None = None
 
 
-_compiler: Compiler | None = None
+@contextlib.contextmanager
+def applied(compiler: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside, parts go through a compiler: (function, *arguments) -> its result."""
+    global _compiler
+    outer, _compiler = _compiler, compiler
+    try:
+        yield
+    finally:
+        _compiler = outer
 
 
 def through_compiler(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -97,55 +49,3 @@ def can_compile(function: Callable[..., Tensor], *arguments: Any) -> bool:
     called = (module for outer in modules for module in outer.modules() if module not in own)
     has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in called)
     return not has_hooks and not any(p._backward_hooks for module in modules for p in module.parameters())
-
-
-def name_of(function: Callable[..., Tensor]) -> str:
-    """Return the name of a part for people, such as "a block"."""
-    return (function.__doc__ or function.__name__).partition(".")[0].partition(",")[0].lower()
-
-
-def _options() -> dict[str, Any]:
-    """Return options of `torch.compile`: the number of threads may change between calls, as idle cores are used."""
-    return {
-        "cpp.dynamic_threads": True,
-        "guard_filter_fn": lambda guards: [guard.guard_type != "GLOBAL_STATE" for guard in guards],
-    }
-
-
-def key_of(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Hashable:
-    """Return a value that is the same for calls that share a program, as is its text on all ranks."""
-    return function.__qualname__, *map(_key_of_argument, arguments)
-
-
-def _key_of_argument(argument: Any) -> Hashable:
-    if isinstance(argument, nn.Module):
-        return tuple(_key_of_argument(parameter) for parameter in argument.parameters())
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device, argument.requires_grad
-    return argument
-
-
-def _rehearse(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> None:
-    zeros = [
-        torch.zeros_like(argument).requires_grad_(argument.requires_grad) if isinstance(argument, Tensor) else argument
-        for argument in arguments
-    ]
-    y = function(*zeros)
-    weights = [p for argument in arguments if isinstance(argument, nn.Module) for p in argument.parameters()]
-    inputs = [x for x in (*zeros, *weights) if isinstance(x, Tensor) and x.requires_grad]
-    torch.autograd.grad(y, inputs, torch.ones_like(y), allow_unused=True)  # leaves the weights' `grad` alone
-
-
-def _in_thread(work: Callable[[], None]) -> None:
-    """Run a function in a new thread, whose settings of autograd are the usual ones; raise its exception."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    done.result()

@@ -86,18 +86,17 @@ class TinyStories:
         step_tokens = self._num_replicas * tokens
         while self._held < self._index + step_tokens:
             self._chunks.append(next(self._following))
-            self._held += len(self._chunks[-1][1].tokens)
+            self._held += len(self._chunks[-1][1])
         batch = np.empty(tokens, np.int64)
         begin, filled = self._index + self._rank * tokens, 0
-        for number, (passed, chunk) in enumerate(self._chunks):
-            if begin < len(chunk.tokens) and filled < tokens:
-                self._chunks[number] = passed, (chunk := self._tokens.checked(chunk))
-                part = chunk.tokens[begin : begin + tokens - filled]
+        for _, chunk in self._chunks:
+            if begin < len(chunk) and filled < tokens:
+                part = chunk.tokens(begin, min(len(chunk), begin + tokens - filled))
                 batch[filled : filled + len(part)] = part
                 filled += len(part)
-            begin = max(0, begin - len(chunk.tokens))
+            begin = max(0, begin - len(chunk))
         self._index += step_tokens
-        while len(self._chunks) > 1 and self._index >= (first := len(self._chunks[0][1].tokens)):
+        while len(self._chunks) > 1 and self._index >= (first := len(self._chunks[0][1])):
             self._chunks.popleft()
             self._index, self._held = self._index - first, self._held - first
         return torch.from_numpy(batch).view(self._batch_size, self._seq_l)
@@ -125,4 +124,4 @@ class TinyStories:
         passed, chunk = next(self._following)
         self._chunks = deque([(passed, chunk)])  # that have tokens yet to be used, with the documents before this pass
         self._index = chunk.index_of(document - passed, offset)
-        self._held = len(chunk.tokens)
+        self._held = len(chunk)

@@ -10,14 +10,14 @@ import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from simplellm.errors import InputError
 from simplellm.sources import open_source, source_identity
 from simplellm.sources.source import Source, unusable
-from simplellm.token_files import Chunk, Place, checked, folder_of, read_or_build
+from simplellm.token_files import Chunk, Content, Head, Place, TokenFile, folder_of
 from simplellm.tokenizers import SPTokenizer
 
 GROUP = 1024  # documents: some 200,000 tokens of stories
@@ -44,11 +44,10 @@ class TokenChunks:
         self._tokenizer = tokenizer
         self._arguments = data, split, seed, revision
         self._data_identity = source_identity(*self._arguments)
-        self._identity: dict[str, Any] = {}
         self._folder: Path | None = None
         if type(tokenizer) is SPTokenizer and self._data_identity is not None:
-            self._identity = {"data": self._data_identity, "tokenizer": tokenizer.identity, "code": _code()}
-            self._folder = folder_of(self._identity)
+            identity = {"data": self._data_identity, "tokenizer": tokenizer.identity, "code": _code()}
+            self._folder = folder_of(identity)
         self._bits = 16 if getattr(tokenizer, "vocab_size", 2**32) <= 2**16 else 32
         self._count: int | None = None  # of documents, once known
         self._document, self._text = -1, ""  # read last
@@ -66,9 +65,9 @@ class TokenChunks:
         passed = document - document % self._count if self._count else 0
         place = document - passed, offset
         chunks = self._to_the_end(place[0] // GROUP * GROUP)
-        chunk = next(chunk for chunk in chunks if chunk.is_last or chunk.end[:2] > place)
-        if chunk.end[:2] <= place:
-            self._count = chunk.end.document
+        chunk = next(chunk for chunk in chunks if chunk.head.is_last or chunk.head.end[:2] > place)
+        if chunk.head.end[:2] <= place:
+            self._count = chunk.head.end.document
             if not self._count:
                 raise self._source.no_text()
             yield from self.walk(document, offset)
@@ -83,9 +82,9 @@ class TokenChunks:
         yield passed, chunk
         while True:
             for chunk in chunks:
-                if len(chunk.tokens):
+                if len(chunk):
                     yield passed, chunk
-            passed += chunk.end.document
+            passed += chunk.head.end.document
             chunks = self._to_the_end(0)
 
     def _to_the_end(self, document: int) -> Iterator[Chunk]:
@@ -94,22 +93,13 @@ class TokenChunks:
         while not is_last:
             chunk = self._chunk(place)
             yield chunk
-            place, is_last = chunk.end, chunk.is_last
-
-    def checked(self, chunk: Chunk) -> Chunk:
-        """Return a chunk whose tokens have been checked; call it before their first use, on ranks that use them."""
-        if chunk.checksum is None or self._folder is None:
-            return chunk
-        return checked(self._path(chunk.begin), chunk, functools.partial(self._chunk, chunk.begin))
-
-    def _path(self, begin: Place) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{begin.document}-{begin.character}.tokens"
+            place, is_last = chunk.head.end, chunk.head.is_last
 
     def _chunk(self, begin: Place) -> Chunk:
+        build = functools.partial(self._encode, begin)
         if self._folder is None:
-            return self._encode(begin)
-        return read_or_build(self._path(begin), self._identity, functools.partial(self._encode, begin))
+            return build()
+        return TokenFile(self._folder, f"{begin.document}-{begin.character}.tokens", build).chunk()
 
     def _encode(self, begin: Place) -> Chunk:
         """Return the chunk that begins here."""
@@ -138,8 +128,8 @@ class TokenChunks:
         if is_file and source_identity(*self._arguments) != self._data_identity:
             raise unusable(self._arguments[0], "changed while it was read; start the run again")
         kind = np.uint16 if self._bits == 16 else np.uint32
-        end = Place(document, offset, character)
-        return Chunk(begin, end, text is None, np.array(ends, np.int64), np.array(tokens, kind))
+        head = Head(begin, Place(document, offset, character), text is None, len(ends), len(tokens))
+        return Chunk(head, Content(np.array(ends, np.int64), np.array(tokens, kind), {}))
 
     def _read(self, document: int) -> str | None:
         """Return a document of the source; None after the last."""
@@ -168,7 +158,7 @@ class TokenChunks:
 def _code() -> str:
     """Return the SHA-256 of the files that determine documents and their tokens."""
     here, digest = Path(__file__).parent, hashlib.sha256()
-    names = "stories.py", "token_chunks.py", "tokenizers.py", "hub_tokenizer.py", "sources/*.py", "story_data/*"
+    names = "stories.py", "token_*.py", "tokenizers.py", "hub_tokenizer.py", "sources/*.py", "story_data/*"
     for path in sorted(path for name in names for path in here.glob(name)):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,10 +1,11 @@
 """Files of tokens, in a cache that the processes of a user share: text is encoded once.
 
-A file has one chunk of tokens. Its first line is JSON after its checksum: the identity (the data, the tokenizer and the
-code from which the tokens come), the chunk's place in the documents, its sizes, and the checksum of the tokens. Then
-come the places where documents end (int64), and the tokens (unsigned, of 16 or 32 bits). A file is only ever replaced
-as a whole, so that processes can map it into their memory. It may be deleted at any time; its text is then encoded
-again. All checksums are CRC-32.
+A file has one chunk of tokens. It begins with the chunk's head: its place in the documents, its sizes, and the name of
+the folder, which identifies the data, the tokenizer and the code from which the tokens come. Then come the places where
+documents end (int64), the checksums of pieces of the tokens (uint32), and the tokens (unsigned, of 16 or 32 bits). Of a
+chunk that a rank passes over, only the head is read, and of a chunk that it uses, only its own pieces are checked. A
+file is only ever replaced as a whole, so that processes can map it into their memory. It may be deleted at any time;
+its text is then encoded again. All checksums are CRC-32.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import hashlib
 import json
 import mmap
 import os
+import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +28,10 @@ from numpy.typing import NDArray
 from simplellm.errors import tell
 
 CACHE = "SIMPLELLM_CACHE"  # variable of the environment: the folder of all files of tokens; empty for none
-LINE = 64  # bytes: the first line is a multiple, which aligns the numbers after it
+# Checksum of the rest; begin, end, whether it is the last, documents, tokens; bits of a token, checksum of what lies
+# between this and the tokens, identity; padded, so that the numbers that follow are aligned.
+HEAD = struct.Struct("<I 6q ? 2q B I 32s 22x")
+PIECE = 2**12  # tokens under one checksum
 SECONDS_FOR_A_CHUNK = 5.0  # a process that holds the lock for longer is stuck
 NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)  # then a chunk stays in memory
 
@@ -39,31 +44,174 @@ class Place(NamedTuple):
     character: int = 0  # number of its first character
 
 
-class Chunk(NamedTuple):
-    """Successive tokens of the documents."""
+class Head(NamedTuple):
+    """The place and the sizes of a chunk."""
 
     begin: Place
     end: Place  # the beginning of the next chunk; of the last one: the number of documents, 0, 0
     is_last: bool  # whether the data ends with it
-    ends: NDArray[Any]  # (documents that end here,): tokens of this chunk up to and including each one's last
+    documents: int  # that end here
+    tokens: int
+
+
+class Content(NamedTuple):
+    """The tokens of a chunk."""
+
+    ends: NDArray[Any]  # (documents,): tokens of this chunk up to and including the last of each document
     tokens: NDArray[Any]  # (tokens,)
-    checksum: int | None = None  # of the tokens, if they have yet to be checked
+    unchecked: dict[int, int]  # by number, the checksums of the pieces of the tokens that have yet to be checked
+
+
+class Chunk:
+    """Successive tokens of the documents. Those of a file are mapped into memory when they are first used."""
+
+    def __init__(self, head: Head, content: Content | None = None, file: "TokenFile | None" = None) -> None:
+        self.head, self._content, self._file = head, content, file
+
+    def __len__(self) -> int:
+        return self.head.tokens
+
+    @property
+    def content(self) -> Content:
+        """The tokens, of which the `unchecked` have yet to be checked."""
+        if self._content is None:
+            assert self._file is not None
+            self._content = self._file.content(self.head)
+        return self._content
+
+    def tokens(self, begin: int, end: int) -> NDArray[Any]:
+        """Return the tokens from one number up to another, (end - begin,), after a check of a file's."""
+        _, tokens, unchecked = self.content
+        for piece in range(begin // PIECE, -(-end // PIECE)) if unchecked else ():
+            checksum = unchecked.pop(piece, None)
+            if checksum is not None and checksum != zlib.crc32(tokens[piece * PIECE : (piece + 1) * PIECE].data):
+                assert self._file is not None
+                self._content = self._file.rebuild()
+                break
+        return self.content.tokens[begin:end]
 
     def position(self, index: int) -> tuple[int, int]:
         """Return the document of a token, and the token's number in it; the token is in this chunk, or comes next."""
-        document = int(np.searchsorted(self.ends, index, side="right"))
-        return self.begin.document + document, index - self._start(document)
+        document = int(np.searchsorted(self.content.ends, index, side="right"))
+        return self.head.begin.document + document, index - self._start(document)
 
     def index_of(self, document: int, offset: int) -> int:
         """Return the number in this chunk of a token of a document; `LookupError` with the document's length."""
-        number = document - self.begin.document
-        start, end = self._start(number), self.ends[number] if number < len(self.ends) else len(self.tokens)
+        number, ends = document - self.head.begin.document, self.content.ends
+        start, end = self._start(number), ends[number] if number < len(ends) else len(self)
         if start + offset >= end:
             raise LookupError(int(end - start))
         return start + offset
 
     def _start(self, number: int) -> int:
-        return int(self.ends[number - 1]) if number else -self.begin.offset
+        return int(self.content.ends[number - 1]) if number else -self.head.begin.offset
+
+
+class TokenFile(NamedTuple):
+    """The file of a chunk. Its folder's name identifies the documents and their tokens."""
+
+    folder: Path
+    name: str
+    build: Callable[[], Chunk]  # encodes its text
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.name
+
+    def chunk(self) -> Chunk:
+        """Return the chunk. If there is no file, or a broken one, build it, once on a host.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
+        if (head := self._head(_tell_broken)) is not None:
+            return Chunk(head, file=self)
+        with contextlib.ExitStack() as lock:
+            with self._in_its_place():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(_locked(self.folder / "lock"))
+            if (head := self._head(lambda _: None)) is not None:  # another process was first
+                return Chunk(head, file=self)
+            chunk = self.build()
+            with self._in_its_place():
+                self._write(chunk)
+        return chunk
+
+    def content(self, head: Head) -> Content:
+        """Map the chunk's tokens into memory; build the chunk again if the file is broken or gone."""
+        try:
+            with self.path.open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            *_, bits, checksum, _ = HEAD.unpack_from(content)
+            ends = np.frombuffer(content, np.int64, head.documents, HEAD.size)
+            checksums = np.frombuffer(content, np.uint32, _pieces(head.tokens), HEAD.size + ends.nbytes)
+            before = HEAD.size + ends.nbytes + checksums.nbytes
+            tokens = np.frombuffer(content, f"u{bits // 8}", head.tokens, before)
+            if checksum == zlib.crc32(content[HEAD.size : before]):
+                return Content(ends, tokens, dict(enumerate(checksums.tolist())))
+        except FileNotFoundError:
+            return self.build().content
+        except (ValueError, TypeError, struct.error):
+            pass
+        return self.rebuild()
+
+    def rebuild(self) -> Content:
+        """Build the chunk of a broken file, and the file, again."""
+        _tell_broken(self.path)
+        chunk = self.build()
+        with self._in_its_place():
+            self._write(chunk)
+        return chunk.content
+
+    def _head(self, tell: Callable[[Path], None]) -> Head | None:
+        """Return the head of the file; None if there is none, or if it is broken."""
+        try:
+            descriptor = os.open(f"{self.folder}/{self.name}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                packed, size = os.read(descriptor, HEAD.size), os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
+            checksum, *place, is_last, documents, tokens, bits, _, identity = HEAD.unpack(packed)
+            is_whole = size == HEAD.size + 8 * documents + 4 * _pieces(tokens) + bits // 8 * tokens
+            if is_whole and checksum == zlib.crc32(packed[4:]) and identity == self.folder.name.encode():
+                return Head(Place(*place[:3]), Place(*place[3:]), is_last, documents, tokens)
+        except OSError:
+            return None
+        except struct.error:
+            pass
+        tell(self.path)
+        return None
+
+    def _write(self, chunk: Chunk) -> None:
+        ends, tokens, _ = chunk.content
+        pieces = (tokens[start : start + PIECE] for start in range(0, len(tokens), PIECE))
+        checksums = np.array([zlib.crc32(piece.data) for piece in pieces], np.uint32)
+        before = ends.tobytes() + checksums.tobytes()
+        begin, end, *sizes = chunk.head
+        bits, identity = 8 * tokens.itemsize, self.folder.name.encode()
+        packed = HEAD.pack(0, *begin, *end, *sizes, bits, zlib.crc32(before), identity)[4:]
+        building = self.folder / f".{self.name}.{os.getpid()}"
+        try:
+            with building.open("wb") as file:
+                file.write(zlib.crc32(packed).to_bytes(4, "little") + packed + before + tokens.tobytes())
+            building.replace(self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                building.unlink()
+            raise
+
+    @contextlib.contextmanager
+    def _in_its_place(self) -> Iterator[None]:
+        """Ignore errors which mean that the file cannot be kept there; name it in others."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in NO_PLACE:
+                raise OSError(error.errno, error.strerror, error.filename or str(self.path)) from error
+
+
+def _pieces(tokens: int) -> int:
+    return -(-tokens // PIECE)
 
 
 def folder_of(identity: Mapping[str, Any]) -> Path | None:
@@ -75,81 +223,8 @@ def folder_of(identity: Mapping[str, Any]) -> Path | None:
     return Path(cache, "tokens", name) if os.path.isabs(cache) else None
 
 
-def read_or_build(path: Path, identity: Mapping[str, Any], build: Callable[[], Chunk]) -> Chunk:
-    """Return the chunk of a file, mapped into memory. If there is none, or a broken one, build it, once on a host.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
-    if (chunk := _read(path, identity, _tell_broken)) is not None:
-        return chunk
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name("lock")):
-            if (chunk := _read(path, identity, lambda _: None)) is not None:  # another process was first
-                return chunk
-            chunk = build()
-            _write(path, identity, chunk)
-    except OSError as error:
-        if error.errno in NO_PLACE:
-            return chunk or build()
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
-    return _read(path, identity, _tell_broken) or chunk
-
-
-def checked(path: Path, chunk: Chunk, build: Callable[[], Chunk]) -> Chunk:
-    """Return the chunk of a file after a check of its tokens, which are encoded again if the file is broken."""
-    if zlib.crc32(chunk.tokens.data) != chunk.checksum:
-        _tell_broken(path)
-        with contextlib.suppress(OSError):
-            path.unlink()
-        chunk = build()
-    return chunk._replace(checksum=None)
-
-
-def _read(path: Path, identity: Mapping[str, Any], tell: Callable[[Path], None]) -> Chunk | None:
-    """Return the chunk of a file, whose tokens have yet to be checked; None if there is none, or if it is broken."""
-    try:
-        with path.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        line = content.readline()
-        checksum, head = int(line[:8], 16), json.loads(line[9:])
-        ends = np.frombuffer(content, np.int64, head["documents"], len(line))
-        tokens = np.frombuffer(content, f"u{head['bits'] // 8}", head["tokens"], len(line) + ends.nbytes)
-        is_whole = len(content) == len(line) + ends.nbytes + tokens.nbytes
-        if is_whole and checksum == zlib.crc32(ends.data, zlib.crc32(line[9:])) and head["identity"] == identity:
-            begin, end = Place(*head["begin"]), Place(*head["end"])
-            return Chunk(begin, end, head["is_last"], ends, tokens, head["checksum"])
-    except OSError:
-        return None
-    except (ValueError, LookupError, TypeError):
-        pass
-    tell(path)
-    return None
-
-
 def _tell_broken(path: Path) -> None:
     tell(f"{path} is broken: its tokens are encoded again")
-
-
-def _write(path: Path, identity: Mapping[str, Any], chunk: Chunk) -> None:
-    head = {
-        **{"begin": chunk.begin, "end": chunk.end, "is_last": chunk.is_last, "checksum": zlib.crc32(chunk.tokens.data)},
-        **{"documents": len(chunk.ends), "tokens": len(chunk.tokens), "bits": 8 * chunk.tokens.itemsize},
-        "identity": identity,
-    }
-    line = json.dumps(head)
-    line += " " * (-(len(line) + 10) % LINE) + "\n"
-    checksum = zlib.crc32(chunk.ends.data, zlib.crc32(line.encode()))
-    building = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with building.open("wb") as file:
-            file.write(f"{checksum:08x} {line}".encode() + chunk.ends.tobytes() + chunk.tokens.tobytes())
-        building.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            building.unlink()
-        raise
 
 
 @contextlib.contextmanager

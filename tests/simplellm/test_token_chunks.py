@@ -21,6 +21,7 @@ from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.sources import open_source
 from simplellm.stories import story
+from simplellm.token_files import HEAD
 from simplellm.tokenizers import SPTokenizer
 
 TOKENIZER = SPTokenizer()
@@ -59,7 +60,7 @@ def write(path: Path, texts: list[str]) -> str:
 
 
 def tokens_in(path: Path) -> int:
-    return int(json.loads(path.read_bytes().splitlines()[0][9:])["tokens"])
+    return int(HEAD.unpack_from(path.read_bytes())[9])
 
 
 def files_of(cache: Path) -> list[Path]:
@@ -130,16 +131,18 @@ def empty(path: Path) -> None:
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-5] ^= 1
+    content[-2 * tokens_in(path)] ^= 1  # of the first token
     path.write_bytes(content)
 
 
 def flip_in_head(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"end": [1', b'"end": [3'))
+    content = bytearray(path.read_bytes())
+    content[28] ^= 1  # of the end
+    path.write_bytes(content)
 
 
 def overwrite(path: Path) -> None:
-    path.write_text('{"begin": [1, 2, 3, 4]}\n')
+    path.write_text("something else\n" * 20)
 
 
 @pytest.mark.parametrize("damage", [shorten, empty, flip, flip_in_head, overwrite])
@@ -232,3 +235,10 @@ def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
     write(path, STORIES[::-1])
     with pytest.raises(InputError, match=r"^data .*stories.jsonl: changed while it was read; start the run again$"):
         list(islice(loader, 50))
+
+
+def test_data_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "stories.txt"
+    path.symlink_to("/proc/self/mem")  # opens, but its first page is not there
+    with pytest.raises(InputError, match=rf"^data {path}: cannot be read \(Input/output error\)"):
+        TinyStories(TOKENIZER, data=str(path))

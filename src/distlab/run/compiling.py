@@ -8,7 +8,8 @@ from distlab.rendezvous.ranks import busy, ranks_store
 from distlab.run.model import ModelParts
 from distlab.run.starting import Joined
 from distlab.run.terminal import say
-from simplellm.compiled import Compiler, PartToCompile, key_of, name_of
+from simplellm.compiled import PartToCompile
+from simplellm.compiler import Compiler, key_of, name_of
 from simplellm.errors import InputError, require
 from simplellm.llama import LLamaPart
 from simplellm.losses import loss_to_compile

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distlab.parallel.outer import OuterState
     from distlab.run.checkpointer import Batches
     from distlab.run.validation import Validator
-    from simplellm.compiled import Compiler
+    from simplellm.compiler import Compiler
 
 OF_IMPORTS = "head_dim", "rope_scaling", "attention_bias", "mlp_bias", "qk_norm"  # options of imported models
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
@@ -201,7 +201,7 @@ class TrainingRun(Run[TrainSettingsT]):
     def _compiled(self) -> "Compiler":
         """Compile the model for the run's micro-batches, unless the script has not called `track`."""
         from distlab.run.compiling import compile_model
-        from simplellm.compiled import Compiler
+        from simplellm.compiler import Compiler
 
         args, started = self.settings, time.perf_counter()
         require(self._optimizer is not None, "--compile needs a script that calls run.track before its first step")

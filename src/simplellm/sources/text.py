@@ -1,6 +1,7 @@
 """Text files: documents between separators (.txt), or one a line (.jsonl)."""
 
 import codecs
+import contextlib
 import json
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -79,9 +80,11 @@ class JsonLines(Source):
         return str(text)
 
 
-def _opened(path: Path) -> BinaryIO:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        return path.open("rb")
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise unusable(path, f"cannot be read ({error.strerror}); give a file that can") from None
 
