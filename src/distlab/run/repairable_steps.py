@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distlab.rendezvous.survivors import EVALUATE, MEET, SAVE, TAKE, NewsError, Position
-from distlab.run.steps import Steps
+from distlab.run.steps import OfRun, Steps
 
 if TYPE_CHECKING:
     from distlab.run.checkpointer import Batches
     from distlab.run.repair import Repair
-    from distlab.run.run import Run
 
 BatchT = TypeVar("BatchT")
 
@@ -22,7 +21,7 @@ class RepairableSteps(Steps[BatchT]):
 
     def __init__(
         self,
-        run: "Run[Any]",
+        run: OfRun,
         repair: "Repair",
         batches: "Batches[BatchT]",
         steps: int,

@@ -1,17 +1,42 @@
 """The steps of a run: each gets its batch, is timed and recorded, and is saved where that is due."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
-from distlab.comm.recorder import STEP
+from distlab.comm.recorder import STEP, Recorder
+from distlab.run.logs import RunLog
 from distlab.run.progress import Progress
-from distlab.run.terminal import counted, say
+from distlab.run.terminal import Terminal, counted, say
+from distlab.settings.common import RunSettings
 
 if TYPE_CHECKING:
-    from distlab.run.checkpointer import Batches
-    from distlab.run.run import Run
+    from distlab.comparison.recording import Recording
+    from distlab.run.checkpointer import Batches, Checkpointer
+    from distlab.run.run_on import RunningOn
 
 BatchT = TypeVar("BatchT")
+
+
+class OfRun(Protocol):
+    """The parts of a `Run` that its loop uses."""
+
+    checkpointer: "Checkpointer | None"
+    recording: "Recording | None"
+    running_on: "RunningOn | None"
+    first_step: int
+    is_first: bool
+    has_terminal: bool
+    terminal: Terminal
+    records: RunLog
+    recorder: Recorder
+
+    @property
+    def settings(self) -> RunSettings: ...
+
+    def surviving(self) -> AbstractContextManager[object]: ...
+
+    def meet(self) -> None: ...
 
 
 class Taken(NamedTuple, Generic[BatchT]):
@@ -29,7 +54,7 @@ class Steps(Generic[BatchT]):
 
     def __init__(
         self,
-        run: "Run[Any]",
+        run: OfRun,
         batches: "Batches[BatchT]",
         steps: int,
         per_step: int,
