@@ -22,10 +22,10 @@ USER_SCRIPT = """
 from distlab.run.main import main
 from distlab.settings.training import TrainSettings
 from distlab.run.training import TrainingRun
-import distlab, distlab_exercises, distlab_page, distlab_planner, simplellm
+import distlab, distlab_exercises, distlab_page, distlab_planner, distlab_playground, simplellm
 DEFAULTS = TrainSettings(steps=1)
 def work(run):
-    for package in (distlab, distlab_exercises, distlab_page, distlab_planner, simplellm):
+    for package in (distlab, distlab_exercises, distlab_page, distlab_planner, distlab_playground, simplellm):
         print("#", package.__file__)
 if __name__ == "__main__":
     main(work, DEFAULTS, __doc__)
@@ -89,6 +89,7 @@ def test_the_planner_and_the_exercises_are_in_it(installed: Installed) -> None:
     written = installed.run("distlab", "exercise", "all-reduce", "my")
     assert written.status == 0, written.err
     assert "# check it: distlab check my/" in written.out
+    assert "start the playground in a checkout of the lab" in installed.run("distlab", "playground").err
 
 
 def test_a_script_of_a_user_imports_what_is_installed(installed: Installed) -> None:
@@ -98,5 +99,5 @@ def test_a_script_of_a_user_imports_what_is_installed(installed: Installed) -> N
         ended = installed.run(program, script, "--data", "sample")
         assert ended.status == 0, ended.err
         modules = [line[2:] for line in ended.out.splitlines() if line.endswith("__init__.py")]
-        assert len(modules) == 5
+        assert len(modules) == 6
         assert all(Path(module).is_relative_to(installed.python.parents[1]) for module in modules), modules

@@ -70,8 +70,8 @@ class Request:
     """figure to draw"""
 
 
-def show(request: Request) -> Iterator[str]:
-    """Yield the lines of the table and the costs; also draw the figure. Raises `InputError` for a wrong request."""
+def plan_of(request: Request) -> tuple[str, Plan, ActionCosts]:
+    """Return a title, the schedule as simulated, and its costs. Raises `InputError` for a wrong request."""
     read_schedule(request.schedule)
     schedules = schedule_names()
     require(request.schedule in schedules, f"{request.schedule}: no such schedule; there are {', '.join(schedules)}")
@@ -89,15 +89,18 @@ def show(request: Request) -> Iterator[str]:
     title = f"{request.schedule}, {workers}, {m} micro-batches" + f", {steps} steps that run on" * (steps > 1)
     title += ", recomputed" * request.recompute
     programs, costs = _programs_and_costs(request)
-    if request.pipelines > 1:
-        require(steps == 1 and not request.recompute, "--pipelines with --steps or --recompute: leave one of them out")
-        title += f", {request.pipelines} pipelines"
-        plan = _plan_of_pipelines(request, programs, costs)
-    else:
-        require(
-            request.dead is None, f"--dead {request.dead}: give --pipelines 2 or more, whose workers can replace it"
-        )
-        plan = simulate(in_a_row(programs, steps), costs)
+    if request.pipelines == 1:
+        given = f"--dead {request.dead}"
+        require(request.dead is None, f"{given}: give --pipelines 2 or more, whose workers can replace it")
+        return title, simulate(in_a_row(programs, steps), costs), costs
+    require(steps == 1 and not request.recompute, "--pipelines with --steps or --recompute: leave one of them out")
+    return f"{title}, {request.pipelines} pipelines", _plan_of_pipelines(request, programs, costs), costs
+
+
+def show(request: Request) -> Iterator[str]:
+    """Yield the lines of the table and the costs; also draw the figure. Raises `InputError` for a wrong request."""
+    title, plan, _ = plan_of(request)
+    p, m, steps = request.stages, request.micro_batches, request.steps
     times = [time for spans in plan.spans for span in spans for time in (span.start, span.end)]
     parts = f"--backward {request.backward} with --weight-share {request.weight_share}"
     is_whole = all(math.isclose(time, round(time), abs_tol=1e-6) for time in times)

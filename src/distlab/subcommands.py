@@ -22,6 +22,10 @@ SUBCOMMANDS = {
     "before a run": {
         "plan": ("distlab_planner.plan:command", "Predict which layout of a model is fastest on a machine."),
         "calibrate": ("distlab_planner.calibrate:command", "Measure this machine for the planner: calibrate FILE"),
+        "playground": (
+            "distlab_playground.command:command",
+            "Play with schedules, collectives, layouts, in a browser.",
+        ),
         "show-schedule": ("distlab.show_schedule:command", "Show a pipeline schedule: a table of ticks, its costs."),
         "collective-costs": ("distlab_planner.collective_costs:command", "Predict collectives between computers."),
         "tokenizer": ("simplellm.train_tokenizer:command", "Train a tokenizer on a text of yours."),

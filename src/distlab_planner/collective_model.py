@@ -87,22 +87,32 @@ def operations(
 
 
 def predict_collective(
-    operation: str, topology: str, size_bytes: int, world_size: int, costs: CostModel, in_a_row: int = 1
+    operation: str,
+    topology: str,
+    size_bytes: int,
+    world_size: int,
+    costs: CostModel,
+    in_a_row: int = 1,
+    keep_messages: bool = False,
 ) -> SimulatedWorld:
     """Run an operation `in_a_row` times in a simulated world, and return it; its `makespan` is the prediction."""
 
     def work(endpoint: SimulatedEndpoint) -> TimedWork:
         return operations(size_bytes, endpoint, device="meta")[operation][topology]
 
-    return simulate_collective(work, world_size, costs, in_a_row)
+    return simulate_collective(work, world_size, costs, in_a_row, keep_messages)
 
 
 def simulate_collective(
-    work: Callable[[SimulatedEndpoint], TimedWork], world_size: int, costs: CostModel, in_a_row: int = 1
+    work: Callable[[SimulatedEndpoint], TimedWork],
+    world_size: int,
+    costs: CostModel,
+    in_a_row: int = 1,
+    keep_messages: bool = False,
 ) -> SimulatedWorld:
     """Run each rank's result of `work` `in_a_row` times in a simulated world, and return it; tensors are on "meta"."""
     sharing = costs.shared_bytes_per_second, costs.ranks_at_once, costs.one_card
-    world = SimulatedWorld(world_size, costs.link, {}, *sharing)
+    world = SimulatedWorld(world_size, costs.link, {}, *sharing, keep_messages)
 
     def run_and_charge(endpoint: SimulatedEndpoint) -> None:
         run = work(endpoint)

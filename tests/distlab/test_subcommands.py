@@ -47,7 +47,7 @@ def test_earlier_names_still_work(module: str) -> None:
     assert ended.out.startswith("usage: ")
 
 
-@pytest.mark.parametrize("package", ["distlab_planner", "distlab_exercises", "distlab_page"])
+@pytest.mark.parametrize("package", ["distlab_planner", "distlab_exercises", "distlab_page", "distlab_playground"])
 def test_what_a_missing_package_would_do_is_said_in_a_sentence(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,98 @@
+"""Schedules to play with: what the library says about them, in words and in numbers for a drawing."""
+
+import itertools
+import re
+import statistics
+from collections.abc import Sequence
+
+from distlab.pipeline.actions import KINDS, Action, ActionCosts, Programs, stages_of
+from distlab.pipeline.plan import Plan, Span, in_a_row, simulate
+from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
+from distlab_playground.drawing import in_order
+from simplellm.errors import InputError, require
+
+ACTION = re.compile(r"([A-Za-z])(\d+)('*)")
+A_LINE = "give a worker's actions on a line, such as F0 F1 B0 B1, or I0 W0 for a backward pass in two parts"
+
+
+def bubbles(workers: int, micro_batches: int, steps: int = 1) -> dict[str, float]:
+    """Return the mean idle share of each schedule that these sizes can have; equal passes, free messages."""
+    found = {}
+    for name in SCHEDULES:
+        if name == AUTO or name.endswith(".py"):
+            continue
+        try:
+            programs = all_stages(name, workers, micro_batches)
+        except InputError:
+            continue
+        held = stages_per_worker(name)
+        costs = ActionCosts(forward=1 / held, backward=2 / held)
+        found[name] = statistics.fmean(simulate(in_a_row(programs, steps), costs).bubble)
+    return found
+
+
+def typed(text: str) -> list[list[Action]]:
+    """Return the schedule that a text describes: a line for each worker, such as `F0 F1 B0 B1`.
+
+    A worker that holds other stages than the one with its own number names them first: `0 3: F0 F0' B0' B0`.
+
+    Raises:
+        InputError: a line cannot be read. Whether the schedule can run, `simulate` says.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [_typed_line(worker, line) for worker, line in enumerate(lines)]
+
+
+def _typed_line(worker: int, line: str) -> list[Action]:
+    before, colon, after = line.rpartition(":")
+    held = before.split() if colon else [str(worker)]
+    require(all(number.isdecimal() for number in held), f"worker {worker}, {before}: give the numbers of its stages")
+    stages = [int(number) for number in held]
+    actions = []
+    for word in after.split():
+        found = ACTION.fullmatch(word)
+        require(found is not None, f"worker {worker}, {word}: {A_LINE}")
+        assert found is not None
+        letter, number, primes = found.groups()
+        known = ", ".join(f"{kind} ({KINDS[kind].__name__})" for kind in KINDS)
+        require(letter in KINDS, f"worker {worker}, {word}: no such action; there are {known}")
+        one = f"worker {worker}, {word}: it holds {len(stages)} stages"
+        require(len(primes) < len(stages), f"{one}; name them before a colon, as in 0 3: F0 F0' B0' B0")
+        actions.append(KINDS[letter](stages[len(primes)], int(number)))
+    return actions
+
+
+def as_typed(programs: Programs, plan: Plan) -> str:
+    """Return a schedule as `typed` reads it."""
+    lines = []
+    for worker, program in enumerate(programs):
+        stages = stages_of(program)
+        named = "" if stages == [worker] else f"{' '.join(map(str, stages))}: "
+        lines.append(named + " ".join(plan.labels[action] for action in program))
+    return "\n".join(lines)
+
+
+def programs_of(plan: Plan) -> list[list[Action]]:
+    """Return the lists of actions that a plan has simulated."""
+    return [[span.action for span in line] for line in plan.spans]
+
+
+def says(plan: Plan, names: Sequence[str], played: int) -> str:
+    """Return what happens when the action with this number, from 1, starts: what it needed, and who waited."""
+    worker, span = in_order(plan)[played - 1]
+    line = plan.spans[worker]
+    place = line.index(span)
+    idle = span.start - (line[place - 1].end if place else 0.0)
+    needs = [str(need) for need in span.action.needs(len(plan.owners)) if need.stage != span.action.stage]
+    kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(span.action).__name__).lower()
+    begins = f"At {span.start:g}, {names[worker]} begins {plan.labels[span.action]}, {kind} of micro-batch"
+    sentence = f"{begins} {span.action.micro_batch}" + f"; it needs {' and '.join(needs)}" * bool(needs)
+    return sentence + (f". It was idle for {idle:g} tick{'s' * (idle != 1)} before." if idle > 1e-9 else ".")
+
+
+def kept(line: Sequence[Span], costs: ActionCosts) -> list[tuple[float, float]]:
+    """Return the activations that a worker keeps, as (time, kept from then on), in micro-batches."""
+    return [
+        (span.end, total)
+        for span, total in zip(line, itertools.accumulate(costs.kept_bytes(s.action) for s in line), strict=True)
+    ]

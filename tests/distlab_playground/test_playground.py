@@ -1,0 +1,143 @@
+"""The playground: what it says is what the library says, and a browser opens every notebook without another machine."""
+
+import json
+import math
+import runpy
+import signal
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
+from support.browser import CHROMIUM
+from support.devtools import page
+from support.processes import finish, start
+
+from distlab.comm.link import Link
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import all_stages, schedule_names
+from distlab.show_schedule import Request as ScheduleRequest
+from distlab.show_schedule import plan_of
+from distlab_planner.collective_model import CostModel, predict_collective
+from distlab_playground import drawing, schedules
+from distlab_playground.command import NOTEBOOKS, notebooks
+from simplellm.errors import InputError
+
+MARIMO = pytest.mark.skipif(
+    find_spec("marimo") is None, reason="needs marimo: pip install -r requirements-playground.txt"
+)
+BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+APPS = "/schedules", "/collectives", "/layouts", "/records"
+# Choose an option, or keep the number of a field.
+ANSWER = """(() => { const option = all('[role=radio]')[1]; if (option) option.click();
+  return !!option || all('input').length > 0 })()"""
+
+
+@pytest.mark.parametrize("name", [name for name in schedule_names() if name != "1f1b"])
+def test_a_schedule_written_as_text_is_read_as_it_was(name: str) -> None:
+    programs = all_stages(name, 3, 6)
+    assert schedules.typed(schedules.as_typed(programs, simulate(programs))) == programs
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("F0 B0\nF0 X0", "worker 1, X0: no such action; there are F (Forward)"),
+        ("F0 B0\nF0'", "worker 1, F0': it holds 1 stages"),
+        ("F0 B0\none: F0", "worker 1, one: give the numbers of its stages"),
+        ("F0 then B0", "worker 0, then: give a worker's actions on a line"),
+        ("B0 F0\nF0 B0", "stage 0 runs B0 before F0"),  # the library's
+        ("F0 F1 B0 B1\nF1 B1 F0 B0", "both ends of a link must agree on the order"),
+        ("", "the schedule has no workers"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read_or_run_ends_in_a_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(InputError) as error:
+        simulate(schedules.typed(text))
+    assert sentence in str(error.value)
+
+
+def test_a_schedule_is_played_in_order_and_drawn_whole() -> None:
+    title, plan, costs = plan_of(
+        ScheduleRequest("dapple", stages=2, micro_batches=4, pipelines=2, dead="2", transfer=1)
+    )
+    order = drawing.in_order(plan)
+    assert [span.start for _, span in order] == sorted(span.start for _, span in order)
+    assert len(order) == sum(map(len, plan.spans)) == drawing.passes(plan, plan.rows, 5, title).count('class="bar"')
+    assert "*" in drawing.passes(plan, plan.rows, 5, title)  # work of the dead worker
+    for line, most in zip(plan.spans, plan.peak_bytes, strict=True):
+        assert max(size for _, size in schedules.kept(line, costs)) == most
+    worker, span = order[1]
+    said = schedules.says(plan, plan.rows, 2)
+    assert said.startswith(f"At {span.start:g}, {plan.rows[worker]} begins {plan.labels[span.action]}, forward of")
+
+
+@MARIMO
+def test_the_notebooks_show_the_numbers_of_the_library() -> None:
+    """Run as plain programs, with a guess locked."""
+
+    def shown(name: str, guess: str) -> tuple[str, Any]:
+        outputs, values = runpy.run_path(str(NOTEBOOKS / f"{name}.py"))["app"].run(
+            defs={"locked": lambda: guess, "lock": None}
+        )
+        return " ".join(output.text for output in outputs if hasattr(output, "text")), values
+
+    text, values = shown("schedules", "gpipe")
+    plan = simulate(all_stages("dapple", 3, 6))
+    assert f"{plan.makespan:g} ticks, idle {fmean(plan.bubble):.1%}" in text
+    assert [span.end for line in values["plan"].spans for span in line] == [
+        span.end for line in plan.spans for span in line
+    ]
+    text, _ = shown("collectives", "tree")
+    costs = CostModel(Link(20e-6, 1.25e9), math.inf, math.inf, one_card=True)
+    for size, ranks in ((4_000_000, 8), (4_000, 8), (1_000_000, 4)):
+        for topology in ("naive", "tree", "butterfly", "ring"):
+            milliseconds = predict_collective("all-reduce", topology, size, ranks, costs).makespan * 1e3
+            assert f">{milliseconds:.3f}<" in text, (size, topology)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    """Of a playground that knows one run."""
+    run = tmp_path / "runs/first"
+    run.mkdir(parents=True)
+    settings = {"steps": 2, "schedule": "dapple", "micro_batches": 2}
+    (run / "config.json").write_text(json.dumps({"settings": settings, "layout": {"dp": 1, "pp": 1}}))
+    spent = {"step": 0, "loss": 5.0, "tokens": 8, "seconds": 2.0, "waited_seconds": 0.5, "collective_seconds": 0.25}
+    (run / "metrics.jsonl").write_text(f"{json.dumps(spent)}\n{json.dumps(spent | {'step': 1, 'tokens': 16})}\n")
+    playground = start(sys.executable, "-m", "distlab.launch", "playground", "--no-browser", cwd=tmp_path)
+    try:
+        assert playground.stdout is not None
+        yield playground.stdout.readline().split()[1]
+    finally:
+        playground.send_signal(signal.SIGINT)
+        ended = finish(playground)
+        assert "Traceback" not in ended.err
+
+
+@MARIMO
+@BROWSER
+def test_a_browser_opens_every_notebook_and_asks_no_other_machine(address: str, tmp_path: Path) -> None:
+    for headers in ({"Host": "example.com"}, {"Origin": "http://example.com"}):  # another site's page, or its name
+        with pytest.raises(HTTPError, match="403"):
+            urlopen(Request(address, headers=headers))
+    with page(tmp_path / "browser") as opened:
+        for path in ("/", *APPS):
+            assert path in dict(notebooks())
+            opened.open(address + path[1:])
+            if path == "/":
+                opened.wait_for("all('a').some(link => link.innerText == 'schedules')")
+                continue
+            opened.wait_for(f"all('button').some(button => button.innerText.includes('Lock')) && {ANSWER}")
+            opened.evaluate("all('button').find(button => button.innerText.includes('Lock')).click()")
+            opened.wait_for("all('table td').length && !all('button').some(b => b.innerText.includes('Lock'))")
+            opened.wait_for("all('svg .bar').length || all('button').some(button => button.innerText == 'Plan')")
+        assert not opened.errors
+        assert {urlsplit(asked).hostname for asked in opened.asked} <= {"127.0.0.1", None}, opened.asked
