@@ -23,7 +23,7 @@ from distlab.pipeline.activations import MicroBatch, Stage
 from distlab_planner.collective_probes import seconds_in_turn
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
 from distlab_planner.model import PARTS, ModelPart, Sizes
-from simplellm.compiled import Compiler
+from simplellm.compiler import Compiler
 from simplellm.llama import (
     MLP,
     Attention,
