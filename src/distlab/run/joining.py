@@ -111,8 +111,10 @@ def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]
 def modules_beside(script: Path) -> dict[str, Path]:
     """Return a script and the modules beside it that it has imported, by their names."""
     folder = script.absolute().parent
-    imported = (getattr(module, "__file__", None) for module in [*sys.modules.values()])
-    beside = (Path(file).absolute() for file in imported if file)
+    names = {path.stem for path in folder.glob("*.py")}  # in a fork, each module that is touched is a page to copy
+    imported = (sys.modules.get(name) for name in [*sys.modules] if name.rpartition(".")[2] in names)
+    files = (getattr(module, "__file__", None) for module in imported)
+    beside = (Path(file).absolute() for file in files if file)
     return {path.name: path for path in (script, *beside) if path.absolute().parent == folder}
 
 
