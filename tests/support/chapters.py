@@ -1,5 +1,7 @@
 """Runs chapters' own `train` in forked ranks, so that tests can compare what they come to with one process."""
 
+import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -16,6 +18,7 @@ from distlab.parallel.sharded import ShardedDP
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError
 from simplellm.layers import RMSNorm
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
@@ -86,8 +89,7 @@ def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tupl
         return sharded[-1]
 
     module.ShardedDP = shard  # type: ignore[attr-defined]
-    settings = parse(module.DEFAULTS, "", [str(rank), *MODEL, *TRAINING, *flags])
-    run: TrainingRun[Any] = TrainingRun(settings, LAB / script)
+    run: TrainingRun[Any] = TrainingRun(dataclasses.replace(settings_of(script, tuple(flags)), rank=rank), LAB / script)
     module.train(run)
     if sharded:
         result = whole(sharded)
@@ -97,6 +99,12 @@ def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tupl
     parameters = {name: p for net in built for name, p in net.named_parameters()}
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     return {name: p.detach().clone() for name, p in parameters.items()}, gradients
+
+
+@functools.lru_cache(1)
+def settings_of(script: str, flags: tuple[str, ...]) -> Any:
+    """The settings of a chapter's ranks; parsed before they are forked, each of them need not take the time."""
+    return parse(load(script).DEFAULTS, "", ["0", *MODEL, *TRAINING, *flags])
 
 
 def whole(sharded: list[ShardedDP]) -> tuple[State, State]:
@@ -117,6 +125,8 @@ def train_on(
 ) -> tuple[list[State], list[State], list[float]]:
     """A chapter on several ranks: each rank's parameters and gradients, and the run's losses."""
     arguments = ["--out", str(out), *flags, "--master-port", str(free_port())]
+    with contextlib.suppress(InputError):  # each rank raises it itself
+        settings_of(script, tuple(arguments))
     ended = run_ranks(world_size, train, script, arguments, exact, deadline=deadline)
     return [parameters for parameters, _ in ended], [gradients for _, gradients in ended], losses(out)
 
