@@ -2,7 +2,7 @@
 
     ./launch.sh museum/shared_weight/shared_weight.py
 
-The other stage waits for the gradient of this stage's input only, so it is computed at once (B). Weights can wait (W).
+The other stage waits for the gradient of this stage's input only, so it is computed at once (I). Weights can wait (W).
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def forward(layers: list[nn.Module], x: Tensor, tables: list[Tensor]) -> Saved:
 
 
 def backward_input(saved: Saved, gradient: Tensor) -> list[Tensor]:
-    """B: return the gradients of the layers' outputs and, before them, of the input, if it is activations."""
+    """I: return the gradients of the layers' outputs and, before them, of the input, if it is activations."""
     gradients = [gradient]
     for _, x, y in reversed(saved):
         if x.is_floating_point():

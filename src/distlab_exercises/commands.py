@@ -93,7 +93,7 @@ def check(args: Sequence[str], prog: str) -> int:
     from distlab_exercises.checker import prepare  # torch: seconds, after the arguments have been checked
 
     if not given.json:
-        print("# trying it, in forked ranks; this takes some seconds", flush=True)
+        print("# trying it; this takes some seconds", flush=True)
     prepare(exercises)
     results = [_check(path, wanted, given.json) for path, wanted in zip(files, exercises, strict=True)]
     if len(files) > 1 and not given.json:

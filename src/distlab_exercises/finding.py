@@ -28,7 +28,7 @@ def find(args: Sequence[str], prog: str) -> int:
         return 1
     from distlab_exercises.checker import prepare, verdict_of  # torch: seconds, after the arguments have been checked
 
-    print("# trying it, in forked ranks; this takes some seconds", flush=True)
+    print("# trying it; this takes some seconds", flush=True)
     prepare([exhibit])
     verdict = verdict_of(exhibit, given.folder / exhibit.script.name)
     show(verdict)

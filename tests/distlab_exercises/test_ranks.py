@@ -125,9 +125,10 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     without_last = before - 0.1 * (shares[0] + shares[1]) / 3
     lost = name_weights(without_last, before, [[share] for share in shares], lr=0.1, own=-1)
     assert lost.sentence == "are wrong as if, in the gradient used, rank 2's share was lost"
-    assert [name_loss(8 * k, 8.0, n, m).name for k in (2, 3, 0.5, 1.1)] == [
+    assert [name_loss(8 * k, 8.0, n, m).name for k in (2, 3, 1 / 2, 1 / 3, 1.1)] == [
         "loss-not-divided",
         "loss-summed",
+        "loss-divided-twice",
         "loss-divided-twice",
         "loss",
     ]

@@ -188,7 +188,11 @@ MENDS = [
         "is no combination of the 2 ranks' gradients",
     ),
     Mend("accumulation", ((ZERO_GRAD, ZERO_GRAD + COUNTED), (PREDICTIONS, BY_COUNT + " * run.world_size\n"))),
-    Mend("accumulation", ((ZERO_GRAD, ZERO_GRAD + COUNTED), (PREDICTIONS, BY_COUNT + "\n")), "the loss of step 0 is"),
+    Mend(
+        "accumulation",
+        ((ZERO_GRAD, ZERO_GRAD + COUNTED), (PREDICTIONS, BY_COUNT + "\n"), (AVERAGE, "")),
+        "is 1/2 of what it should be: divided by 2 micro-batches or 2 replicas twice; the gradients are right",
+    ),
     Mend(
         "accumulation",
         (

@@ -196,14 +196,16 @@ def name_weights(
 def name_loss(observed: float, expected: float, n: int, m: int) -> Mistake:
     """Name the mistake in a printed loss."""
     k = observed / expected if expected else math.inf
+    or_average, or_replicas = (f", or average over the {n} replicas", f" or {n} replicas") if n == m else ("", "")
     for factor, name, sentence in (
-        (m, "loss-not-divided", f"too large: divide each micro-batch's by their number, {m}"),
+        (m, "loss-not-divided", f"too large: divide each micro-batch's by their number, {m}{or_average}"),
         (n, "loss-summed", f"too large: added up over {n} replicas, not averaged"),
-        (1 / m, "loss-divided-twice", f"what it should be: divided by {m} micro-batches twice"),
+        (1 / m, "loss-divided-twice", f"what it should be: divided by {m} micro-batches{or_replicas} twice"),
+        (1 / n, "loss-divided-twice", f"what it should be: divided by {n} replicas twice"),
     ):
         if factor != 1 and _near(k, factor):
             return Mistake(name, f"is {_factor(k)} {sentence}")
-    return Mistake("loss", "is another one: the forward pass computes something else")
+    return Mistake("loss", "is another one: the forward pass, the labels or the divisor differ")
 
 
 def _near(a: float, b: float) -> bool:

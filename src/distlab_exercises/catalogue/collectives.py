@@ -19,7 +19,8 @@ EXERCISES = [
         number of ranks. {MESSAGES}
 
         Given: `endpoint.get_rank()` and `endpoint.get_world_size()`. The tree takes as many rounds as log2 of the
-        ranks, rounded up: in each round, every rank that has the tensor sends it to one that has not.""",
+        ranks, rounded up: in each round, every rank that has the tensor sends it to one that has not. You need not
+        handle tensors that are not contiguous, for which `in_place` is imported.""",
         hints=(
             "Number the ranks from the root: relative = (rank - src) % size. Then the root is always 0.",
             "The tree: after the round with distance d = 1, 2, 4, …, the relative ranks below 2d have the tensor.",
@@ -41,7 +42,9 @@ EXERCISES = [
         `scattered` on rank r. {MESSAGES}
 
         Given: `endpoint.get_rank()` and `endpoint.get_world_size()`; `reduce_function(op, tensor.dtype)` returns a
-        function `combine(a, b, out=c)`; `scratch_buffer(tensor)` is memory to receive into.""",
+        function `combine(a, b, out=c)`; `scratch_buffer(tensor)` is memory to receive into. You need not handle
+        tensors that are not contiguous or have a wrong shape, for which `in_place` and `one_for_each_rank` are
+        imported.""",
         hints=(
             "The tree of a broadcast, from the leaves to the root: distances d = …, 4, 2, 1.",
             "In the round with distance d, relative rank r with d <= r < 2d sends what it has to r - d, and is done.",
