@@ -70,6 +70,7 @@ def main(settings: Settings) -> None:
     print("| pipelines x stages x micro-batches | healthy | one dead | planned | measured |\n|---|---:|---:|---:|---:|")
     for size in each(settings.sizes, "sizes"):
         d, p, m = map(int, size.split("x"))
+        require(0 <= settings.dead < p, f"--dead {settings.dead} with --sizes {size}: give a stage from 0 to {p - 1}")
         dead, programs, planned, measured = (d - 1) * p + settings.dead, all_stages(settings.schedule, p, m), [], []
         for alive in ([*range(d * p)], [worker for worker in range(d * p) if worker != dead]):
             rerouted = reroute(programs, d, alive)

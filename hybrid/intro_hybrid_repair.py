@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from distlab.axes.grid import Axis
 from distlab.comm.names import named
 from distlab.parallel.data import GradientRows
+from distlab.parallel.tensor import shard
+from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.rerouting import reroute
@@ -27,7 +29,6 @@ from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.stages import HybridRepairSettings
 from simplellm.dataloaders import TinyStories
-from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = HybridRepairSettings(batch_size=3)
@@ -51,24 +52,37 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
     pipelines, parts, is_exact = args.dp, args.micro_batches, args.repair == "exact"
     programs, split = args.programs(), args.split(tokenizer.vocab_size)
     options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
+    slices, peers = run.grid.axis("tp"), run.grid.axis("dp")  # peers: the ranks that are left with this stage
     nets = build_stages(stages_of(programs[run.grid.axis("pp").rank]), split, tokenizer.vocab_size, **options)
-    loss, costs = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size), args.pass_costs(tokenizer.vocab_size)
+    for net in nets.values():
+        shard(net, axis=slices)
+    loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
+    costs = args.pass_costs(tokenizer.vocab_size)
     stories = TinyStories(tokenizer, **{**run.data_options(), "batch_size": pipelines * args.batch_size})
     optimizer = run.optimizer(nets)
     run.track(nets, optimizer, loss, owners=args.owners)
     sums = pipelines if is_exact else 1  # of gradients, on each rank
+    cores = None if is_exact else run.shared_cores  # other numbers of threads would round in another way
     made_for: Sequence[int] = ()  # the ranks that follow the programs
 
     for step, batch in run.steps(stories):
         with run.surviving() as alive:  # if a rank dies in here, the others come back with the same step
             if alive is not made_for:
                 made_for = alive
-                run.grid.make_groups("dp")
-                detours = reroute(programs, pipelines, sorted(alive), costs, whole=is_exact)
+                run.grid.make_groups("dp", "tp")
+                workers = sorted({rank // args.tp for rank in alive})
+                detours = reroute(programs, pipelines, workers, costs, whole=is_exact)
                 pipeline = Pipeline(
-                    nets, detours, run.grid, loss, args.dmodel, pipelines=pipelines, dtype=run.message_dtype
+                    nets,
+                    detours,
+                    run.grid,
+                    loss,
+                    args.dmodel,
+                    pipelines=pipelines,
+                    cores=cores and cores * pipelines,
+                    costs=costs,
+                    dtype=run.message_dtype,
                 )
-                peers = run.grid.axis("dp")  # the ranks that are left with this stage
                 gradients = GradientRows(nn.ModuleList(nets.values()), sums, pipelines * parts // sums, peers)
             gradients.flat.zero_()
             losses = pipeline.step(batch.chunk(pipelines * parts), before=gradients.use)

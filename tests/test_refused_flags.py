@@ -65,7 +65,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("pp-gpipe --repair", "--repair: this script cannot go on when a rank dies; dp-ga and hybrid can"),
         ("dp-zero --repair", "--repair: no other rank has the shard of a dead one; dp-ga and hybrid can"),
         ("hybrid --repair --dp 1", "--repair on with --dp 1: a single pipeline has no other that holds its stages"),
-        ("hybrid --repair --tp 2", "--repair on with --tp 2: no rank could do the work of a slice; give --tp 1"),
+        ("hybrid --repair --tp 2 --spares 1", "--spares 1 with --tp 2: slices are replaced together; give 2 or more"),
         ("hybrid-repair --recompute all", "--repair on with --recompute all: "),
         ("hybrid-repair --eval-every 5", "--repair on with --eval-every: "),
         ("hybrid --repair --shard optimizer", "Unrecognized options: --shard, optimizer"),

@@ -204,7 +204,7 @@ def _stages(run: Records) -> list[list[int]]:
     """Return the stages of each worker of the pipeline."""
     workers = range(run.layout.get("pp", 1))
     if run.trace and run.trace.programs:
-        return [stages_of(program) for program in run.trace.programs]
+        return run.trace.stages()
     try:
         schedule, parts = run.settings.get("schedule", "naive"), run.settings.get("micro_batches", 1)
         return [stages_of(program) for program in all_stages(schedule, len(workers), parts)]

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from distlab.axes.layout import ranks_along
 from distlab.comm.recorder import COMPUTE, PART, SEND, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, labels
 from distlab.pipeline.engine import Engine, Graph
@@ -148,7 +147,7 @@ def time_spent(run: Records) -> Json | None:
         caption, source = "Seconds in all steps of rank 0 (the other ranks report theirs at the end)", "metrics.jsonl"
     else:
         return None
-    names = [name_of(run, rank) for rank in range(len(rows))]
+    names = [run.trace.describe(rank) if run.trace else name_of(run, rank) for rank in range(len(rows))]
     shown = table(caption, ("rank", *head), ((name, *row) for name, row in zip(names, rows, strict=True)))
     factors = efficiency(run.trace) if run.trace else None
     return {"ranks": names, "head": head, "rows": rows, "source": source, "table": shown, "factors": factors}
@@ -218,15 +217,16 @@ def efficiency(trace: Trace) -> Json | None:
 def _ideal_seconds(trace: Trace, steps: Sequence[Sequence[Event]]) -> float:
     """Return the time of the steps if messages were free: each pipeline plays its passes, with the times they took."""
     assert trace.programs is not None
-    graph, names, total = Graph(trace.programs), labels(trace.programs), 0.0
+    graph, names, total = Graph(trace.programs, trace.pipelines), labels(trace.programs), 0.0
     workers = [(trace.worker(rank), recorded) for rank, recorded in enumerate(trace.ranks)]
+    worker_of = {action: worker for worker, program in enumerate(trace.programs) for action in program}
 
     def play(taken: dict[tuple[int, str], float]) -> float:
-        return Engine(graph, lambda action: taken.get((graph.owners[action.stage], names[action]), 0.0)).makespan
+        return Engine(graph, lambda action: taken.get((worker_of[action], names[action]), 0.0)).makespan
 
     for step in steps:
         played = []
-        for ranks in ranks_along(trace.layout, ["pp"]):
+        for ranks in trace.workers():
             taken = {}
             for worker, recorded, own in ((*workers[rank], step[rank]) for rank in ranks):
                 waits = recorded.within(own, WAIT)

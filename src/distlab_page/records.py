@@ -137,4 +137,4 @@ def name_of(run: Records, rank: int) -> str:
     """Return the name of a rank, as messages have it."""
     if run.ledger:
         return str(run.ledger[rank]["name"])
-    return run.trace.describe(rank) if run.trace else describe_rank(run.layout, rank)
+    return run.trace.describe_number(rank) if run.trace else describe_rank(run.layout, rank)

@@ -43,8 +43,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Rank 1 has its gradients but no update; the others have to undo theirs.
         ([(1, DIES_IN, 12, "lost"), (0, DIES_IN + 1, 0, "SIGKILL")], ["--schedule", "zb-h1"]),
         ([(0, DIES_IN, 2, "SIGKILL"), (5, DIES_IN + 1, 14, "SIGKILL")], ["--schedule", "zb-v"]),
+        ([(1, DIES_IN, 3, "SIGKILL"), (6, DIES_IN + 1, 5, "exception")], [*"--pp 2 --tp 2".split(), *CLIP]),
     ],
-    ids=["kill", "stop", "two", "undo", "zb-v"],
+    ids=["kill", "stop", "two", "undo", "zb-v", "slices"],
 )
 def test_the_losses_are_those_of_the_undisturbed_run(
     deaths: list[Death], flags: list[str], one_process: Path, tmp_path: Path
@@ -82,11 +83,11 @@ def test_the_last_rank_with_a_stage_cannot_be_replaced(tmp_path: Path) -> None:
     assert "this cannot be repaired: no rank is left that holds stage 1" in told
 
 
-def test_spares_take_the_places_of_dead_ranks(one_process: Path, tmp_path: Path) -> None:
+def test_spares_take_the_places_of_dead_ranks_and_of_the_other_slices(tmp_path: Path) -> None:
     out, steps = tmp_path / "run", 40
-    deaths: list[Death] = [(0, 2, 1, "SIGKILL"), (4, 12, 3, "SIGKILL"), (1, 22, 9, "SIGKILL"), (0, 32, 1, "exception")]
-    flags = [*FLAGS, *LAYOUT, "--optimizer", "adam", "--lr", "1e-3", "--steps", str(steps)]
+    deaths: list[Death] = [(0, 2, 1, "SIGKILL"), (5, 15, 3, "SIGKILL"), (0, 28, 1, "exception")]
+    flags = [*FLAGS, *"--dp 2 --pp 2 --tp 2 --batch-size 3 --optimizer adam --lr 1e-3 --steps".split(), str(steps)]
     run_with([], tmp_path / "undisturbed", LESSON, *flags, steps=steps)
-    printed = run_with(deaths, out, LESSON, *flags, "--spares", "4", steps=steps)
+    printed = run_with(deaths, out, LESSON, *flags, "--spares", "6", steps=steps)
     assert losses(out) == pytest.approx(losses(tmp_path / "undisturbed"), abs=1e-5)
-    assert printed.count(" is back") == 4, printed
+    assert printed.count(" is back") == 6, printed

@@ -28,6 +28,11 @@ class Axis:
         """The numbers of these ranks in the process group of all, in the order of the layout."""
         return next(ranks for ranks in self._grid.ranks_along(self.names) if self._grid.rank in ranks)
 
+    def forget(self) -> None:
+        """Find the ranks again when they are asked for, and leave their group."""
+        vars(self).pop("ranks", None)
+        self._group = None
+
     @property
     def rank(self) -> int:
         return self.ranks.index(self._grid.rank)
@@ -88,16 +93,17 @@ class Grid:
         alive: the numbers in the layout of the ranks that are left; by default all.
 
     Attributes:
-        rank: its number among the ranks that are left, which is its number in their process group.
+        alive: the numbers in the layout of the ranks that are left, in the order of their process group.
+        rank: its number among these, which is its number in their process group.
         size: number of the ranks that are left.
     """
 
     def __init__(
         self, rank: int, layout: Layout, stages: Sequence[Sequence[int]] = (), alive: Sequence[int] | None = None
     ) -> None:
-        self._alive = range(layout_size(layout)) if alive is None else alive
-        self.rank, self.layout, self._stages = self._alive.index(rank), layout, stages
-        self.size = len(self._alive)
+        self.alive: Sequence[int] = range(layout_size(layout)) if alive is None else alive
+        self.rank, self.layout, self._stages = self.alive.index(rank), layout, stages
+        self.size = len(self.alive)
         self._axes: dict[tuple[str, ...], Axis] = {}
 
     def axis(self, *names: str) -> Axis:
@@ -105,13 +111,23 @@ class Grid:
         known = tuple(name for name, size in self.layout.items() if name in names and size > 1)
         return self._axes.setdefault(known, Axis(self, known))
 
-    def among(self, alive: Sequence[int]) -> "Grid":
-        """Return the grid of the ranks that are left, given by their numbers in the layout."""
-        return Grid(self._alive[self.rank], self.layout, self._stages, alive)
+    def copy(self) -> "Grid":
+        """Return a grid of the same ranks, which can lose some of them on its own."""
+        return Grid(self.alive[self.rank], self.layout, self._stages, self.alive)
+
+    def keep(self, alive: Sequence[int]) -> None:
+        """From now on, consist of the ranks that are left, given by their numbers in the layout.
+
+        So do axes that are already held; their groups have to be made again.
+        """
+        rank = self.alive[self.rank]
+        self.alive, self.rank, self.size = alive, alive.index(rank), len(alive)
+        for axis in self._axes.values():
+            axis.forget()
 
     def ranks_along(self, axes: Collection[str]) -> list[tuple[int, ...]]:
         """Return all ranks that are left in groups, as the function does; some groups may have lost ranks."""
-        numbers = {rank: number for number, rank in enumerate(self._alive)}
+        numbers = {rank: number for number, rank in enumerate(self.alive)}
         groups = [tuple(numbers[rank] for rank in ranks if rank in numbers) for ranks in ranks_along(self.layout, axes)]
         return [ranks for ranks in groups if ranks]
 
@@ -134,7 +150,7 @@ class Grid:
 
     def describe(self, rank: int) -> str:
         """Return the name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
-        return describe_rank(self.layout, self._alive[rank], self._stages)
+        return describe_rank(self.layout, self.alive[rank], self._stages)
 
 
 def all_ranks(name: str) -> Axis:

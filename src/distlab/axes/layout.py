@@ -12,7 +12,7 @@ Neighbors = Literal["stages", "replicas"]  # what ranks with neighboring numbers
 # The axes of the lab's scripts, each with the word for a rank's number along it in messages, in the order in which
 # messages name them; None for axes that messages do not name. Any other axis works the same, without a word.
 WORDS: Mapping[str, str | None] = {"pp": "stage", "cp": "part", "dp": "replica", "ep": None, "tp": None}
-REPLICAS, STAGES = "dp", "pp"  # the axes whose ranks hold copies of the model, and different layers of it
+REPLICAS, STAGES, SLICES = "dp", "pp", "tp"  # ranks along them hold copies of the model, its layers, slices of these
 EXPERTS = "ep"  # replicas that share the experts: the number of replicas is the product of both axes
 
 

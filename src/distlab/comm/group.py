@@ -20,6 +20,7 @@ reduce-scatter the coalesced ones. A method that this class does not override wo
 # torch's annotations have overloads that its Python layer does not call.
 # mypy: disable-error-code="override,assignment"
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ from distlab.comm.transports.transport import Carried, Members, Transport, overl
 from distlab.comm.waits import Wait, group_key
 from distlab.machine.network import patient_threads
 from distlab.machine.supervision import open_sockets, shut_down, within
+
+SECONDS_BETWEEN_LOOKS = 0.005  # while ranks connect that can be abandoned
 
 __all__ = ["LabGroup", "overlapping"]
 
@@ -75,6 +78,7 @@ class LabGroup(ContextGroup):
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
         self._transport = context.options.transport if transport is None else transport
         self._sockets: set[tuple[int, int]] = set()  # of gloo, if the group can be abandoned
+        self._transports: list[Transport] = []  # none if the ranks have not met
         context.groups.add(self)
         self._open()
 
@@ -99,18 +103,38 @@ class LabGroup(ContextGroup):
         self._transports = list(self._choose_transports())
 
     def _connect_gloo(self, store: dist.Store) -> dist.ProcessGroupGloo:
-        """Return gloo's group. With `Options.check`, it can be abandoned, also while the ranks connect."""
+        """Return gloo's group. With `Options.check`, it can be abandoned, also while the ranks connect.
+
+        gloo's own connecting cannot be ended. It waits in the store, and blocks other calls to it; so it gets a
+        connection to the store of its own. A rank that has left would still accept the connections of others, which
+        would then wait for it; so no rank uses the group before all have said in the store that they are there.
+        """
+        rank, size, check = self._members.rank, len(self.ranks), self.context.options.check
+        if check is None or size == 1:
+            return dist.ProcessGroupGloo(store, rank, size, self._timeout)
+        before, lock, has_left = open_sockets(), threading.Lock(), False
+        own_store = store.clone()
+        self._sockets = open_sockets() - before
 
         def connect() -> dist.ProcessGroupGloo:
-            return dist.ProcessGroupGloo(store, self._members.rank, len(self.ranks), self._timeout)
+            group = dist.ProcessGroupGloo(own_store, rank, size, self._timeout)
+            with lock:
+                if not has_left:
+                    self._sockets = open_sockets() - before
+                    own_store.set(f"is there/{rank}", "")
+            while not has_left and not own_store.check([f"is there/{other}" for other in range(size)]):
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            return group
 
-        if self.context.options.check is None:
-            return connect()
-        before = open_sockets()
-        group = within(self._timeout.total_seconds(), connect, self.context.options.check)
-        if group is None:
-            raise RuntimeError("Timed out connecting to the other ranks")
-        self._sockets = open_sockets() - before
+        try:
+            group = within(self._timeout.total_seconds(), connect, check, every=10 * SECONDS_BETWEEN_LOOKS)
+            if group is None:
+                raise RuntimeError("Timed out connecting to the other ranks")
+        except Exception:
+            with lock:
+                has_left = True
+            self.abandon()
+            raise
         return group
 
     def _choose_transports(self) -> Iterator[Transport]:

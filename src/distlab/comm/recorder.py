@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from distlab.machine.streams import StreamClock
 
 STEP, COMPUTE, WAIT, MESSAGE, SEND = "step", "compute", "wait", "message", "send"
+REPAIR, DEATH = "repair", "death"  # with `--repair`: what a survivor does, and what it has been told
 PART = "part"  # of what a rank computes: inside of a `COMPUTE`, or of a step without any
 RING_STEP = "ring step "  # and its number: the name of a `PART`
 
@@ -88,6 +89,7 @@ class Recorder:
         self.events: list[Event] = []
         self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept then)
         self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one
+        self.pipelines = 1  # that follow these programs together
         self._to_clock = time.time() - time.perf_counter()  # ranks of one host share this clock
         self._on_stream: list[tuple[StreamClock, str, str, torch.cuda.Event, torch.cuda.Event]] = []
         self._clock: StreamClock | None = None  # of the step; over NCCL only
@@ -130,6 +132,11 @@ class Recorder:
         if self.enabled:
             ended = time.perf_counter()
             self.events.append(Event(kind, name, started + self._to_clock, ended + self._to_clock, flow))
+
+    def add_death(self, name: str, at: float) -> None:
+        """Record that a rank has died; `at` is a value of `time.time()`."""
+        if self.enabled:
+            self.events.append(Event(DEATH, name, at, at))
 
     def keeps(self, kept_bytes: int) -> None:
         """Record how many bytes of activations are kept now."""

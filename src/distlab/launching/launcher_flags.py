@@ -10,7 +10,7 @@ from simplellm.errors import InputError, require
 FLAGS = """
   --tell PROMPT         save the model and, when training has finished, tell a story that begins with PROMPT
   --max-restarts N      after a failure, restart all ranks from the last checkpoint, at most N times (default: 0)
-  --spares N            with --repair: start a new process in the place of a dead rank, at most N times (default: 0)
+  --spares N            with --repair: N processes may take the places of ranks that have died (default: 0)
   --nnodes N            number of machines; run the same command on each, with --master-addr (default: 1)
   --node-rank R         number of this machine, from 0; node 0 is at --master-addr
   --ranks-per-node A,B  ranks of each machine, by node rank (default: the same number on each)

@@ -13,7 +13,9 @@ import torch
 from distlab.axes.grid import Grid
 from distlab.launching.launcher_flags import Nodes
 from distlab.launching.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
-from distlab.launching.supervisor import SECONDS_TO_END, RankFailure, TerminatedError, raise_signal, supervise
+from distlab.launching.processes import SECONDS_TO_END, RankFailure
+from distlab.launching.repairs import Repairs
+from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
 from distlab.machine.cgroups import memory_kills
 from distlab.machine.compilers import import_compiler
 from distlab.machine.processes import require_open_files
@@ -63,9 +65,8 @@ def run_ranks(
             if forks and getattr(settings, "compile", False):
                 import_compiler()  # once, instead of in each rank
             try:
-                repairs = settings.why_lost if settings.can_repair else None
-                command = [str(script), *args]
-                failures = supervise(command, rendezvous, max_restarts, errors, forks, repairs, spares)
+                repairs = Repairs(settings, spares) if settings.can_repair else None
+                failures = supervise([str(script), *args], rendezvous, max_restarts, errors, forks, repairs)
             finally:
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)

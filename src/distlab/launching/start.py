@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from distlab.axes.layout import SLICES
 from distlab.checkpoints.format import latest_valid
 from distlab.launching.launcher_flags import assign_ranks, read_flags, refuse_to_tell
 from distlab.launching.local_ranks import count_threads, run_ranks
@@ -120,6 +121,9 @@ def start(path: Path, args: list[str], prog: str) -> int:
     nodes = assign_ranks(own, settings.layout, settings.master_addr)
     is_one = not settings.can_repair or len(nodes.ranks_of) == 1
     require(is_one, "--repair on several machines: one launcher must see all ranks; give --repair off")
+    slices = settings.layout.get(SLICES, 1)
+    few = f"--spares {own.spares} with --tp {slices}: slices are replaced together; give {slices} or more"
+    require(own.spares == 0 or own.spares >= slices, few)
     is_repaired = own.spares == 0 or settings.can_repair
     require(is_repaired, f"--spares {own.spares}: a spare needs a run that goes on when a rank dies; add --repair")
     out = settings.out

@@ -24,11 +24,14 @@ MOST_DESCRIPTORS = 65536  # checked one by one; the limit may be a thousand mill
 
 
 def within(
-    seconds: float, call: Callable[[], ResultT], meanwhile: Callable[[], object] = lambda: None
+    seconds: float,
+    call: Callable[[], ResultT],
+    meanwhile: Callable[[], object] = lambda: None,
+    every: float = SECONDS_OF_A_CALL,
 ) -> ResultT | None:
     """Return `call()`, or raise its exception; None if it has not returned after `seconds` (its thread is abandoned).
 
-    `meanwhile` is called about every half second during the wait; an exception that it raises ends the wait.
+    `meanwhile` is called about once in `every` seconds during the wait; an exception that it raises ends the wait.
     """
     deadline = time.monotonic() + seconds
     answer: futures.Future[ResultT] = futures.Future()
@@ -40,7 +43,7 @@ def within(
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    while not futures.wait([answer], min(SECONDS_OF_A_CALL, deadline - time.monotonic())).done:
+    while not futures.wait([answer], min(every, deadline - time.monotonic())).done:
         if time.monotonic() >= deadline:
             return None
         meanwhile()

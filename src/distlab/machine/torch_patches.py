@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 
@@ -81,3 +82,12 @@ def group_of_one() -> Any:
 
     kind: Any = _distributed_c10d.FakeProcessGroup  # torch's annotations lack its options
     return kind._create_internal(0, 1, kind.Options())
+
+
+def number_groups_from_zero() -> None:
+    """Make the next process group the first one again, as `destroy_process_group` does.
+
+    The ranks of a group meet at keys of the store that contain its number. After an `init_process_group` that has
+    failed, nothing can be destroyed, and this rank would look for the others at other keys than they.
+    """
+    dist.distributed_c10d._world.group_count = 0

@@ -66,7 +66,7 @@ class Pipeline:
         pipelines: int = 1,
         dtype: torch.dtype | None = None,
     ) -> None:
-        context, workers = context_of(), grid.axis("pp") if pipelines == 1 else grid.axis(*grid.layout)
+        context, workers = context_of(), grid.axis("pp") if pipelines == 1 else grid.axis("dp", "pp")
         self._pipelines = pipelines
         self._recorder, self._worker, self._workers = context.recorder, workers.rank, workers.size
         self.width, self._cores, self._costs, self._run_on = width, cores, costs, run_on
@@ -156,6 +156,7 @@ class Pipeline:
 
     def _use(self, programs: Programs, plan: Plan) -> None:
         self._plan, self.program, self._recorder.programs = plan, programs[self._worker], programs
+        self._recorder.pipelines = self._pipelines
         self._micro_batches = 1 + max(action.micro_batch for action in itertools.chain.from_iterable(programs))
         self._threads = threads_by_plan(programs, self._cores, self._costs, self._pipelines) if self._cores else {}
         self.links.close()

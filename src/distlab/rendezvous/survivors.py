@@ -1,6 +1,6 @@
 """The deaths of ranks: the launcher notices them and says so in the store; the other ranks agree on how to go on.
 
-With `--spares`, the launcher starts a newcomer in the place of a dead rank. As soon as that is ready to train, the
+With `--spares`, the launcher gives a newcomer the place of a dead rank. As soon as that is ready to train, the
 launcher's next news count it among the ranks. It has no state yet, so its position is `NOWHERE`.
 
 Only the launcher decides who is dead. Its news are numbered: each number is an epoch, in which the ranks that are left
@@ -8,15 +8,21 @@ make their process groups under a prefix of their own, so that nothing of an ear
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from distlab.comm.waits import TrafficError
+from distlab.machine.processes import NEWCOMER
+from distlab.machine.supervision import name_process
 from distlab.rendezvous.store import SharedStore
 
-NEWS, READY = "repair/news", "repair/ready"
+NEWS, READY, PLACE = "repair/news", "repair/ready", "repair/place"
 TAKE, EVALUATE, SAVE, MEET = range(4)  # phases of a step; the last one only after the last step
 FINISHED = "has finished"  # why a rank has ended that did not fail
 SECONDS_BETWEEN_LOOKS = 0.01
@@ -29,14 +35,18 @@ class News:
 
     epoch: int  # number of such news in this run, from 1
     alive: tuple[int, ...]  # their numbers in the layout; those that have been here longer come first
-    newcomers: tuple[int, ...]  # numbers of all newcomers that have ever been counted among them
+    newcomers: dict[str, int]  # of the ranks whose place a newcomer has taken: its number
     gone: dict[str, str]  # why the others have ended, by their numbers: "was terminated by SIGKILL"
     timestamp: float  # when the launcher noticed it, in seconds since the epoch of `time.time`
 
     @classmethod
     def from_json(cls, text: str) -> "News":
         fields = json.loads(text)
-        return cls(**{**fields, "alive": tuple(fields["alive"]), "newcomers": tuple(fields["newcomers"])})
+        return cls(**{**fields, "alive": tuple(fields["alive"])})
+
+    def processes(self) -> dict[int, int]:
+        """Return the ranks that are left, each with the number of the newcomer that it is, or 0."""
+        return {rank: self.newcomers.get(str(rank), 0) for rank in self.alive}
 
 
 class Position(NamedTuple):
@@ -62,7 +72,7 @@ class Arbiter:
 
     def __init__(self, store: SharedStore) -> None:
         self._store, self._epoch, self._gone = store, 0, dict[str, str]()
-        self._alive, self._newcomers = list[int](), list[int]()
+        self._alive, self._newcomers = list[int](), dict[str, int]()
 
     def are_ready(self, ranks: Collection[int]) -> bool:
         """Return whether all these ranks have begun to train, so that they can repair the run."""
@@ -72,15 +82,32 @@ class Arbiter:
         """Return whether a newcomer is ready to train."""
         return self._store.has(f"{READY}/newcomer{newcomer}")
 
-    def tell(self, alive: Collection[int], gone: Mapping[int, str], newcomers: Collection[int] = ()) -> None:
-        """Tell the ranks that are left, or new, who else ended, and why; `newcomers` have just been counted."""
+    def give_place(self, newcomer: int, environment: Mapping[str, str]) -> None:
+        """Give a newcomer the place of a dead rank, as its environment variables."""
+        self._store.set(f"{PLACE}/{newcomer}", json.dumps(environment))
+
+    def tell(self, alive: Collection[int], gone: Mapping[int, str], newcomers: Mapping[int, int] | None = None) -> None:
+        """Tell the ranks that are left, or new, who else ended, and why.
+
+        `newcomers` have just been counted: their ranks, by their numbers.
+        """
         self._epoch += 1
         self._gone |= {str(rank): why for rank, why in gone.items()}
-        self._newcomers += newcomers
+        self._newcomers |= {str(rank): number for number, rank in (newcomers or {}).items()}
         old = [rank for rank in self._alive if rank in alive and rank not in gone]
         self._alive = old + sorted(rank for rank in alive if rank not in old)
-        news = News(self._epoch, tuple(self._alive), tuple(self._newcomers), self._gone, time.time())
+        news = News(self._epoch, tuple(self._alive), self._newcomers, self._gone, time.time())
         self._store.set(NEWS, json.dumps(asdict(news)))
+
+
+def await_place(store: dist.Store) -> None:
+    """As a spare, wait until a rank has died; then take its environment variables and its name."""
+    number = os.environ[NEWCOMER]
+    name_process(f"spare {number}")
+    key = f"{PLACE}/{number}"
+    store.wait([key], timedelta(days=1000))
+    os.environ.update(json.loads(store.get(key)))
+    name_process(f"rank {os.environ['RANK']}")
 
 
 class Survivor:
@@ -103,7 +130,11 @@ class Survivor:
     def await_news(self, error: Exception) -> News:
         """Return the launcher's next news; raise `error`, the reason to ask, if there are none or this rank is out."""
         deadline = time.monotonic() + SECONDS_FOR_NEWS
-        while (news := self._read()) is None or news.epoch <= self.epoch or self._newcomer not in (0, *news.newcomers):
+        while (
+            (news := self._read()) is None
+            or news.epoch <= self.epoch
+            or self._newcomer not in (0, *news.newcomers.values())
+        ):
             if time.monotonic() > deadline:
                 raise error
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -140,6 +171,15 @@ class Survivor:
         return None if text is None else News.from_json(text)
 
 
-def describe_gone(news: News, before: Collection[int], describe: Callable[[int], str]) -> str:
-    """Return in words which of the ranks that were there before have ended, and why."""
-    return "; ".join(f"{describe(rank)} {news.gone[str(rank)]}" for rank in sorted(set(before) - set(news.alive)))
+def describe_change(news: News, before: Mapping[int, int], describe: Callable[[int], str]) -> str:
+    """Return in words which of the ranks that were there `before` have ended, and why, and which are back."""
+    now = news.processes()
+    ended = [f"{describe(rank)} {news.gone[str(rank)]}" for rank in ended_since(news, before)]
+    back = [f"{describe(rank)} is back" for rank, process in sorted(now.items()) if before.get(rank) != process]
+    return "; ".join([*ended, *back])
+
+
+def ended_since(news: News, before: Mapping[int, int]) -> list[int]:
+    """Return the ranks whose processes were there `before`, as `News.processes` returns them, and have ended."""
+    now = news.processes()
+    return [rank for rank, process in sorted(before.items()) if now.get(rank) != process]

@@ -5,6 +5,7 @@ that the figure is also legible in a dark theme. The palette is by Okabe and Ito
 color-blind readers can distinguish its colors.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ WIDTH = 8.3  # inches; at 100 pixels per inch the 830 pixels of a README on GitH
 DPI = 200  # two pixels of the file for each of the page, for high-density screens
 SMALL, TEXT, TITLE = 9, 10, 11  # points; at 100 pixels per inch 12.5, 14 and 15 pixels
 
+LETTERS_OF_A_LEGEND = 120  # in one line
 Place = tuple[float, float]
 
 SETTINGS: dict[str, Any] = {
@@ -91,8 +93,10 @@ def plain(name: str) -> str:
 
 def legend(figure: Any, entries: Mapping[str, Any]) -> None:
     """Draw a legend above all axes, from names to drawn objects."""
-    place = "outside upper center"
-    figure.legend(entries.values(), map(plain, entries), loc=place, ncols=min(len(entries), 7), columnspacing=1.5)
+    place, most = "outside upper center", 7
+    if sum(len(name) + 5 for name in entries) > LETTERS_OF_A_LEGEND:  # with the swatches
+        most = math.ceil(len(entries) / 2)
+    figure.legend(entries.values(), map(plain, entries), loc=place, ncols=min(len(entries), most), columnspacing=1.5)
 
 
 def units(unit: str) -> Any:

@@ -2,18 +2,24 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.comm.recorder import COMPUTE, PART, WAIT, Event
+from distlab.axes.layout import REPLICAS, coordinate, layout_size
+from distlab.comm.recorder import COMPUTE, DEATH, PART, REPAIR, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, stages_of
 from distlab.pipeline.plan import Plan
 from distlab.reports import style
 from distlab.reports.trace import Trace
 from simplellm.errors import require
 
-COLORS = {"compute": style.SKY, "ring step": style.PURPLE, "wait": style.PALE}  # in addition to the colors of actions
+COLORS = {  # in addition to the colors of actions
+    "compute": style.SKY,
+    "ring step": style.PURPLE,
+    "wait": style.PALE,
+    "repair": style.VERMILLION,
+}
 ROW_INCHES, PLANNED_ROW_INCHES = 0.6, 0.17
 EDGE: dict[str, Any] = {"edgecolor": style.BACKGROUND, "linewidth": 0.5}
 WHOLE, PLANNED, MEASURED = (0.08, 0.92), (0.05, 0.35), (0.39, 0.95)  # edges of bars, as fractions of the row's height
@@ -38,6 +44,7 @@ class Panel:
     rows: list[str]
     bars: list[Bar]
     unit: str
+    deaths: list[tuple[int, float]] = field(default_factory=list)  # rows, and times on the panel's axis
 
 
 def planned_panel(title: str, plan: Plan, unit: str = "ticks") -> Panel:
@@ -56,12 +63,49 @@ def measured_panel(title: str, trace: Trace) -> Panel:
     for row, events in enumerate(by_rank):
         for event in events:
             label = "wait" if event.kind == WAIT else event.name.partition(",")[0]  # not ", backward"
+            label = _with_star(label, trace, row) if plan is not None and event.kind == COMPUTE else label
             bars.append(Bar(row, (event.start - origin) * 1e3, (event.end - origin) * 1e3, label, edges))
         if plan is not None:
-            spans = plan.spans[trace.worker(row)]
-            bars += [Bar(row, s.start * 1e3, s.end * 1e3, plan.labels[s.action], PLANNED) for s in spans]
+            for span in plan.spans[trace.worker(row)]:
+                label = _with_star(plan.labels[span.action], trace, row)
+                bars.append(Bar(row, span.start * 1e3, span.end * 1e3, label, PLANNED))
     rows = [trace.describe(rank).replace(" (", "\n(") for rank in range(len(trace.ranks))]
     return Panel(title, rows, bars, "ms")
+
+
+def repair_panel(trace: Trace, repair: Event) -> Panel:
+    """Return a repair, from the start of the interrupted step to the end of the repeated one, in milliseconds.
+
+    It has a row for each rank of the layout; the records of dead ones are lost. A star marks work of a dead rank.
+    """
+    steps = [event for event in trace.oldest.events if event.kind == STEP]
+    origin = max((step.start for step in steps if step.start < repair.start), default=repair.start)
+    until = min((step.end for step in steps if step.start >= repair.end), default=repair.end)
+    bars = list[Bar]()
+    for rank, recorded in enumerate(trace.ranks):
+        shown = [event for event in recorded.events if event.end > origin and event.start < until]
+        computing = STEP if trace.programs is None else COMPUTE
+        for kind, label in ((computing, "compute"), (WAIT, "wait"), (REPAIR, "repair")):
+            for event in shown:
+                if event.kind == kind:
+                    own = _with_star(event.name, trace, rank) if kind == COMPUTE else label
+                    start, end = (1e3 * (min(until, max(origin, at)) - origin) for at in (event.start, event.end))
+                    bars.append(Bar(trace.alive[rank], start, end, own))
+    found = [(re.match(r"rank (\d+)", e.name), e.start) for e in trace.oldest.events if e.kind == DEATH]
+    deaths = [(int(match[1]), 1e3 * (at - origin)) for match, at in found if match and origin < at < until]
+    rows = [trace.describe_number(number).replace(" (", "\n(") for number in range(layout_size(trace.layout))]
+    return Panel("A repair: ranks that died (x), and the step that was taken again", rows, bars, "ms", deaths)
+
+
+def _with_star(label: str, trace: Trace, rank: int) -> str:
+    """Return a pass's label, with a star if its micro-batch is another pipeline's."""
+    if trace.pipelines == 1:
+        return label
+    assert trace.programs is not None
+    each = (1 + max(action.micro_batch for line in trace.programs for action in line)) // trace.pipelines
+    number = int(re.sub(r"\D", "", label))
+    own = coordinate(trace.layout, trace.alive[rank], REPLICAS)
+    return label + "*" * (number // each != own)
 
 
 def draw(png: Path, panels: Sequence[Panel]) -> None:
@@ -73,7 +117,9 @@ def draw(png: Path, panels: Sequence[Panel]) -> None:
         _draw_panel(axes, panel)
     drawn = {_kind(bar.label) for panel in panels for bar in panel.bars}
     kinds = [kind for kind in (*KINDS, *COLORS) if kind in drawn]
-    style.legend(figure, _explain(kinds))
+    has_stars = any(bar.label.endswith("*") for panel in panels for bar in panel.bars)
+    stars = {"*: work of a dead rank": style.swatch(action_color("F0*"))} if has_stars else {}
+    style.legend(figure, _explain(kinds) | stars)
     style.save(figure, png)
 
 
@@ -120,7 +166,8 @@ def draw_schedules(png: Path, traces: Sequence[tuple[str, Trace]]) -> None:
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
     start, end = min(0.0, *(bar.start for bar in panel.bars)), max(bar.end for bar in panel.bars)
-    names: dict[float, str] = {}  # by height, the label of the y axis
+    # By height, the label of the y axis; a dead rank has no bars.
+    names = {row + sum(WHOLE) / 2: panel.rows[row] for row, _ in panel.deaths}
     for bar in panel.bars:
         (low, high), width = bar.edges, bar.end - bar.start
         middle = bar.row + (low + high) / 2
@@ -129,6 +176,8 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.barh(middle, width, high - low, bar.start, color=_color(bar.label), edgecolor=edge)
         if bar.label not in COLORS and width > 0.014 * (end - start) * len(bar.label):
             axes.text(bar.start + width / 2, middle, bar.label, size=style.SMALL, ha="center", va="center_baseline")
+    for row, at in panel.deaths:
+        axes.plot(at, row + 0.5, "x", color=COLORS["repair"], markersize=9, markeredgewidth=2.5, clip_on=False)
     axes.set(title=panel.title, xlabel=panel.unit, xlim=(start, end), ylim=(len(panel.rows), 0))
     axes.set_yticks([*names], names.values())
     axes.tick_params(axis="y", length=0)

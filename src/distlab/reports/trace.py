@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distlab.axes.layout import EXPERTS, REPLICAS, Layout, coordinate, describe_rank, ranks_along
-from distlab.comm.recorder import COMPUTE, MESSAGE, PART, RING_STEP, SEND, STEP, WAIT, Event
+from distlab.axes.layout import EXPERTS, REPLICAS, STAGES, Layout, coordinate, describe_rank, ranks_along
+from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, PART, REPAIR, RING_STEP, SEND, STEP, WAIT, Event
 from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from simplellm.errors import InputError
@@ -52,12 +52,42 @@ class Trace:
     layout: Layout
     programs: Programs | None = None  # the pipeline's schedule
     run_on: bool = False  # no rank waited at the end of a step
+    pipelines: int = 1  # that follow these programs together, as with `--repair`
+    alive: Sequence[int] = ()  # numbers in the layout of the ranks that have records; by default all
+
+    def __post_init__(self) -> None:
+        self.alive = self.alive or range(len(self.ranks))
 
     def steps(self) -> list[list[Event]]:
-        """Return, by step, each rank's recorded event; the first step, which also sets up connections, is left out."""
-        by_rank = [[event for event in rank.events if event.kind == STEP] for rank in self.ranks]
+        """Return, by step, each rank's recorded event; the first step, which also sets up connections, is left out.
+
+        After repairs, the steps that count are those after the last one.
+        """
+        by_rank = []
+        for rank in self.ranks:
+            since = max((event.end for event in rank.events if event.kind == REPAIR), default=-math.inf)
+            by_rank.append([event for event in rank.events if event.kind == STEP and event.start >= since])
         steps = [list(step) for step in zip(*by_rank, strict=True)]
         return steps[1:] or steps
+
+    @property
+    def oldest(self) -> RankTrace:
+        """The records of the rank that has been there longest."""
+        return min(self.ranks, key=lambda rank: min(event.start for event in rank.events))
+
+    def repairs(self) -> list[Event]:
+        """Return the repairs after deaths, as the oldest rank has recorded them."""
+        events = self.oldest.events
+        deaths = [event.end for event in events if event.kind == DEATH]
+        return [e for e in events if e.kind == REPAIR and any(e.start - 1 <= death <= e.end for death in deaths)]
+
+    def workers(self) -> list[tuple[int, ...]]:
+        """Return the ranks that follow the programs together, of each pipeline or of several."""
+        if self.pipelines == 1:
+            return ranks_along(self.layout, [STAGES])
+        numbers = {rank: number for number, rank in enumerate(self.alive)}
+        groups = ranks_along(self.layout, [REPLICAS, STAGES])
+        return [tuple(numbers[rank] for rank in ranks if rank in numbers) for ranks in groups]
 
     def typical_step(self) -> list[Event]:
         """Return the step of median length."""
@@ -66,11 +96,26 @@ class Trace:
 
     def describe(self, rank: int) -> str:
         """Return the name of a rank: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""
-        return describe_rank(self.layout, rank, [stages_of(program) for program in self.programs or ()])
+        return self.describe_number(self.alive[rank])
+
+    def describe_number(self, number: int) -> str:
+        """Return the name of the rank with a number in the layout."""
+        return describe_rank(self.layout, number, self.stages())
+
+    def stages(self) -> list[list[int]]:
+        """Return the stages of each worker of a pipeline; [] without a pipeline."""
+        if self.programs is None:
+            return []
+        held = {coordinate(self.layout, self.alive[r], STAGES): self.programs[self.worker(r)] for r in self._ranks}
+        return [stages_of(held[worker]) for worker in sorted(held)]
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self.ranks))
 
     def worker(self, rank: int) -> int:
-        """Return the number of a rank in its pipeline."""
-        return coordinate(self.layout, rank, "pp")
+        """Return the number of a rank in its pipeline, or among those that follow the programs together."""
+        return next(ranks.index(rank) for ranks in self.workers() if rank in ranks)
 
     def costs(self) -> ActionCosts:
         """Return the mean time of each kind of action on each stage."""
@@ -88,17 +133,19 @@ class Trace:
 
         With several `steps`, no worker waits at the end of a step.
         """
-        return simulate(in_a_row(self.programs, steps), self.costs()) if self.programs is not None else None
+        if self.programs is None:
+            return None
+        return simulate(in_a_row(self.programs, steps), self.costs(), holders=self.pipelines)
 
     def busy(self, rank: int, steps: Sequence[Sequence[Event]] | None = None) -> tuple[float, float]:
         """Return the fractions of time that a rank computes, and that it waits for others, in `steps` (default: all).
 
-        In a pipeline, a step lasts from the first to the last pass of the rank's replica.
+        In a pipeline, a step lasts from the first to the last pass of the ranks that follow the programs together.
         """
         computed = waited = total = 0.0
         until = -math.inf
-        replica = [rank]
-        if self.programs is not None:
+        replica = [rank] if self.programs is None else [*self._ranks]
+        if self.programs is not None and self.pipelines == 1:
             others = [axis for axis in self.layout if axis not in (REPLICAS, EXPERTS)]
             replica = next([*ranks] for ranks in ranks_along(self.layout, others) if rank in ranks)
         for step in steps or self.steps():
@@ -135,8 +182,15 @@ class Trace:
             yield f"{self.describe(rank)}: busy {busy:.0%}, waiting {waiting:.0%}{theory}"
 
 
-def merge(recorded: Sequence[dict[str, Any]], layout: Layout, programs: Programs | None, run_on: bool = False) -> Trace:
-    """Build a trace from the records of all ranks, as `Recorder.as_json` returns them."""
+def merge(
+    recorded: Sequence[dict[str, Any]],
+    layout: Layout,
+    programs: Programs | None,
+    run_on: bool = False,
+    pipelines: int = 1,
+    alive: Sequence[int] = (),
+) -> Trace:
+    """Build a trace from the records of all ranks, as `Recorder.as_json` returns them; the rest is as in `Trace`."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = []
     for rank in recorded:
@@ -144,7 +198,7 @@ def merge(recorded: Sequence[dict[str, Any]], layout: Layout, programs: Programs
             Event(kind, name, start - origin, end - origin, flow) for kind, name, start, end, flow in rank["events"]
         ]
         ranks.append(RankTrace(events, [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]]))
-    return Trace(ranks, layout, programs, run_on)
+    return Trace(ranks, layout, programs, run_on, pipelines, alive)
 
 
 def write_chrome(trace: Trace, path: Path) -> None:
@@ -168,6 +222,7 @@ def write_chrome(trace: Trace, path: Path) -> None:
     events += _arrows(trace)
     programs: Any = trace.programs and [[(a.letter, a.stage, a.micro_batch) for a in line] for line in trace.programs]
     about = {"layout": trace.layout, "ranks": len(trace.ranks), "programs": programs, "run_on": trace.run_on}
+    about |= {"pipelines": trace.pipelines, "alive": [*trace.alive]}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}) + "\n")
 
 
@@ -205,7 +260,8 @@ def read_chrome(path: Path) -> Trace:
         lines = about["programs"]
         programs = lines and [_program(line, worker) for worker, line in enumerate(lines)]
         layout = about["layout"] if "layout" in about else _layout_of_older(about)
-        trace = Trace(ranks, layout, programs, about.get("run_on", False))
+        run_on, pipelines, alive = (about.get(name) for name in ("run_on", "pipelines", "alive"))
+        trace = Trace(ranks, layout, programs, bool(run_on), pipelines or 1, alive or ())
         trace.typical_step()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: this is not the trace of a run; --trace records one") from error

@@ -55,6 +55,7 @@ class HandedOver:
             text = torch.empty(int(length), dtype=torch.uint8)
             dist.recv(text, source)
             record: dict[str, Any] = json.loads(text.numpy().tobytes())
+            self._optimizer.state.clear()  # of an earlier attempt
             for parameter, kinds in zip(self._parameters(), record["optimizer"], strict=True):
                 for key, (shape, dtype) in kinds.items():
                     kept = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))

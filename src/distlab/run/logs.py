@@ -34,17 +34,19 @@ class RunLog:
         self,
         out: Path,
         context: Context,
+        rank: int | None = None,
         writes: bool | None = None,
         *,
         tensorboard: bool = False,
         status: StatusLine | None = None,
     ) -> None:
-        self._out, self._rank, self._device = out, context.rank, context.device
+        self._rank = context.rank if rank is None else rank  # a spare is alone in its first process group
+        self._out, self._device = out, context.device
         self._ledger, self._waited, self._status = context.ledger, context.waited_so_far, status or StatusLine(None)
         # A missing TensorBoard is an error now; its file is opened in `begin`.
         self._new_tensorboard = tensorboard_writer() if tensorboard and self._rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
-        self._writes = context.rank == 0 if writes is None else writes
+        self._writes = self._rank == 0 if writes is None else writes
         self._metrics: TextIO | None = None
         self._recent: deque[dict[str, Any]] = deque(maxlen=2)  # the last records
         self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far

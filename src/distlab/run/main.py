@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distlab.machine.processes import end_with_parent, leave, require_open_files, started_by_torchrun
+from distlab.machine.processes import NEWCOMER, end_with_parent, leave, require_open_files, started_by_torchrun
 from distlab.machine.torch_patches import silence_torch_warnings
 from distlab.run.run import Run
 from distlab.run.starting import identity
@@ -51,6 +51,10 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
             if more is None or not (script.parent / more).exists():
                 raise refusal from None
             become(script.parent / more, None if isinstance(refusal, FlagError) else refusal)
+        if NEWCOMER in os.environ:
+            from distlab.run.joining import await_place
+
+            await_place(settings)
         rank, _ = identity(settings)
         run = TrainingRun(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
         with run:

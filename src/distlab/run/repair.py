@@ -18,7 +18,7 @@ those that hold the same weights; it has no code.)
 import os
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,10 @@ import torch.distributed as dist
 from distlab.axes.layout import REPLICAS, ranks_along
 from distlab.comm.context import context_of
 from distlab.comm.names import CONTROL, named
+from distlab.comm.recorder import REPAIR
 from distlab.comm.waits import TrafficError, is_lost_peer, list_ranks
 from distlab.machine.processes import NEWCOMER, leave
+from distlab.machine.torch_patches import number_groups_from_zero
 from distlab.rendezvous.ranks import ranks_store
 from distlab.rendezvous.survivors import (
     FINISHED,
@@ -41,7 +43,8 @@ from distlab.rendezvous.survivors import (
     NewsError,
     Position,
     Survivor,
-    describe_gone,
+    describe_change,
+    ended_since,
 )
 from distlab.run.handing_over import ChangedError, HandedOver
 from distlab.run.starting import Joined
@@ -77,6 +80,7 @@ class Repair:
         self._newcomer = int(os.environ.get(NEWCOMER, "0"))
         self.survivor = Survivor(ranks_store(timeout_seconds, store=joined.store), self._rank, self._newcomer)
         self.alive = tuple(range(joined.grid.size))  # numbers in the layout of the ranks that are left
+        self._processes = dict.fromkeys(self.alive, 0)  # as `News.processes` returns them
         self.position = NOWHERE if self._newcomer else Position(first_step, TAKE)  # of this rank
         self.done: Repaired | None = None
 
@@ -97,10 +101,12 @@ class Repair:
         """Repair the run after a failed wait; raise `error` if no rank has died."""
         if not is_death(error):
             raise error
+        recorder, started = self._joined.context.recorder, time.perf_counter()
         while True:
             self._joined.context.abandon()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            number_groups_from_zero()
             news = self.survivor.await_news(error)
             try:
                 positions = self.survivor.agree(news, self.position, self._timeout_seconds)
@@ -121,8 +127,12 @@ class Repair:
             except Exception as lost:
                 if not is_death(lost):
                     raise
-        before, self.alive, self.position = self.alive, news.alive, position
+        before, self._processes = self._processes, news.processes()
+        self.alive, self.position = news.alive, position
         self.done = Repaired(position, self._sentence(news, before, position))
+        for rank in ended_since(news, before):
+            recorder.add_death(f"{self._joined.grid.describe(rank)} {news.gone[str(rank)]}", news.timestamp)
+        recorder.add(REPAIR, self.done.sentence, started)
 
     def compare(self) -> None:
         """Compare this rank's state with that of the ranks with the same weights; all ranks call it together.
@@ -181,11 +191,9 @@ class Repair:
         )
         joined.context = context_of()
 
-    def _sentence(self, news: News, before: Collection[int], position: Position) -> str:
+    def _sentence(self, news: News, before: Mapping[int, int], position: Position) -> str:
         seconds, who = time.time() - news.timestamp, list_ranks(sorted(news.alive))
-        ended = describe_gone(news, before, self._joined.grid.describe)
-        new = [f"{self._joined.grid.describe(rank)} is back" for rank in sorted(set(news.alive) - set(before))]
-        what = "; ".join([ended] * bool(ended) + new)
+        what = describe_change(news, before, self._joined.grid.describe)
         go_on = f"{who} {'goes' if len(news.alive) == 1 else 'go'} on with step {position.step}"
         return f"{what}: {go_on}, {seconds:.2f} s after that was noticed"
 

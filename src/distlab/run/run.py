@@ -67,7 +67,8 @@ class Run(Generic[SettingsT]):
             self.joined = joined = (join_late if is_newcomer else join)(settings, script)
         else:
             self.joined = joined = start_alone(settings, script)
-        self.grid, self.device, self.context, self.decided = joined.grid, joined.device, joined.context, joined.decided
+        self.grid = joined.grid.copy() if settings.can_repair else joined.grid
+        self.device, self.context, self.decided = joined.device, joined.context, joined.decided
         self.out = Path(self.decided["out"])
         if isinstance(settings, ResumableSettings) and settings.has_checkpoints:
             from distlab.run.checkpointer import Checkpointer
@@ -78,7 +79,9 @@ class Run(Generic[SettingsT]):
         self._keep_files()
         has_tensorboard = getattr(settings, "tensorboard", False)
         status = self.terminal.status
-        self.records = RunLog(self.out, self.context, self.is_first, tensorboard=has_tensorboard, status=status)
+        self.records = RunLog(
+            self.out, self.context, self.rank, self.is_first, tensorboard=has_tensorboard, status=status
+        )
         # Set by `track`: the search for the cause of a non-finite loss, and the memory report.
         self.explain_not_finite: Callable[[int], str] | None = None
         self.memory: memory.MemoryReport | None = None
@@ -214,7 +217,8 @@ class Run(Generic[SettingsT]):
 
     def _take_over(self, alive: tuple[int, ...]) -> None:
         """After a repair, become the rank that prints and writes, if that one has died."""
-        self.context, self.grid = self.joined.context, self.joined.grid.among(alive)
+        self.context = self.joined.context
+        self.grid.keep(alive)
         if not self.is_first and self.rank == alive[0]:
             self.is_first = self.has_terminal = True
             self.terminal.speak_for_all()
@@ -281,10 +285,11 @@ class Run(Generic[SettingsT]):
         if traces:
             from distlab.run.tracing import keep_trace
 
-            keep_trace(traces, self.out, self.grid, self.recorder.programs, bool(self.running_on))
+            keep_trace(traces, self.out, self.grid, self.recorder, bool(self.running_on))
         if held and self.is_first:
-            memory.keep(self.out / "memory.json", held)
-            for line in memory.as_table(held, self.repair.alive if self.repair else None):
+            alive, by_rank = zip(*sorted(zip(self.grid.alive, held, strict=True)), strict=True)
+            memory.keep(self.out / "memory.json", by_rank)
+            for line in memory.as_table(by_rank, alive):
                 say(line)
         if self.is_first:
             self._keep_ledger()

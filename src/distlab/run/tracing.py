@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distlab.axes.grid import Grid
 from distlab.comm.context import Context
 from distlab.comm.names import named
-from distlab.comm.recorder import STEP
+from distlab.comm.recorder import STEP, Recorder
 from distlab.run.terminal import say
 
 
@@ -34,22 +34,29 @@ def gather_traces(context: Context) -> list[dict[str, Any]]:
     return [json.loads(trace.numpy().tobytes()) for trace in traces]
 
 
-def keep_trace(recorded: list[dict[str, Any]], out: Path, grid: Grid, programs: Any, runs_on: bool) -> None:
+def keep_trace(recorded: list[dict[str, Any]], out: Path, grid: Grid, recorder: Recorder, runs_on: bool) -> None:
     """Write and draw the events of all ranks, and print a summary of them."""
-    from distlab.reports.timeline import draw, measured_panel
+    from distlab.reports.timeline import draw, measured_panel, repair_panel
     from distlab.reports.trace import merge, write_chrome
 
     if not any(event[0] == STEP for trace in recorded for event in trace["events"]):
         say("--trace recorded nothing: this run took no steps")
         return
-    trace = merge(recorded, grid.layout, programs, runs_on)
+    order = sorted(range(len(recorded)), key=grid.alive.__getitem__)  # a spare's number is not its rank's
+    recorded, alive = [recorded[number] for number in order], sorted(grid.alive)
+    trace = merge(recorded, grid.layout, recorder.programs, runs_on, recorder.pipelines, alive)
+    if not trace.steps():
+        say("--trace: no step came after the last repair, so nothing is drawn")
+        return
     write_chrome(trace, out / "trace.json")
     for line in trace.report():
         say(line)
-    title = "A step as measured" if trace.programs is None else "A step as measured, under the plan"
+    title = "A step as measured" + " after the last repair" * bool(trace.repairs())
+    title += "" if trace.programs is None else ", under the plan"
     say(f"{out / 'trace.json'}: all events; chrome://tracing and https://ui.perfetto.dev open it")
     if find_spec("matplotlib") is None:
         say("timeline.png was not drawn, which needs matplotlib: pip install matplotlib")
         return
-    draw(out / "timeline.png", [measured_panel(title, trace)])
-    say(f"{out / 'timeline.png'}: a step of median length, drawn")
+    repairs = [repair_panel(trace, trace.repairs()[0])] if trace.repairs() else []
+    draw(out / "timeline.png", [*repairs, measured_panel(title, trace)])
+    say(f"{out / 'timeline.png'}: {'the first repair, and ' * bool(repairs)}a step of median length, drawn")

@@ -183,8 +183,8 @@ class RepairFlag(TrainSettings):
             on_cpu = self.device != "cuda" and self.backend != "nccl"
             require(on_cpu, f"{given}: connections over NCCL cannot be left; use --device cpu")
             self.device = "cpu"
-            for flag in ("trace", "tensorboard"):
-                require(not getattr(self, flag), f"{given} with --{flag}: the records of a dead rank would be missing")
+            events = f"{given} with --tensorboard: the events of a dead rank would be missing; leave --tensorboard out"
+            require(not self.tensorboard, events)
 
 
 @dataclass

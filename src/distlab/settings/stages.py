@@ -288,7 +288,6 @@ class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
         given = f"--repair {self.repair}"
         alone = f"{given} with --dp {self.dp}: a single pipeline has no other that holds its stages"
         require(self.dp > 1, f"{alone}; give --dp 2 or more")
-        require(self.tp == 1, f"{given} with --tp {self.tp}: no rank could do the work of a slice; give --tp 1")
         whole = f"{given} with --recompute all: guests would not be computed again; give --recompute blocks"
         require(self.recompute != "all", whole)
         validated = f"{given} with --eval-every: no pipeline may be whole after a death; leave --eval-every out"

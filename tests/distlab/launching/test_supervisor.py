@@ -13,7 +13,8 @@ import pytest
 from support.processes import wait_for
 
 from distlab.launching.nodes import NodeRendezvous
-from distlab.launching.supervisor import RankFailure, TerminatedError, raise_signal, supervise
+from distlab.launching.processes import RankFailure
+from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
 
 
 class Rounds:

@@ -11,7 +11,7 @@ from distlab.comm.recorder import Ledger
 from distlab.comm.wait_graph import find_cycle
 from distlab.comm.waits import TrafficError, Wait, Waits, list_ranks
 from distlab.launching.local_ranks import root_cause
-from distlab.launching.supervisor import RankFailure
+from distlab.launching.processes import RankFailure
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
 from distlab.run.failure import out_of_memory, refused_by_gpu
 from distlab.run.not_finite import find_cause

@@ -1,0 +1,162 @@
+"""The processes of this machine's ranks, and the spares that may take their places."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distlab.launching.forks import ForkedScript
+from distlab.machine.processes import NEWCOMER
+from distlab.machine.supervision import is_stopped
+from simplellm.errors import TOO_MANY_PROCESSES, InputError
+
+SECONDS_STOPPED = 1.0  # after which a stopped rank is killed, if the others can go on without it
+SECONDS_TO_END = 4.0  # after SIGTERM, when a rank has failed; a stopped process does not react to it
+
+Process = ForkedScript | subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The failure of a rank."""
+
+    status: int  # exit status; negative for the signal that terminated its process
+    record: Mapping[str, Any]  # written by `distlab.run.failure`; {} if the process did not get to it
+    timestamp: int  # seconds since the epoch: of the record, or when the exit of the process was noticed
+
+    @property
+    def cause(self) -> str:
+        """Return it in words that follow the name of the rank."""
+        if self.status < 0:
+            return f"was terminated by {signal.Signals(-self.status).name}"
+        if not self.record:
+            return f"failed with exit status {self.status}"
+        message = str(self.record["message"])
+        return f"failed: {message.partition(' failed: ')[2] or message}"
+
+    @property
+    def cannot_be_repaired(self) -> bool:
+        """True if the other ranks would fail as well, or the ranks have found out that they wait for each other."""
+        return any(self.record.get(name) for name in ("recurs_on_restart", "is_diagnosed"))
+
+    @property
+    def is_own(self) -> bool:
+        """True if the rank has failed by itself: no signal has ended it, and it has not lost another rank."""
+        return self.status > 0 and not self.record.get("lost_a_peer")
+
+    @classmethod
+    def of(cls, status: int, file: Path) -> "RankFailure":
+        record: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the process was killed while writing
+            record = json.loads(file.read_text())
+        return cls(status, record, int(record.get("timestamp", time.time())))
+
+
+class Ranks:
+    """The processes of one start of this machine's ranks.
+
+    Args:
+        script: its path and its arguments.
+        errors: a folder to be made, for the record of each rank.
+        forks: whether ranks are forks of this process.
+    """
+
+    def __init__(self, script: Sequence[str], errors: Path, forks: bool) -> None:
+        self._script, self._errors, self._forks = script, errors, forks
+        self.processes: dict[int, Process] = {}  # running ones, by rank
+        self.failures: dict[int, RankFailure] = {}  # by rank, in the order in which they were found
+        self.ended: list[int] = []  # those that have exited, for whatever reason
+        self._spares: dict[int, Process] = {}  # those that are not counted among the ranks, by their numbers
+        self._stopped: dict[int, float] = {}  # since when
+
+    def start(self, environments: Sequence[Mapping[str, str]]) -> None:
+        self._errors.mkdir()
+        for own in environments:
+            self.processes[int(own["RANK"])] = self._start(self.environment_of(own), f"rank {own['RANK']}")
+
+    def environment_of(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of a rank, with the file for the record of its failure."""
+        return {**own, "TORCHELASTIC_ERROR_FILE": str(self._errors / own["RANK"])}
+
+    def start_spare(self, number: int, of_others: Mapping[str, str]) -> None:
+        """Start a process that will be told which rank's place it takes."""
+        file = str(self._errors / f"spare{number}")
+        own = {**of_others, "RANK": "-1", NEWCOMER: str(number), "TORCHELASTIC_ERROR_FILE": file}
+        self._spares[number] = self._start(own, f"spare {number}")
+
+    def exited_spares(self) -> dict[int, int]:
+        """Return the spares that have exited since the last call, with their statuses."""
+        found = {number: process.poll() for number, process in self._spares.items()}
+        exited = {number: status for number, status in found.items() if status is not None}
+        for number in exited:
+            del self._spares[number]
+        return exited
+
+    def count_spare(self, number: int, rank: int) -> None:
+        """Count a spare among the ranks from now on."""
+        (self._errors / str(rank)).unlink(missing_ok=True)  # of the rank before it
+        self.processes[rank] = self._spares.pop(number)
+
+    def _start(self, own: Mapping[str, str], who: str) -> Process:
+        environment = {**os.environ, **own}
+        try:
+            if self._forks:
+                return ForkedScript(self._script, environment)
+            return subprocess.Popen([sys.executable, "-u", *self._script], env=environment, start_new_session=True)
+        except BlockingIOError:
+            raise InputError(f"{who} cannot be started: {TOO_MANY_PROCESSES}") from None
+
+    def look(self) -> None:
+        """Collect the ranks that have exited."""
+        for rank, process in list(self.processes.items()):
+            status = process.poll()
+            if status is not None:
+                del self.processes[rank]
+                self.ended.append(rank)
+            if status:
+                self.failures[rank] = RankFailure.of(status, self._errors / str(rank))
+
+    def kill(self, rank: int) -> None:
+        """End a rank that cannot go on; this is not a failure."""
+        process = self.processes.pop(rank)
+        _send(signal.SIGKILL, process)
+        process.wait()
+
+    def kill_stopped(self) -> None:
+        """Kill the ranks that have been stopped for some time: the others wait for them."""
+        now = time.monotonic()
+        stopped = {rank for rank, process in self.processes.items() if is_stopped(process.pid)}
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
+        for rank, since in self._stopped.items():
+            if now > since + SECONDS_STOPPED:
+                _send(signal.SIGKILL, self.processes[rank])
+
+    def end(self, sent: signal.Signals) -> None:
+        """Send a signal to the running ranks, and some seconds later SIGKILL to the ones that have not reacted."""
+        running = [*self.processes.values(), *self._spares.values()]
+        try:
+            for process in running:
+                _send(sent, process)
+            deadline = time.monotonic() + SECONDS_TO_END
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0, deadline - time.monotonic()))
+        finally:  # also if a second signal interrupts this
+            for process in running:
+                _send(signal.SIGKILL, process)
+                process.wait()
+            self.look()
+
+
+def _send(sent: signal.Signals, process: Process) -> None:
+    """Send a signal to a rank that has not exited, and to the processes that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it is exiting
+        if process.poll() is None:
+            os.killpg(process.pid, sent)
