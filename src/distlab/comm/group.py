@@ -113,7 +113,7 @@ class LabGroup(ContextGroup):
         if check is None or size == 1:
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
         before, lock, has_left = open_sockets(), threading.Lock(), False
-        own_store = store.clone()
+        own_store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
         self._sockets = open_sockets() - before
 
         def connect() -> dist.ProcessGroupGloo:

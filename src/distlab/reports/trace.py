@@ -56,7 +56,7 @@ class Trace:
     alive: Sequence[int] = ()  # numbers in the layout of the ranks that have records; by default all
 
     def __post_init__(self) -> None:
-        self.alive = self.alive or range(len(self.ranks))
+        self.alive = tuple(self.alive or range(len(self.ranks)))
 
     def steps(self) -> list[list[Event]]:
         """Return, by step, each rank's recorded event; the first step, which also sets up connections, is left out.
