@@ -48,7 +48,7 @@ class RankFailure:
 
     @property
     def is_own(self) -> bool:
-        """True if the rank has failed by itself: no signal has ended it, and it has not lost another rank."""
+        """True if the rank has failed by itself: no signal ended it, and it has not lost another rank."""
         return self.status > 0 and not self.record.get("lost_a_peer")
 
     @classmethod
