@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.processes import LAB, Ended, run
+from support.terminals import fork_command, fork_launcher
 
 LAUNCH = LAB / "launch.sh"
 TINY = "--device cpu --data sample --dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --batch-size 1 --steps 2".split()
@@ -35,7 +37,7 @@ def can_unshare(*flags: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("entry", ["", ":", "::/nowhere", "/nowhere:"])
+@pytest.mark.parametrize("entry", ["", "::/nowhere:"])
 def test_no_module_of_the_current_folder_is_imported(entry: str, tmp_path: Path) -> None:
     """Such as a stranger's model folder; an empty entry of PYTHONPATH is the current folder, too."""
     for name in ("queue", "random", "copy", "numpy", "runpy", "re", "torch", "pip", "venv", "simplellm"):
@@ -46,7 +48,7 @@ def test_no_module_of_the_current_folder_is_imported(entry: str, tmp_path: Path)
     assert "preparing" not in ended.err, "the active environment has all that is needed"
 
 
-@pytest.mark.parametrize("called", ["lab/launch.sh", "./link.sh", "links/further.sh", "linked/launch.sh"])
+@pytest.mark.parametrize("called", ["lab/launch.sh", "links/further.sh", "linked/launch.sh"])
 def test_launch_sh_is_found_through_links_and_with_cdpath(called: str, tmp_path: Path) -> None:
     (tmp_path / "lab").symlink_to(LAB)
     (tmp_path / "linked").symlink_to("lab")
@@ -107,7 +109,13 @@ CLOSED, RUNS = (">&-", "2>&-", "<&- >&- 2>&-"), ([sys.executable, LAB / "primer/
 
 @pytest.mark.parametrize(
     ("command", "how"),
-    [*itertools.product(([LAUNCH], *RUNS), CLOSED), *itertools.product(RUNS, ["1</dev/null"])],
+    [
+        ([LAUNCH], CLOSED[-1]),
+        *itertools.product(RUNS, CLOSED[-1:]),
+        (RUNS[0], "2>&-"),
+        (TWO, ">&-"),
+        (TWO, "1</dev/null"),
+    ],
     ids=str,
 )
 def test_closed_streams_end_nothing(command: list[object], how: str, tmp_path: Path) -> None:
@@ -121,7 +129,7 @@ def test_closed_streams_end_nothing(command: list[object], how: str, tmp_path: P
         assert (out / "rank0.log").read_text().count("# logs and metrics") == 1
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "koi8-r"])
+@pytest.mark.parametrize("encoding", ["ascii", "koi8-r"])
 def test_a_character_that_the_output_lacks_is_escaped(encoding: str, tmp_path: Path) -> None:
     out = tmp_path / "Märchen “ж”"
     command = shown(*TWO, "--out", out, "--tell", "Ein Mär “ж”")
@@ -146,8 +154,8 @@ def test_without_proc_ranks_start_all_the_same(proc: str, tmp_path: Path) -> Non
     assert ended.status == 0, ended.err
 
 
-@pytest.mark.parametrize("descriptor", [300, 700, 4000])
-def test_an_inherited_file_above_the_limit_ends_no_rank(descriptor: int, tmp_path: Path) -> None:
+def test_an_inherited_file_above_the_limit_ends_no_rank(tmp_path: Path) -> None:
+    descriptor = 4000
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard <= descriptor:
         pytest.skip("so many files may not be open")
@@ -171,25 +179,21 @@ def test_an_inherited_file_above_the_limit_ends_no_rank(descriptor: int, tmp_pat
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "variable", ["OMP_PROC_BIND=true", "OMP_PLACES=cores", "GOMP_CPU_AFFINITY=0", "OMP_PROC_BIND=spread"]
-)
+@pytest.mark.parametrize("variable", ["OMP_PROC_BIND=true", "OMP_PLACES=cores", "GOMP_CPU_AFFINITY=0", ""])
 def test_ranks_are_not_bound_to_one_core(variable: str, tmp_path: Path) -> None:
     script = tmp_path / "cores.py"
     script.write_text("import os, torch\nprint(len(os.sched_getaffinity(0)))\n")
-    name, _, value = variable.partition("=")
+    name, _, value = (variable or "OMP_PROC_BIND=false").partition("=")
     bound: dict[str, Any] = {name: value}
     ended = run(LAUNCH, script, "--world-size", "2", cwd=tmp_path, **bound)
     assert ended.status == 0, ended.err
     assert ended.out.split() == [str(len(os.sched_getaffinity(0)))] * 2
-    assert variable in ended.err
-    free = run(LAUNCH, script, "--world-size", "2", cwd=tmp_path, OMP_PROC_BIND="false")
-    assert (free.status, free.err) == (0, "")
+    assert variable in ended.err if variable else ended.err == ""
 
 
 @pytest.mark.parametrize(
     ("limits", "told"),
-    [("-n 20", "ulimit -n"), ("-n 63", "ulimit -n"), ("-f 0", "TMPDIR"), ("-f 1", "File too large")],
+    [("-n 63", "ulimit -n"), ("-f 0", "TMPDIR"), ("-f 1", "File too large")],
 )
 def test_a_limit_that_is_too_low_is_named(limits: str, told: str, tmp_path: Path) -> None:
     ended = in_shell(f"ulimit {limits}; exec {shown(*TWO, '--out', tmp_path / 'out')}", tmp_path)
@@ -215,8 +219,8 @@ def test_loopback_that_is_down_is_told_at_once(command: list[object], tmp_path: 
 
 @pytest.mark.parametrize("columns", ["1", "4", "0", "-2"])
 @pytest.mark.parametrize("name", ["primer", "figures", "tokenizer"])
-def test_help_ends_in_the_narrowest_terminal(name: str, columns: str, tmp_path: Path) -> None:
-    ended = run(LAUNCH, name, "--help", cwd=tmp_path, COLUMNS=columns, deadline=30)
+def test_help_ends_in_the_narrowest_terminal(name: str, columns: str) -> None:
+    ended = fork_launcher(name, "--help", COLUMNS=columns).finish(30)
     assert ended.status == 0, ended.err
 
 
@@ -231,11 +235,11 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_a_run_is_resumed_from_within(tmp_path: Path) -> None:
-    assert run(*TWO, "--save-every", "2", "--out", tmp_path / "run", cwd=tmp_path).status == 0
+    assert fork_launcher(*TWO[1:], "--save-every", "2", "--out", tmp_path / "run").finish().status == 0
     checkpoints = tmp_path / "run/checkpoints"
-    more = [LAUNCH, "dp-ga", "--world-size", "2", "--device", "cpu", "--steps", "3", "--resume"]
+    more = [str(LAUNCH), *"dp-ga --world-size 2 --device cpu --steps 3 --resume".split()]
     for cwd, resume in ((checkpoints, "."), (checkpoints / "step-00000002", ".."), (tmp_path / "run", "./")):
-        ended = run(*more, resume, cwd=cwd)
+        ended = fork_command([*more, resume], partial(os.chdir, cwd)).finish()
         assert ended.status == 0, ended.err
         assert [line.split()[0] for line in ended.out.splitlines() if not line.startswith("#")] == [
             "2"
