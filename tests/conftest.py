@@ -14,7 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from support.chapters import OneProcess, train_alone
-from support.processes import leave_group, make_group_of_one
+from support.huge_pages import gather_in_huge_pages
+from support.processes import before_forks, leave_group, make_group_of_one
 
 from distlab.pipeline.schedules import SCHEDULES
 
@@ -93,6 +94,13 @@ def _threads_end() -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - before:
         thread.join(0.5 if thread.daemon else 5)  # some daemons never end, such as TensorBoard's
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forks_are_cheap() -> None:
+    """Again for each file of tests: a huge page that is written while a fork lives is split."""
+    before_forks()
+    gather_in_huge_pages()
 
 
 @pytest.fixture

@@ -53,11 +53,15 @@ def free_port() -> int:
 def before_forks() -> None:
     """Do once, for all ranks that will be forked, what each of them would do anew, in up to a second.
 
-    That is to import what ranks import as they run, and to parse the generator's stories.
+    That is to import what ranks import as they run, to read the lab's code, and to parse the generator's stories.
     """
     import torch._dynamo  # for DDP, and for a stage that is given gradients
     import torch.distributed.checkpoint  # noqa: F401
 
+    import distlab.run.main  # noqa: F401
+    from distlab.run.joining import PACKAGES, code_of_packages
+
+    code_of_packages(PACKAGES)
     parse(TrainSettings(), "", ["--data", "sample"])
 
 

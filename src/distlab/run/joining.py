@@ -1,6 +1,7 @@
 """How the ranks of a run meet: they compare their settings and code, and make the process group of all."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -109,11 +110,16 @@ def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]
             found[name] = asdict(Identity(str(path.absolute()), content_of(path)))
         except OSError as error:
             raise InputError(f"{name}: {path} cannot be read ({error.strerror})") from error
-    packages = {file.relative_to(root.parent).as_posix(): file for root in PACKAGES for file in root.rglob("*.py")}
     own = modules_beside(script)
-    found["the lab's code"] = asdict(Identity(str(LAB), code_of(packages)))
+    found["the lab's code"] = asdict(Identity(str(LAB), code_of_packages(PACKAGES)))
     found["the script, with the modules beside it"] = asdict(Identity(str(script.absolute()), code_of(own)))
     return found
+
+
+@functools.cache
+def code_of_packages(roots: tuple[Path, ...]) -> str:
+    """Return the SHA-256 of all modules of some packages, which this process and its forks read once."""
+    return code_of({file.relative_to(root.parent).as_posix(): file for root in roots for file in root.rglob("*.py")})
 
 
 def modules_beside(script: Path) -> dict[str, Path]:

@@ -127,6 +127,7 @@ def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
     importlib.import_module("model_of_mine")
 
     def digests(path: Path = script) -> tuple[str, ...]:
+        joining.code_of_packages.cache_clear()
         return tuple(each["sha256"] for each in identities(RunSettings(), path).values())
 
     seen = {digests()}
