@@ -49,7 +49,7 @@ def _(page):
 def _(lock, locked, page):
     spent = page["time"]
     question = ask(
-        f"{page['title']}. Which part of the time of all ranks did they **not** compute, in percent?"
+        f"{page['title']}. For what percentage of their time did the ranks **not** compute?"
         if spent
         else f"{page['title']}. This run has no account of its time yet. How many steps did it take?",
         None,

@@ -72,7 +72,7 @@ def _(locked):
     workers, micro_batches = number(1, 8, 3, "workers"), number(1, 32, 6, "micro-batches")
     chunks = number(1, 4, 2, "chunks (interleaved, auto)")
     forward, inputs, weights = number(1, 9, 1, "ticks of F"), number(1, 9, 1, "of I"), number(1, 9, 1, "of W")
-    transfer, limit = number(0, 9, 0, "of a message"), number(1, 32, 6, "micro-batches that a worker may keep")
+    transfer, limit = number(0, 9, 0, "ticks of a message"), number(1, 32, 6, "micro-batches that a worker may keep")
     pipelines, dead = number(1, 3, 1, "pipelines"), mo.ui.text(label="dead workers, as 4 or 1,5")
     mo.vstack(
         [
@@ -80,9 +80,10 @@ def _(locked):
                 "## Play\n\nF is a forward pass. A backward pass is B, or it has two parts: I (gradients of "
                 "activations, for which the worker before waits) and W (gradients of weights, for which none waits)."
             ),
-            mo.hstack([schedule, workers, micro_batches, chunks], justify="start", wrap=True),
-            mo.hstack([forward, inputs, weights, transfer], justify="start", wrap=True),
-            mo.hstack([limit, pipelines, dead], justify="start", wrap=True),
+            mo.hstack([schedule, workers, micro_batches], justify="start", wrap=True),
+            mo.hstack([forward, inputs, weights], justify="start", wrap=True),
+            mo.hstack([transfer, chunks, pipelines], justify="start", wrap=True),
+            mo.hstack([limit, dead], justify="start", wrap=True),
         ]
     )
     return chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, transfer, weights, workers

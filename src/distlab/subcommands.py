@@ -17,6 +17,10 @@ SUBCOMMANDS = {
         "hint": ("distlab_exercises.commands:hint", "A hint on an exercise, by default the first: hint NAME [NUMBER]"),
         "check": ("distlab_exercises.commands:check", "Compare a solved exercise with one process: check FILE"),
         "find": ("distlab_exercises.finding:find", "Check the fault that you have found in the museum: find FOLDER"),
+        "answers": (
+            "distlab_playground.answers:command",
+            "Check the answers to the playground's lessons: answers FOLDER",
+        ),
         "grade": ("distlab_exercises.commands:grade", "Check the exercises of all students of a course: grade FOLDER"),
     },
     "before a run": {

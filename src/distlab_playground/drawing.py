@@ -76,11 +76,12 @@ def rows(
 
 def legend(colors: Mapping[str, str]) -> str:
     """Return a line with the color of each name, as HTML."""
-    return " ".join(
-        f'<span style="white-space:nowrap;margin-right:1em"><span style="display:inline-block;width:0.9em;height:0.9em;'
-        f'background:{color}"></span> {html.escape(name)}</span>'
+    swatch = "display:inline-block;width:0.9em;height:0.9em;background:"
+    entries = (
+        f'<span style="margin-right:1em"><span style="{swatch}{color}"></span> {html.escape(name)}</span>'
         for name, color in colors.items()
     )
+    return f"<div>{''.join(entries)}</div>"
 
 
 def passes(plan: Plan, names: Sequence[str], played: int | None = None, about: str = "the schedule") -> str:
@@ -171,7 +172,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> 
         )
         return f"<tr>{''.join(shown)}</tr>"
 
-    title = f'<caption style="text-align:left;font-weight:bold">{html.escape(caption)}</caption>'
+    title = f'<caption style="text-align:left;font-weight:bold;white-space:nowrap">{html.escape(caption)}</caption>'
     body = "".join(row("td", line) for line in lines)
     return f'<table style="width:max-content">{title}<thead>{row("th", head)}</thead><tbody>{body}</tbody></table>'
 

@@ -139,5 +139,9 @@ def test_a_browser_opens_every_notebook_and_asks_no_other_machine(address: str, 
             opened.evaluate("all('button').find(button => button.innerText.includes('Lock')).click()")
             opened.wait_for("all('table td').length && !all('button').some(b => b.innerText.includes('Lock'))")
             opened.wait_for("all('svg .bar').length || all('button').some(button => button.innerText == 'Plan')")
+        opened.open(f"{address}lessons/2_collectives/")  # the only lesson that starts no ranks
+        opened.wait_for("all('button').some(button => button.innerText.includes('Lock'))")
+        opened.evaluate("all('button').find(button => button.innerText.includes('Lock')).click()")
+        opened.wait_for("all('a').some(link => link.innerText.includes('collectives-nobody.json'))")
         assert not opened.errors
         assert {urlsplit(asked).hostname for asked in opened.asked} <= {"127.0.0.1", None}, opened.asked

@@ -68,6 +68,8 @@ def launcher(chance: random.Random, count: int, folder: Path) -> Iterator[BadInp
         [""],
         ["-x"],
         ["README.md"],
+        ["playground", "--port", str(chance.choice([-1, 65536, 10**9]))],
+        ["answers", str(folder / "nowhere")],
         ["primer/ghost.py"],
         [str(LAB)],
         [str(broken)],

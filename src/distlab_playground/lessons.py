@@ -1,0 +1,213 @@
+"""Lessons: predict numbers, run the real commands, compare; the numbers are read from the runs' records.
+
+A lesson is a notebook in `notebooks/lessons`, which names it `LESSON` in its setup cell.
+"""
+
+import importlib.util
+import json
+import math
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distlab.run.commands import LAUNCHER, lab_command
+from distlab.subcommands import FUNCTIONS
+from distlab_page.records import Records
+from distlab_page.records import read as read_records
+from distlab_playground.command import NOTEBOOKS
+from simplellm.errors import InputError, require, require_package
+
+LESSONS = NOTEBOOKS / "lessons"
+SMALL = "--dmodel 32 --num-heads 2 --n-layers 4 --seq-len 32 --data sample --device cpu"  # seconds for a run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a command."""
+
+    folder: Path  # of a run; others leave it empty
+    output: str
+
+    @property
+    def records(self) -> Records:
+        return read_records(self.folder)
+
+
+Read = Callable[[Mapping[str, Outcome]], float]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A number to predict."""
+
+    key: str
+    asks: str
+    read: Read  # the number in the outcomes of the lesson's commands, by their names
+    why: str  # shown with the answer
+    tolerance: float = 0.02  # relative difference up to which a guess is right
+    least: float = 0.0  # absolute difference that is always right
+
+    def is_right(self, guess: float, measured: float) -> bool:
+        return math.isclose(guess, measured, rel_tol=self.tolerance, abs_tol=self.least)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Commands of the lab by name, and questions about their outcomes."""
+
+    name: str
+    title: str
+    about: str
+    commands: Mapping[str, str]
+    questions: tuple[Question, ...]
+
+    def shown(self) -> list[str]:
+        """Return the commands as they are typed."""
+        return [f"{LAUNCHER} {command}" for command in self.commands.values()]
+
+    def run(self, folder: Path) -> dict[str, Outcome]:
+        """Run all commands; a run's records are in a folder below `folder`. Raises `InputError` if one fails."""
+        return {name: _run(command, folder / name) for name, command in self.commands.items()}
+
+    def measured(self, outcomes: Mapping[str, Outcome]) -> dict[str, float]:
+        """Return the number that each question asks for."""
+        return {question.key: float(question.read(outcomes)) for question in self.questions}
+
+
+def _run(command: str, folder: Path) -> Outcome:
+    words = shlex.split(command)
+    if words[0] not in FUNCTIONS:  # a run, not another command
+        words += ["--out", str(folder)]
+    done = subprocess.run(lab_command(*words), check=False, capture_output=True, text=True)
+    require(done.returncode == 0, f"{LAUNCHER} {command}: failed: {(done.stderr or done.stdout).strip()[-500:]}")
+    return Outcome(folder, done.stdout)
+
+
+def sent(run: str, kind: str, unit: str = "bytes") -> Read:
+    """The bytes of a kind that rank 0 sends in a step."""
+
+    def read(outcomes: Mapping[str, Outcome]) -> float:
+        account = outcomes[run].records.ledger[0]
+        return sum(way[unit] for way in account["sent"] if way["kind"] == kind) / account["steps"]
+
+    return read
+
+
+def messages(run: str, kind: str) -> Read:
+    """The messages of a kind that rank 0 sends in a step."""
+    return sent(run, kind, "messages")
+
+
+def held(run: str, kind: str) -> Read:
+    """The bytes of a kind that rank 0 holds at its peak."""
+    return lambda outcomes: outcomes[run].records.memory[0][kind]
+
+
+def loss(run: str) -> Read:
+    """The loss of the last step."""
+    return lambda outcomes: float(outcomes[run].records.metrics[-1]["loss"])
+
+
+def printed(name: str, pattern: str) -> Read:
+    """The number that a command prints: the first group of a regular expression."""
+
+    def read(outcomes: Mapping[str, Outcome]) -> float:
+        found = re.search(pattern, outcomes[name].output)
+        require(found is not None, f"{name}: its output has no {pattern}")
+        assert found is not None
+        return float(found[1])
+
+    return read
+
+
+def load(run: str) -> Read:
+    """The load of the fullest expert of the first layer in the last step, relative to the mean."""
+
+    def read(outcomes: Mapping[str, Outcome]) -> float:
+        loads = outcomes[run].records.metrics[-1]["expert_loads"][0]
+        return max(loads) * len(loads) / sum(loads)
+
+    return read
+
+
+def both(run: str, kind: str, other: str) -> Read:
+    """The number of ranks that send two kinds."""
+
+    def read(outcomes: Mapping[str, Outcome]) -> float:
+        kinds = [{way["kind"] for way in account["sent"]} for account in outcomes[run].records.ledger]
+        return sum({kind, other} <= of_rank for of_rank in kinds)
+
+    return read
+
+
+def scaled(one: Read, factor: float) -> Read:
+    return lambda outcomes: one(outcomes) * factor
+
+
+def total(one: Read, other: Read) -> Read:
+    return lambda outcomes: one(outcomes) + other(outcomes)
+
+
+def same(one: Read, other: Read) -> Read:
+    return lambda outcomes: float(math.isclose(one(outcomes), other(outcomes), rel_tol=1e-5))
+
+
+def ratio(one: Read, other: Read) -> Read:
+    return lambda outcomes: one(outcomes) / other(outcomes)
+
+
+def difference(one: Read, other: Read) -> Read:
+    return lambda outcomes: abs(one(outcomes) - other(outcomes))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a student to a lesson, as a file to hand in."""
+
+    lesson: str
+    student: str
+    guesses: Mapping[str, float]
+    measured: Mapping[str, float]
+    remarks: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self), indent=1)
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.lesson}-{re.sub(r'[^A-Za-z0-9]+', '-', self.student) or 'nobody'}.json"
+
+
+def read_answers(path: Path) -> Answers:
+    """Read a file of answers; `InputError` if it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        answers = Answers(**content)
+        texts = answers.lesson, answers.student, answers.remarks
+        numbers = *answers.guesses.values(), *answers.measured.values()
+        is_right = (
+            all(isinstance(text, str) for text in texts)
+            and answers.student.isprintable()
+            and all(isinstance(n, int | float) for n in numbers)
+        )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: not a file of answers, as a lesson of the playground writes it ({error})") from error
+    require(is_right, f"{path}: not a file of answers, as a lesson of the playground writes it")
+    return answers
+
+
+def find_lesson(name: str) -> Lesson:
+    """Return a lesson by its name; `InputError` if there is none."""
+    known = {file.stem.partition("_")[2]: file for file in sorted(LESSONS.glob("*.py"))}
+    require(name in known, f"{name}: no such lesson; there are {', '.join(known)}")
+    require_package("marimo", "a lesson")
+    spec = importlib.util.spec_from_file_location(f"lesson_{name}", known[name])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    lesson: Lesson = module.LESSON
+    return lesson
