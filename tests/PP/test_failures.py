@@ -88,7 +88,6 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "flags", "world_size", "killed"),
     [
-        (NAIVE, [], 3, "1 (stage 1)"),
         (MICRO_BATCHES, ZB_V, 3, "1 (stages 1 and 4)"),
         (HYBRID, FOUR_RANKS, 4, "3 (stage 1 of replica 1)"),
     ],

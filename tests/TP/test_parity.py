@@ -1,6 +1,5 @@
 """The tensor-parallel chapter gives the training run of one process: losses, gradients, parameters, under plain SGD."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -55,18 +54,16 @@ def assert_carried_by(transport: str, out: Path) -> None:
     assert "--transport shared changed nothing" not in (out / "rank0.log").read_text()
 
 
-STYLES = "--tp-style naive", "--tp-style megatron", "--sequence-parallel"
-
-
 @pytest.mark.parametrize(
     ("ranks", "flags", "transport"),
     [
-        *itertools.product([1], STYLES, ["auto"]),
-        *itertools.product([2, 3], STYLES[:2], ["gloo", "shared"]),
+        (1, "--tp-style megatron", "auto"),
+        (2, "--tp-style naive", "shared"),
+        (2, "--tp-style megatron", "gloo"),
+        (3, "--tp-style naive", "gloo"),
+        (3, "--tp-style megatron", "shared"),
         (2, "--sequence-parallel", "shared"),
         (3, "--sequence-parallel", "auto"),
-        (6, "--tp-style naive", "shared"),
-        (6, "--tp-style megatron", "gloo"),
         (6, "--sequence-parallel", "auto"),
     ],
 )
@@ -110,11 +107,8 @@ def test_recomputation_gives_the_same_run_bit_for_bit(flags: str, tmp_path: Path
     [
         (2, 2, 1, "", "gloo"),
         (2, 1, 2, "--recompute all", "gloo"),
-        (2, 1, 2, "--recompute all", "shared"),
         (2, 2, 2, "--schedule zb-h1 --recompute all", "shared"),
-        (2, 2, 2, "--schedule zb-h1 --recompute all", "gloo"),
         (2, 2, 2, "--neighbors replicas", "auto"),
-        (1, 3, 2, "", "gloo"),
         (1, 2, 3, "--recompute blocks", "shared"),
     ],
 )

@@ -12,25 +12,21 @@ from support.recorded_nccl import Call, run_alone
 from distlab.pipeline.executor import Pipeline
 
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
-SEVERAL_STAGES = "interleaved", "zb-v", "dualpipe-v"  # schedules whose workers hold several stages
+SEVERAL_STAGES = "interleaved", "zb-v"  # schedules whose workers hold several stages
 DEEPER = f"{LLAMA} --n-layers 6 --batch-size 4 --micro-batches 4"
 SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"
 PIPELINES = {
     "2 stages": (2, SCHEDULES, f"{LLAMA} --world-size 2 --batch-size 3"),
     "3 stages": (3, SCHEDULES, f"{LLAMA} --world-size 3 --batch-size 3"),
-    "gpipe": (3, SCHEDULES, f"{LLAMA} --world-size 3 --batch-size 3 --schedule gpipe"),
     "naive": (2, "PP/1F1B/intro_PP_1F1B.py", f"{LLAMA} --world-size 2"),
     "plain dapple": (3, PLAIN, f"{LLAMA} --world-size 3 --batch-size 4 --micro-batches 4"),
-    "plain gpipe": (3, PLAIN, f"{LLAMA} --world-size 3 --batch-size 3 --schedule gpipe"),
     **{name: (2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule {name}") for name in SEVERAL_STAGES},
     "2 replicas, interleaved": (4, "hybrid/intro_hybrid.py", f"{DEEPER} --dp 2 --pp 2 --schedule interleaved"),
-    "2 replicas of 2 stages": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 2 --pp 2 --batch-size 3"),
     "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),
 }
 OTHERS = {
     "dp-ga": (2, "DP/gradient_aggr/intro_DP_GA.py", f"{LLAMA} --world-size 2"),
     "dp-wa": (2, "DP/weight_aggr/intro_DP_WA.py", f"{LLAMA} --world-size 2"),
-    "mydp": (2, "DP/mydp/intro_DP_MyDP.py", f"{LLAMA} --world-size 2"),
     "tp": (2, "TP/intro_TP.py", f"{LLAMA} --world-size 2"),
     "both-send": (3, "PP/deadlock/intro_deadlock.py", "--case both-send --cure --device cuda"),
     "order": (3, "PP/deadlock/intro_deadlock.py", "--case order --cure --device cuda"),
@@ -60,9 +56,7 @@ def test_nccl_gets_only_tensors_of_the_gpu_and_all_ranks_end(
     assert stuck(calls) == []
 
 
-@pytest.mark.parametrize(
-    "case", sorted({*PIPELINES} - {"naive", "plain dapple", "plain gpipe"})
-)  # these post nothing ahead
+@pytest.mark.parametrize("case", sorted({*PIPELINES} - {"naive", "plain dapple"}))  # these post nothing ahead
 def test_communicators_are_set_up_before_the_first_kernel_is_loaded(
     case: str, recorded: Callable[[str], list[list[Call]]]
 ) -> None:

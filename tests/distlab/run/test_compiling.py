@@ -41,7 +41,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ("ranks", "script", "flags"),
     [
         (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2 --transport shared"),
-        (3, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6 --micro-batches 3"),
         (2, "PP/schedules/intro_PP_schedules.py", "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3"),
         (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --recompute all"),
     ],
@@ -74,7 +73,7 @@ def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
     monkeypatch.setattr("distlab.run.compiling.compile_model", lambda *_: None)
     expected_parameters, expected_gradients, expected_losses = one_process(6)
     [parameters], [gradients], losses = train_on(
-        1, "primer/intro.py", tmp_path, "--compile", "--batch-size", "6", deadline=240
+        1, "primer/intro.py", tmp_path, "--compile", *"--batch-size 6 --micro-batches 3".split(), deadline=240
     )
     log = (tmp_path / "rank0.log").read_text()
     for part in ("a block", "the head", "the loss"):
