@@ -22,7 +22,7 @@ from distlab_page.records import Records, name_of
 from distlab_page.tables import Json, evenly_spaced, table
 from simplellm.errors import InputError
 
-MOST_POINTS = 4000  # of a curve
+MOST_POINTS, MOST_ROWS = 4000, 60  # of a curve; of a table beside it
 SAME_LOSS = 1e-3  # relative; larger differences are not rounding
 WITHOUT = "activations without recomputation"  # counted as well, but not held: `distlab.reports.memory.WITHOUT`
 IN_A_ROW, MOST_PASSES = 10, 600  # steps of a schedule whose ranks do not wait at the end of a step; their passes
@@ -40,7 +40,7 @@ TRAINING = (
     "seed lr optimizer betas weight_decay warmup_steps lr_schedule min_lr clip_norm dmodel num_heads num_kv_heads "
     "hidden_dim n_layers seq_len dtype document_mask tokenizer"
 ).split()
-OTHER_ALGORITHMS = {"sync_every": None, "outer": "none", "compress": "none", "experts": 0}
+OTHER_ALGORITHMS = {"outer": "none", "compress": "none", "experts": 0}
 CAUSE = re.compile(
     r"failed|has exited|deadlock|interrupted|terminated|lost its connection|not answer|^rank \d+( \(.*?\))? waited|"
     r"is not finite|is (nan|inf)|goes? on with step|but has not reached|out of memory|killed"
@@ -116,8 +116,8 @@ def verdict(run: Records, other: Records) -> Json:
     text = (
         f"The same run as {who}: {differ}." if is_same else f"Not the same losses as {who}: {differ}, in step {step}."
     )
-    rows = [(step, a, b, a - b) for step, a, b in evenly_spaced(pairs, 60)]
-    shown = table("Losses of both runs", ("step", run.name, other.name, "difference"), rows)
+    rows = [(step, a, b, a - b) for step, a, b in evenly_spaced(pairs, MOST_ROWS)]
+    shown = table(f"Losses of both runs, {_shown(rows, pairs)}", ("step", run.name, other.name, "difference"), rows)
     return {"is_same": is_same, "text": text, "most": most, "steps": len(pairs), "table": shown}
 
 
@@ -129,6 +129,8 @@ def _different_settings(run: Records, other: Records) -> Iterator[tuple[str, Any
         pair = run.settings.get(name, usual), other.settings.get(name, usual)
         if pair[0] != pair[1]:
             yield name, *pair
+    if run.sync_every != other.sync_every:
+        yield "sync_every", run.sync_every, other.sync_every
     if run.config.get("data") != other.config.get("data"):
         yield "data", run.config.get("data"), other.config.get("data")
     batches = _per_step(run), _per_step(other)
@@ -213,24 +215,29 @@ def _stages(run: Records) -> list[list[int]]:
 
 
 def curves(runs: Sequence[Records]) -> Json:
-    """Return the records of each step of each run, thinned if there are many."""
+    """Return the records of each step of each run; of a long run some, and all with a validation loss."""
     shown = []
     for run in runs:
         seconds = accumulate(record["seconds"] for record in run.metrics)
-        records = evenly_spaced(
-            [{**record, "so_far": at} for record, at in zip(run.metrics, seconds, strict=True)], MOST_POINTS
-        )
+        steps = [{**record, "so_far": at} for record, at in zip(run.metrics, seconds, strict=True)]
+        validated = evenly_spaced([record for record in steps if "validation_loss" in record], MOST_POINTS)
+        kept = {record["step"]: record for record in (*evenly_spaced(steps, MOST_POINTS), *validated)}
+        records = [kept[step] for step in sorted(kept)]
         values = {name: [r.get(name) for r in records] for name in CURVES if any(name in r for r in records)}
         at = {
             "steps": [r["step"] + 1 for r in records],
             run.unit: [r.get(run.unit) for r in records],
             "seconds": [r["so_far"] for r in records],
         }
-        shown.append({"name": run.name, "at": at, "values": values})
+        shown.append({"name": run.name, "at": at, "values": values, "caption": _shown(records, steps)})
     return {
         "runs": shown,
         "words": {name: words for name, words in CURVES.items() if any(name in r["values"] for r in shown)},
     }
+
+
+def _shown(some: Sequence[Any], every: Sequence[Any]) -> str:
+    return f"{len(some):,} of {len(every):,} steps" if len(some) < len(every) else f"all {len(every):,} steps"
 
 
 def schedules(run: Records) -> Json:
@@ -285,47 +292,45 @@ def ledger(run: Records) -> Json | None:
     """
     if len(run.ledger) < 2:
         return _ledger_of_rank_0(run)
-    costs = costs_of(run)
+    costs, names = costs_of(run), [account["name"] for account in run.ledger]
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # the ranks with the same row
-    to: dict[tuple[int, int], float] = defaultdict(float)
-    kinds: dict[tuple[int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    kinds: list[list[list[Any]]] = [[[] for _ in names] for _ in names]
     for account in run.ledger:
-        rank, steps = account["rank"], account["steps"]
+        rank, count = account["rank"], account["steps"]
         formulas = sent_by(costs, rank) if costs else {}
-        by_kind: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        by_kind: dict[str, list[Any]] = defaultdict(lambda: [0, 0, None, []])
         for sent in account["sent"]:
-            by_kind[sent["kind"]][0] += sent["bytes"]
-            by_kind[sent["kind"]][1] += sent["messages"]
-            for peer in sent["peers"]:
-                to[rank, peer] += sent["bytes"] / len(sent["peers"])
-                kinds[rank, peer][sent["kind"]] += sent["bytes"] / len(sent["peers"])
-        for kind, (size, messages) in by_kind.items():
-            formula = formulas.get(kind)
-            each = size / steps if steps else None
-            beside = (each, formula.bytes, formula.words) if formula else (each, None, None)
-            row = (kind, messages, size, *beside)
-            alike[row].append(rank)
-    most: dict[str, int] = defaultdict(int)
-    for kind, _, size, *_ in alike:
-        most[kind] = max(most[kind], size)
+            kind, peers, total = sent["kind"], sent["peers"], by_kind[sent["kind"]]
+            to = coordinate(run.layout, peers[0], "pp") if sent["way"] == "send" else None
+            formula = formulas.get((kind, to))
+            total[0] += sent["messages"]
+            total[1] += sent["bytes"]
+            if formula:
+                total[2] = (total[2] or 0) + formula.bytes
+                total[3].append(formula.words)
+            for peer in peers:
+                expected = formula.bytes * count / len(peers) if formula else None
+                kinds[rank][peer].append([kind, sent["bytes"] / len(peers), expected])
+        for kind, (messages, size, expected, words) in by_kind.items():
+            each = size / count if count else None
+            alike[kind, messages, size, each, expected, " + ".join(words)].append(rank)
+    most = {kind: max(row[2] for row in alike if row[0] == kind) for kind, *_ in alike}
     rows = [(row[0], ", ".join(map(str, ranks)), *row[1:]) for row, ranks in alike.items()]
     rows.sort(key=lambda row: (-most[row[0]], row[0]))
     head = ("kind", "ranks", "messages", "bytes", "bytes a step", "by formula", "formula")
-    ranks = range(len(run.ledger))
-    matrix = [[to.get((sender, receiver), 0.0) for receiver in ranks] for sender in ranks]
-    shown = [[_in_kinds(kinds[sender, receiver]) for receiver in ranks] for sender in ranks]
-    names = [account["name"] for account in run.ledger]
-    square = table(
-        "Bytes from rank (row) to rank (column), in the whole run",
-        ("from", *(f"to {r}" for r in ranks)),
-        ((name, *line) for name, line in zip(names, matrix, strict=True)),
-    )
+    pairs = [
+        (name, names[peer], *sent)
+        for name, line in zip(names, kinds, strict=True)
+        for peer, here in enumerate(line)
+        for sent in here
+    ]
+    steps = f"in {run.ledger[0]['steps']:,} steps"
     return {
-        "table": table("Bytes that each of these ranks sent, by kind", head, rows),
-        "matrix": matrix,
-        "kinds": shown,
+        "table": table(f"Bytes that each of these ranks sent {steps}, by kind", head, rows),
+        "matrix": [[sum(size for _, size, _ in here) for here in line] for line in kinds],
+        "kinds": kinds,
         "ranks": names,
-        "square": square,
+        "pairs": table(f"Bytes from rank to rank {steps}", ("from", "to", "kind", "bytes", "by formula"), pairs),
         "has_formulas": costs is not None,
     }
 
@@ -341,10 +346,6 @@ def _ledger_of_rank_0(run: Records) -> Json | None:
     rows = [(kind, size, size / len(run.metrics)) for kind, size in totals.items()]
     caption = "Bytes that rank 0 sent (the other ranks report theirs at the end)"
     return {"table": table(caption, ("kind", "bytes", "bytes a step"), rows), "matrix": None}
-
-
-def _in_kinds(sizes: dict[str, float]) -> list[list[Any]]:
-    return sorted(([kind, size] for kind, size in sizes.items()), key=lambda pair: -pair[1])
 
 
 def memory(run: Records) -> Json | None:
@@ -398,10 +399,11 @@ def experts(run: Records) -> Json | None:
     records = [record for record in run.metrics if LOAD in record]
     if not records:
         return None
-    records = evenly_spaced(records, MOST_POINTS)
-    steps, loads = [r["step"] + 1 for r in records], [r[LOAD] for r in records]
-    rows = evenly_spaced([*zip(steps, loads, strict=True)], 60)
-    return {"steps": steps, "loads": loads, "table": table("Load", ("step", LOAD_WORDS), rows)}
+    shown = evenly_spaced(records, MOST_POINTS)
+    steps, loads = [r["step"] + 1 for r in shown], [r[LOAD] for r in shown]
+    rows = evenly_spaced([*zip(steps, loads, strict=True)], MOST_ROWS)
+    caption = f"Load, {_shown(rows, records)}"
+    return {"steps": steps, "loads": loads, "table": table(caption, ("step", LOAD_WORDS), rows)}
 
 
 def ended(run: Records) -> Json:

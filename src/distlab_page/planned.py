@@ -28,7 +28,6 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "experts": (0,),
     "outer": ("none",),
     "compress": ("none",),
-    "sync_every": (),
     "sequence_parallel": (False,),
     "run_on": (False,),
     "repair": ("off",),
@@ -48,6 +47,9 @@ class Formula:
     words: str  # how they are computed
 
 
+Formulas = dict[tuple[str, int | None], Formula]  # by kind, and a message's receiver in the pipeline; None: collectives
+
+
 def costs_of(run: Records) -> Costs | None:
     """Return a run in the planner's terms; None if the planner does not know such runs."""
     settings, layout = run.settings, run.layout
@@ -55,7 +57,7 @@ def costs_of(run: Records) -> Costs | None:
         name not in settings or settings[name] in values for name, values in WITHOUT.items()
     )
     shares_vocabulary = layout.get("tp", 1) == 1 or "tp" in settings  # the scripts of the chapter on slices do not
-    if not (is_known and shares_vocabulary) or settings.get("schedule") == "auto":
+    if not (is_known and shares_vocabulary) or run.sync_every is not None or settings.get("schedule") == "auto":
         return None
     tokenizer = settings["tokenizer"] and Path(settings["tokenizer"])
     sizes = Sizes.of(cast(ModelSettings, SimpleNamespace(**{**settings, "tokenizer": tokenizer})))
@@ -92,27 +94,54 @@ def memory_of(costs: Costs, rank: int) -> dict[str, int]:
     }
 
 
-def sent_by(costs: Costs, rank: int) -> dict[str, Formula]:
-    """Return what a rank should send in a step, by kind; only kinds with a formula."""
-    layout, sizes = costs.layout, costs.model.sizes
-    worker, programs, formulas = coordinate(layout.axes, rank, "pp"), layout.programs(), dict[str, Formula]()
-    counts: Counter[str] = Counter()
-    for (sender, _, kind), messages in simulate(programs).messages.items():
-        counts[kind] += len(messages) * (sender == worker)
-    for kind, count in counts.items():
-        words = f"{count} messages {TIMES} {costs.tokens:,} tokens {TIMES} {sizes.dmodel} wide {TIMES} {NUMBER_BYTES} B"
+def sent_by(costs: Costs, rank: int) -> Formulas:
+    """Return what a rank should send in a step; kinds that are not part of every step have no formula."""
+    layout, sizes, tokens, attention = costs.layout, costs.model.sizes, costs.tokens, costs.attention
+    worker, programs, formulas = coordinate(layout.axes, rank, "pp"), layout.programs(), Formulas()
+
+    def add(kind: str, to: int | None, count: int | Fraction, times: str, numbers: int, words: str) -> None:
         if count:
-            formulas[kind] = Formula(count * costs.message_bytes, words)
-    weights, copies = sum(map(costs.weights, stages_of(programs[worker]))), layout.copies
-    if layout.shard == "none" and copies > 1:
-        words = f"2 ({copies} - 1) / {copies} {TIMES} {weights:,} weights {TIMES} {NUMBER_BYTES} B"
-        formulas["gradients"] = Formula(_ring(weights * NUMBER_BYTES, copies), words)
-    if layout.ranks > 1:
-        words = f"2 ({layout.ranks} - 1) / {layout.ranks} {TIMES} {LOSS_BYTES} B"
-        formulas["loss"] = Formula(_ring(LOSS_BYTES, layout.ranks), words)
+            before, words = formulas.get((kind, to)), f"{times} {TIMES} {words} {TIMES} {NUMBER_BYTES} B"
+            size = int(count * numbers * NUMBER_BYTES)
+            formulas[kind, to] = (
+                Formula(before.bytes + size, f"{before.words} + {words}") if before else Formula(size, words)
+            )
+
+    def add_ring(kind: str, ranks: int, rounds: int, numbers: int, words: str) -> None:
+        """Add collectives: an all-reduce is two rounds around a ring, an all-gather or a reduce-scatter is one."""
+        add(kind, None, Fraction(rounds * (ranks - 1), ranks), f"{rounds} ({ranks} - 1) / {ranks}", numbers, words)
+
+    activations = tokens * sizes.dmodel, f"{tokens:,} tokens {TIMES} {sizes.dmodel} wide"
+    for (sender, receiver, kind), sent in simulate(programs).messages.items():
+        if sender == worker:
+            add(kind, receiver, len(sent), f"{len(sent)} messages", *activations)
+
+    weights, parts = sum(map(costs.weights, stages_of(programs[worker]))), layout.micro_batches
+    rounds = {"none": (2, 0), "optimizer": (1, 1), "gradients": (parts, 1), "weights": (parts, 2 * parts)}
+    for kind, count in zip(("gradients", "weights"), rounds[layout.shard], strict=True):
+        add_ring(kind, layout.copies, count, weights, f"{weights:,} weights")
+    for kind in ("loss", "gradient norm"):
+        add_ring(kind, layout.ranks, 2, LOSS_BYTES // NUMBER_BYTES, "2 numbers")
+
+    if layout.recompute != "none":  # then collectives of forward passes run again, if the output needs them
+        return formulas
+    passes: Counter[tuple[str, str]] = Counter()  # through parts of the model, forward and backward
+    for action in programs[worker]:
+        for part, count in costs.parts(action.stage).items():
+            passes[action.letter.replace("I", "B"), part] += count
+    forward, backward = passes["F", "block"], passes["B", "block"]
+    slices, others, keys = layout.size("tp"), layout.size("cp") - 1, attention.keys_bytes // NUMBER_BYTES
+    for kind, count, size in (
+        ("layer activations", 2 * forward, activations),
+        ("layer gradients", 2 * backward, activations),
+        ("vocabulary activations", passes["F", "embedding"], activations),
+        ("vocabulary activations", passes["F", "head"], (3 * tokens, f"3 {TIMES} {tokens:,} tokens")),
+        ("vocabulary gradients", passes["B", "head"], activations),
+    ):
+        add_ring(kind, slices, 2 * count, *size)
+    if layout.cp_kind != "heads":
+        is_ring = layout.cp_kind == "ring"
+        to, visits = (worker, forward + backward) if is_ring else (None, forward)  # they travel again for gradients
+        for kind, count in (("keys and values", visits), ("gradients of keys and values", backward)):
+            add(kind, to, others * count, f"{others * count} messages", keys, f"{keys:,} numbers")
     return formulas
-
-
-def _ring(size_bytes: int, ranks: int) -> int:
-    """Return the bytes that each rank sends in an all-reduce around a ring, as the ledger counts them."""
-    return int(Fraction(2 * (ranks - 1) * size_bytes, ranks))

@@ -42,6 +42,11 @@ class Records:
         return settings
 
     @property
+    def sync_every(self) -> int | None:
+        """Steps between averages of replicas that train independently; None if gradients are averaged in each step."""
+        return self.settings.get("sync_every") if self.settings.get("outer") != "none" else None
+
+    @property
     def layout(self) -> Layout:
         layout: Layout = self.config["layout"]
         return layout

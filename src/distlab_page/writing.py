@@ -42,9 +42,20 @@ def html(run: Records, other: Records | None = None, is_live: bool = False) -> s
 
     data = contents(run, other, is_live)
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    before, _, after = template.partition("/*PLOTLY*/")
-    head, _, tail = after.partition("/*DATA*/")
-    return "".join([before, get_plotlyjs(), head, as_script(data), tail])
+    before, _, after = template.partition("/*DATA*/")
+    scripts, _, end = after.partition("/*PLOTLY*/")
+    return "".join([before, as_script(data), scripts, _unwrapped(get_plotlyjs()), end])
+
+
+def _unwrapped(plotly: str) -> str:
+    """Return plotly's script without the function around it, which is for other loaders than a script element.
+
+    A browser parses all of the function first to find its end, and once more to run it: a quarter of a page's time.
+    """
+    head, start, rest = plotly.partition("(\n function(root, factory)")
+    _, start, rest = rest.partition('"use strict";var Plotly=(()=>{')
+    body, end, _ = rest.rpartition("window.Plotly = Plotly;")
+    return head + start + body if end else plotly
 
 
 def as_script(data: Any) -> str:

@@ -1,65 +1,140 @@
-"""A browser without a window, for tests of pages: what a page comes to hold, and what it says on the console."""
+"""Chromium without a window, for tests of pages: what a page holds, does on a key, writes to the console and requests.
 
+It is driven over two pipes: https://chromedevtools.github.io/devtools-protocol. Times are real.
+"""
+
+import fcntl
 import json
-import re
+import os
+import select
 import shutil
 import subprocess
-from dataclasses import dataclass, field
-from html.parser import HTMLParser
+import time
 from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-extensions --disable-background-networking --no-first-run "
-    "--disable-component-update --hide-scrollbars --virtual-time-budget=20000 --window-size=1100,900"
+    "--disable-component-update --hide-scrollbars --window-size=1100,900 --remote-debugging-pipe"
 ).split()
+EVENTS = "Page", "Runtime", "Log", "Network"  # the domains whose events are reported
+KEYS = {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
 
 
-@dataclass
-class Opened(HTMLParser):
-    """A page after its scripts have run."""
+class Browser:
+    """A browser; `folder` gets its own files. Close it, or use it as a context."""
 
-    console: list[str]
-    texts: dict[str, list[str]] = field(default_factory=dict)  # by section, its texts
-    drawn: dict[str, int] = field(default_factory=dict)  # by section, its figures by plotly, and pictures
-    content: dict[str, Any] = field(default_factory=dict)  # as JSON, with which it was loaded
-    _section: str = ""
-    _hidden: str = ""
+    def __init__(self, folder: Path, deadline: float = 60) -> None:
+        assert CHROMIUM is not None
+        self.pages: dict[str, Page] = {}  # by session
+        self._seconds, self._number, self._received = deadline, 0, b""
+        # It reads from descriptor 3 and writes to 4; ours are numbered higher, so that the shell can move them there.
+        (theirs_to_read, self._to), (self._from, theirs_to_write) = (map(_higher, os.pipe()) for _ in range(2))
+        command = f'exec "$0" "$@" 3<&{theirs_to_read} 4>&{theirs_to_write}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, CHROMIUM, *FLAGS, f"--user-data-dir={folder}"],
+            pass_fds=(theirs_to_read, theirs_to_write),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_to_read)
+        os.close(theirs_to_write)
 
-    def __post_init__(self) -> None:
-        super().__init__()
+    def __enter__(self) -> "Browser":
+        return self
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = {name: value or "" for name, value in attrs}
-        if tag in ("section", "header"):
-            self._section = attributes["id"]
-            self.texts[self._section], self.drawn[self._section] = [], 0
-        if tag in ("script", "style"):
-            self._hidden = "json" if attributes.get("type") == "application/json" else tag
-        classes = attributes.get("class", "").split()
-        if self._section and ("js-plotly-plot" in classes or "layout" in classes):
-            self.drawn[self._section] += 1
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.call("Browser.close")
+            self._process.wait(self._seconds)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            os.close(self._to)
+            os.close(self._from)
 
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("script", "style"):
-            self._hidden = ""
+    def open(self, address: str) -> "Page":
+        """Open a page in a new tab, and return it when it has loaded."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        page = self.pages[session] = Page(self, session)
+        for domain in EVENTS:
+            page.call(f"{domain}.enable")
+        page.call("Performance.enable", timeDomain="threadTicks")
+        page.call("Page.navigate", url=address)
+        self._until(lambda message: message.get("method") == "Page.loadEventFired")
+        return page
 
-    def handle_data(self, data: str) -> None:
-        if self._hidden == "json":
-            self.content = json.loads(data)
-        elif self._section and not self._hidden and data.strip():
-            self.texts[self._section].append(data.strip())
+    def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
+        """Send a command, and return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        answer = self._until(lambda message: message.get("id") == self._number)
+        assert "error" not in answer, answer
+        result: dict[str, Any] = answer["result"]
+        return result
 
-    def text(self, section: str) -> str:
-        return " ".join(self.texts[section])
+    def _until(self, is_it: Any) -> dict[str, Any]:
+        """Read messages, up to one for which `is_it` returns true; events are noted with their pages."""
+        end = time.monotonic() + self._seconds
+        while True:
+            while b"\0" not in self._received:
+                ready, _, _ = select.select([self._from], [], [], max(0.0, end - time.monotonic()))
+                assert ready, "the browser does not answer"
+                chunk = os.read(self._from, 1 << 16)
+                assert chunk, "the browser has exited"
+                self._received += chunk
+            text, _, self._received = self._received.partition(b"\0")
+            message: dict[str, Any] = json.loads(text)
+            if message.get("sessionId") in self.pages and "method" in message:
+                self.pages[message["sessionId"]].note(message["method"], message["params"])
+            if is_it(message):
+                return message
 
 
-def open_page(address: str, folder: Path, deadline: float = 60) -> Opened:
-    """Open a page, and return what it holds when its scripts have run; `folder` gets the browser's own files."""
-    assert CHROMIUM is not None
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "--enable-logging=stderr", "--dump-dom", address]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=deadline, check=True)
-    opened = Opened(re.findall(r"CONSOLE[^\]]*\] (.*)", ended.stderr))
-    opened.feed(ended.stdout)
-    return opened
+class Page:
+    """A page that is open."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser, self._session = browser, session
+        self.console: list[str] = []  # all that its scripts write there, and the browser's errors and warnings
+        self.requests: list[str] = []  # the addresses that it asks for, first its own; data in the page is none
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        return self._browser.call(method, self._session, **params)
+
+    def value(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression, as JSON; that of a promise, when it is kept."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def busy_seconds(self) -> float:
+        """Return the seconds of a core that the page's thread has used, which parses, computes and draws."""
+        metrics = {one["name"]: float(one["value"]) for one in self.call("Performance.getMetrics")["metrics"]}
+        return metrics["TaskDuration"]
+
+    def press(self, key: str) -> None:
+        """Press a key of `KEYS`, with what it does to the element that has the focus."""
+        code = {"key": key, "windowsVirtualKeyCode": KEYS[key]}
+        text = {"text": {"Enter": "\r"}.get(key, key)} if key in ("Enter", " ") else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **code, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **code)
+
+    def note(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            address = params["request"]["url"]
+            self.requests += [address] * (not address.startswith("data:"))
+        elif method == "Runtime.consoleAPICalled":
+            self.console.append(" ".join(str(one.get("value", one)) for one in params["args"]))
+        elif method == "Runtime.exceptionThrown":
+            self.console.append(str(params["exceptionDetails"]))
+        elif method == "Log.entryAdded":
+            self.console.append(params["entry"]["text"])
+
+
+def _higher(descriptor: int) -> int:
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(descriptor)
+    return moved

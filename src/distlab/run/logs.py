@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 METRICS, LEDGER, LAUNCHER_LOG = "metrics.jsonl", "ledger.json", "launcher.log"
-AT_THE_END = LEDGER, LAUNCHER_LOG, "memory.json", "trace.json"  # written when a run ends; until then, an earlier run's
+AT_THE_END = LEDGER, LAUNCHER_LOG, "memory.json", "trace.json"  # of the steps since a run began or was resumed
 SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a separate line
 
 

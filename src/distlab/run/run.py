@@ -118,14 +118,17 @@ class Run(Generic[SettingsT]):
             )
             if self.is_first:
                 if not self._continues:
-                    for name in AT_THE_END:
-                        (self.out / name).unlink(missing_ok=True)
+                    self._remove_records_of_the_end()
                 self._write_config()
                 if note := os.environ.get(NOTE_OF_FOLDER):
                     Path(note).write_bytes(os.fsencode(self.out))
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
         self.terminal.keep_in(log)
+
+    def _remove_records_of_the_end(self) -> None:
+        for name in AT_THE_END:
+            (self.out / name).unlink(missing_ok=True)
 
     def _write_config(self) -> None:
         config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
@@ -192,6 +195,8 @@ class Run(Generic[SettingsT]):
         count = self.checkpointer.restore(batches) if self.checkpointer else 0
         self.records.begin(per_step, unit, count, continue_at=self.first_step if self._continues else None)
         steps = min(steps, int(os.environ.get(STOP_AFTER, steps)))
+        if self.is_first and self._continues and steps > self.first_step:
+            self._remove_records_of_the_end()
         if self.repair is None:
             return iter(Steps(self, batches, steps, per_step, unit, after_step))
         from distlab.run.repairable_steps import RepairableSteps
@@ -291,7 +296,7 @@ class Run(Generic[SettingsT]):
             memory.keep(self.out / "memory.json", by_rank)
             for line in memory.as_table(by_rank, alive):
                 say(line)
-        if self.is_first:
+        if self.is_first and self.records.steps:
             self._keep_ledger()
         self.summarize()
         self.records.close()

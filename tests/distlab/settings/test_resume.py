@@ -132,6 +132,7 @@ def test_it_goes_on_where_it_was(saved: Any, tmp_path: Path) -> None:
     folder, _, expected = saved["primer"]
     shutil.copytree(folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08}")
+    (tmp_path / "run" / "launcher.log").write_text("# rank 0 failed\n")
     _, own = run("primer", tmp_path / "run", "--resume", tmp_path / "run", "--save-every", "1")
     assert own == expected
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -141,6 +142,7 @@ def test_it_goes_on_where_it_was(saved: Any, tmp_path: Path) -> None:
     ]
     assert [record["tokens"] for record in records] == [(step + 1) * BATCH * 24 for step in range(STEPS)]
     assert (tmp_path / "run" / "rank0.log").read_text().count("# intro: one process") == 2
+    assert not (tmp_path / "run" / "launcher.log").exists(), "of an end before this one"
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == [f"step-{step:08}" for step in (2, 3, 4)]
 
@@ -158,9 +160,9 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
 
 def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> None:
     run("dp-ga", tmp_path, "--trace", "--save-every", str(STEPS))
-    trace = (tmp_path / "trace.json").read_bytes()
+    kept = [(tmp_path / name).read_bytes() for name in ("trace.json", "ledger.json")]
     run("dp-ga", tmp_path, "--trace", "--resume", tmp_path)
-    assert (tmp_path / "trace.json").read_bytes() == trace
+    assert [(tmp_path / name).read_bytes() for name in ("trace.json", "ledger.json")] == kept
 
 
 def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
