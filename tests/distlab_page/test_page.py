@@ -282,10 +282,9 @@ def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
 
 
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
-DRAWN = "new Promise(done => { const ask = () => document.body.dataset.drawnMs ? done() : setTimeout(ask, 20); ask() })"
+DRAWN = "document.body && document.body.dataset.drawnMs"
 TEXTS = "Object.fromEntries([...document.querySelectorAll('header, section')].map(one => [one.id, one.innerText]))"
-OPENED = """(document.querySelectorAll('details').forEach(one => one.open = true),
-  new Promise(done => setTimeout(done, 100)))"""
+OPENED = "document.querySelectorAll('details').forEach(one => one.open = true)"
 TABLES = """[...document.querySelectorAll('table')].map(one => [one.caption.innerText,
   [...one.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.innerText))])"""
 FIGURES = """Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')].map(one => [one.closest('section').id,
@@ -358,7 +357,7 @@ def test_a_browser_draws_each_number_and_asks_for_nothing(
     file.write_text(html(run, other))
     address = server if name == "served" else f"file://{file}"
     page, content = browser.open(address), json.loads(as_script(contents(run, other)))
-    page.value(DRAWN)
+    page.wait_for(DRAWN)
     assert page.console == []
     assert page.requests == [address.replace("%", "%25")], "only the page itself"
     assert page.busy_seconds() < 2, "one second on a quiet machine"
@@ -371,6 +370,7 @@ def test_a_browser_draws_each_number_and_asks_for_nothing(
     palette = {*style.SERIES, style.YELLOW, style.INK, "#bbbbbb"}
     assert {*page.value(COLORS)} <= palette, "colors that color-blind readers can distinguish"
     page.value(OPENED)
+    page.wait_for("![...document.querySelectorAll('details tbody')].some(one => !one.childNodes.length)")
     shown, rows = dict(page.value(TABLES)), tables(content)
     for caption, cells in rows.items():
         assert [[as_number(text) for text in row] for row in shown[caption]] == [
@@ -404,7 +404,7 @@ def test_a_page_is_read_with_keys_and_on_paper(hybrid: Path, browser: Browser, t
     file, content = tmp_path / "page.html", contents(read(hybrid))["timeline"]
     file.write_text(html(read(hybrid)))
     page = browser.open(f"file://{file}")
-    page.value(DRAWN)
+    page.wait_for(DRAWN)
     label = "document.querySelector('output').value"
     steps, typical = content["steps"], content["typical"]
     assert page.value(label).startswith(f"{steps[typical]['label']}: ")
@@ -418,8 +418,7 @@ def test_a_page_is_read_with_keys_and_on_paper(hybrid: Path, browser: Browser, t
     assert page.value("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus is seen"
     page.value("document.querySelector('#timeline details summary').focus()")
     page.press("Enter")
-    page.value("new Promise(done => setTimeout(done, 100))")
-    listed = page.value("document.querySelector('#timeline details table').tBodies[0].rows.length")
+    listed = page.wait_for("document.querySelector('#timeline details[open] table')?.tBodies[0].rows.length")
     assert listed == len(steps[at]["bars"]) + len(steps[at]["arrows"])
     assert "waiting for other ranks" in page.value("document.querySelector('#timeline details').innerText")
     printed = base64.b64decode(page.call("Page.printToPDF")["data"])
@@ -438,16 +437,13 @@ def test_a_served_page_follows_the_run(killed: Path, browser: Browser, tmp_path:
     assert process.stdout is not None
     try:
         page = browser.open(process.stdout.readline().split()[1])
-        page.value(DRAWN)
+        page.wait_for(DRAWN)
         last = lines(killed)[-1]
         with (folder / "metrics.jsonl").open("a") as metrics:
             print(json.dumps(last | {"step": last["step"] + 1}), file=metrics)
         says = f"The run goes on: {last['step'] + 2:,} of"
-        changed = f"document.getElementById('top').innerText.includes({says!r})"
         page.value("document.querySelector('#curves summary').focus()")
-        assert page.value(
-            f"new Promise(done => {{ const ask = () => {changed} ? done(true) : setTimeout(ask, 50); ask() }})"
-        )
+        page.wait_for(f"document.getElementById('top').innerText.includes({says!r})")
         assert page.value("document.activeElement.closest('section').id") == "curves", "the focus stays"
         assert page.value("document.querySelectorAll('.js-plotly-plot').length") >= 1
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-extensions --disable-background-networking --no-first-run "
-    "--disable-component-update --hide-scrollbars --window-size=1100,900 --remote-debugging-pipe"
+    "--disable-component-update --hide-scrollbars --window-size=1100,900"
 ).split()
 EVENTS = "Page", "Runtime", "Log", "Network"  # the domains whose events are reported
 KEYS = {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
@@ -33,7 +33,7 @@ class Browser:
         (theirs_to_read, self._to), (self._from, theirs_to_write) = (map(_higher, os.pipe()) for _ in range(2))
         command = f'exec "$0" "$@" 3<&{theirs_to_read} 4>&{theirs_to_write}'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, CHROMIUM, *FLAGS, f"--user-data-dir={folder}"],
+            ["bash", "-c", command, CHROMIUM, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={folder}"],
             pass_fds=(theirs_to_read, theirs_to_write),
             stderr=subprocess.DEVNULL,
         )
@@ -61,6 +61,7 @@ class Browser:
         for domain in EVENTS:
             page.call(f"{domain}.enable")
         page.call("Performance.enable", timeDomain="threadTicks")
+        page.call("Page.bringToFront")  # a page that nobody sees is slowed down
         page.call("Page.navigate", url=address)
         self._until(lambda message: message.get("method") == "Page.loadEventFired")
         return page
@@ -98,7 +99,7 @@ class Page:
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser, self._session = browser, session
-        self.console: list[str] = []  # all that its scripts write there, and the browser's errors and warnings
+        self.console: list[str] = []  # what its scripts and the browser write there, each with its level: "error: …"
         self.requests: list[str] = []  # the addresses that it asks for, first its own; data in the page is none
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -109,6 +110,16 @@ class Page:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def wait_for(self, expression: str, deadline: float = 90) -> Any:
+        """Return the value of an expression as soon as it is true."""
+        end = time.monotonic() + deadline
+        while not (value := self.value(expression)):
+            assert time.monotonic() < end, (
+                f"{expression}: {self.value('document.body.innerText')[-2000:]} {self.console}"
+            )
+            time.sleep(0.05)
+        return value
 
     def busy_seconds(self) -> float:
         """Return the seconds of a core that the page's thread has used, which parses, computes and draws."""
@@ -127,11 +138,13 @@ class Page:
             address = params["request"]["url"]
             self.requests += [address] * (not address.startswith("data:"))
         elif method == "Runtime.consoleAPICalled":
-            self.console.append(" ".join(str(one.get("value", one)) for one in params["args"]))
+            said = " ".join(str(one.get("value", one.get("description"))) for one in params["args"])
+            self.console.append(f"{params['type']}: {said}")
         elif method == "Runtime.exceptionThrown":
-            self.console.append(str(params["exceptionDetails"]))
+            self.console.append(f"error: {params['exceptionDetails']}")
         elif method == "Log.entryAdded":
-            self.console.append(params["entry"]["text"])
+            entry = params["entry"]
+            self.console.append(f"{entry['level']}: {entry['text']} {entry.get('url', '')}")
 
 
 def _higher(descriptor: int) -> int:
