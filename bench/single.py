@@ -1,7 +1,7 @@
 """One process: a training step of the lab's model against the same step of transformers' LlamaForCausalLM.
 
     python bench/single.py --steps 20 --threads 1
-    python bench/single.py --recompute               the lab's model with --recompute none, blocks and all instead
+    python bench/single.py --recompute               the lab's model with --recompute none, blocks and so on instead
     python bench/single.py --compile                 both compiled, and the lab's as it is
     python bench/single.py --profile                 where the time of a step goes, in both models
 

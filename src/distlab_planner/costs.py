@@ -102,7 +102,7 @@ class Costs:
     @functools.cached_property
     def _action_costs(self) -> Callable[[int], ActionCosts]:
         """A function from threads to the costs from which other kinds of actions compute their times."""
-        stages, again = range(len(self.layout.split)), self.layout.recompute == "blocks"
+        stages, again = range(len(self.layout.split)), self.layout.recomputes_blocks
 
         def of_threads(threads: int) -> ActionCosts:
             forward, whole, inputs, weights = (
@@ -144,7 +144,7 @@ class Costs:
 
         Their last product, which only the output needs, is left out; the bookkeeping takes up the saved time.
         """
-        return action.letter in "bi" or (action.letter in "BI" and self.layout.recompute == "blocks")
+        return action.letter in "bi" or (action.letter in "BI" and self.layout.recomputes_blocks)
 
     def _pass(self, kind: PassKind, stage: int, threads: int) -> float:
         own = sum(count * self._of_part(part, kind, threads) for part, count in self.parts(stage).items() if count)
@@ -175,8 +175,17 @@ class Costs:
     def _block_again(self, threads: int) -> float:
         """Return the additional seconds of a backward pass that computes a block again."""
         if self._measured:
-            return self._with_threads(threads, lambda entry: entry.again_seconds(self._rows))
-        return self._of_part("block", "F", threads)
+            seconds = self._with_threads(threads, lambda entry: entry.again_seconds(self._rows))
+        else:
+            seconds = self._of_part("block", "F", threads)
+        if self._keeps_attention:
+            sizes, tp = self.model.sizes, self.layout.size("tp")
+            seconds *= 1 - sizes.attention_multiply_adds(tp) / sizes.multiply_adds("block", tp)
+        return seconds
+
+    @property
+    def _keeps_attention(self) -> bool:
+        return self.layout.recompute == "except-attention"
 
     def _with_threads(self, threads: int, seconds_of: Callable[[Measured], float]) -> float:
         """Return measured seconds, converted to `threads` threads.
@@ -257,6 +266,7 @@ class Costs:
         if kind in ("W", None):
             return 0
         forward, backward = self.attention.messages
+        again = again and not self._keeps_attention
         return self.parts(stage)["block"] * (forward if kind == "F" else backward + again * forward)
 
     def ring_seconds(self, action: Action) -> float:
@@ -321,7 +331,8 @@ class Costs:
             everything += ids + (self.attention.table_bytes if parts["block"] else 0)
         by_forward = everything + (0 if parts["head"] else self.activation_bytes)  # the output
         if self.layout.recompute != "none":
-            by_forward -= parts["block"] * self._inside_block_bytes + mask
+            by_forward -= parts["block"] * (self._inside_block_bytes - self._kept_attention_bytes)
+            by_forward -= mask * (not self._keeps_attention)
         if self.layout.recompute == "all" and parts["head"]:
             by_forward -= tokens * (NUMBER_BYTES + sizes.dmodel * sizes.inner_bytes)  # the norm keeps its input only
         input_bytes = self.activation_bytes
@@ -335,6 +346,12 @@ class Costs:
         own = self.model.sizes.kept_bytes("block", self.tokens, self.layout.size("tp")) - self.activation_bytes
         return own + self.attention.kept_bytes
 
+    @property
+    def _kept_attention_bytes(self) -> int:
+        """Bytes of attention that a block keeps if it is computed again except for them."""
+        own = self.model.sizes.attention_output_bytes(self.tokens, self.layout.size("tp")) + self.attention.kept_bytes
+        return own * self._keeps_attention
+
     def recomputed_bytes(self, action: Action) -> int:
         """Return the additional bytes that a backward pass keeps while it runs, if activations are computed again."""
         blocks, has_head = self.parts(action.stage)["block"], self.parts(action.stage)["head"]
@@ -347,6 +364,7 @@ class Costs:
         factors = [sizes.factor_bytes(part, tokens, tp) * is_split for part in ("block", "head")]
         for done in (0, blocks - 1):
             others = (blocks - done) * self.activation_bytes + done * factors[0]
+            others += (blocks - done - 1) * self._kept_attention_bytes
             others += self.message_bytes * is_split  # the gradient of the block's output, a factor
             others += self.attention.mask_bytes
             kept = max(kept, others + self._inside_block_bytes + factors[1] * has_head)
@@ -361,7 +379,7 @@ class Costs:
     @functools.cached_property
     def estimated(self) -> ActionCosts:
         """The estimates from which a run derives the threads of its actions."""
-        parts, again = self.model.sizes.parts, self.layout.recompute == "blocks"
+        parts, again = self.model.sizes.parts, self.layout.recomputes_blocks
         return estimated_costs(self.layout.split, parts, again, self.tokens, self.layout.size("tp"))
 
 

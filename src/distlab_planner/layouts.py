@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from distlab.axes.layout import Layout, layout_size, neighbors_of, replicas_in, stride
 from distlab.parallel.division import Kind, Order, check_division, check_sharing
@@ -23,11 +23,11 @@ from distlab.pipeline.schedules import (
 from distlab.pipeline.split import Split, balance
 from distlab_planner.model import Model
 from simplellm.errors import InputError, require
-from simplellm.options import Recompute
+from simplellm.options import BLOCK_BY_BLOCK, Recompute
 
 Shard = Literal["none", "optimizer", "gradients", "weights"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "weights")
-RECOMPUTE: tuple[Recompute, ...] = ("none", "blocks", "all")
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 CP_KINDS: tuple[Kind, ...] = ("ring", "gather", "heads")
 WHOLE_BLOCKS = "of compiled passes, the planner knows those of whole blocks; leave one of the two out"
 SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpipe with one worker only keeps more
@@ -62,6 +62,11 @@ class RunLayout:
         return self.size("dp") * self.size("cp")
 
     @property
+    def recomputes_blocks(self) -> bool:
+        """Whether backward passes compute blocks again, one by one."""
+        return self.recompute in BLOCK_BY_BLOCK
+
+    @property
     def ranks(self) -> int:
         return layout_size(self.axes)
 
@@ -86,6 +91,8 @@ class RunLayout:
                 return f"--{axis} {self.size(axis)}"
         if "W" in outline_of(self.schedule, self.size("pp")).letters:
             return f"--schedule {self.schedule}"
+        if self.recompute == "except-attention":
+            return f"--recompute {self.recompute}"
         return "--shard weights" if self.shard == "weights" else None
 
     def flags(self, model: Model) -> str:

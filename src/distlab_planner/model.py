@@ -116,6 +116,10 @@ class Sizes:
         """Return the number for a token's causal scores in one block, and for the sum of values with them."""
         return self.dmodel * self.seq_len / tp
 
+    def attention_output_bytes(self, tokens: int, tp: int = 1) -> int:
+        """Return the bytes of a block's output of attention, with the sums over the scores of each query."""
+        return tokens * (self.dmodel * self.inner_bytes + self.num_heads * NUMBER_BYTES) // tp
+
     def kept_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
         """Return the bytes that a forward pass over `tokens` keeps for the backward pass, without recomputation."""
         width = self.dmodel

@@ -182,7 +182,7 @@ def least_seconds(costs: Costs) -> float:
     """
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     pp, micro_batches, stages = layout.size("pp"), layout.micro_batches, len(layout.split)
-    again = layout.recompute == "blocks"
+    again = layout.recomputes_blocks
     outline = outline_of(layout.schedule, pp)
     if not outline.letters <= KIND_OF.keys():  # actions of new kinds may take any time
         return machine.step_seconds

@@ -25,7 +25,7 @@ from simplellm.feed_forward import MLP, MixtureOfExperts
 from simplellm.initial_weights import initialize
 from simplellm.layers import ROPE_THETA, Linear, RMSNorm, rotary_tables, rotate
 from simplellm.mixed_precision import widen
-from simplellm.options import Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
+from simplellm.options import BLOCK_BY_BLOCK, Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
 
 if TYPE_CHECKING:
     from simplellm.cache import LayerCache
@@ -183,7 +183,8 @@ class LLamaPart(nn.Module):
         document_end: the token that ends a document, beyond which no token attends; None if all may. A stage without
             the embedding then needs `part` on each call, because it does not see the tokens.
         recompute: the activations that the backward pass computes again instead of keeping them: "blocks", the inside
-            of each block, block by block; "all", also the norm before the head.
+            of each block, block by block; "except-attention", the same, with the output of attention kept; "all", also
+            the norm before the head.
         head_dim: width of a head, even; dmodel / num_heads if None.
         rope_scaling: the fields of `RopeScaling`, for rotary positions that are scaled as in Llama 3.1.
         attention_bias, mlp_bias: whether the linear layers there have biases.
@@ -324,12 +325,16 @@ class LLamaPart(nn.Module):
             raise InputError(f"{end} tokens are too many for a model built for at most {self.ctx_size}")
         cos, sin = (table[start:end] if part is None else table[part.positions] for table in tables)
         attend = attend_to_earlier if part is None else part.attend
+        if self.recompute == "except-attention":
+            from simplellm.recomputation import called_once
+
+            attend = called_once(attend)
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.model.layers)
         for layer, layer_cache in zip(self.model.layers.values(), caches, strict=True):
             block = partial(layer, cache=layer_cache, attend=attend)
-            x = self._recomputed(block, ("blocks", "all"))(x, cos, sin)
+            x = self._recomputed(block, (*BLOCK_BY_BLOCK, "all"))(x, cos, sin)
         if self.lm_head is not None:
             x = self._recomputed(self._logits, ("all",))(x)
         return x.contiguous()
@@ -370,7 +375,7 @@ class LLamaPart(nn.Module):
         x = torch.empty(batch, seq, self.options["dmodel"], device=device, requires_grad=True)
         tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, device, self._rope_scaling)
         cos, sin = (table[:seq] for table in tables)
-        sees_all = self.document_end is None
+        sees_all = self.document_end is None and self.recompute != "except-attention"
         for block in list(self.model.layers.values())[:1]:
             attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
             is_usual = isinstance(block, Block) and isinstance(mlp, MLP) and sees_all

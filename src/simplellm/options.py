@@ -5,7 +5,8 @@ from typing import Any, Literal, NamedTuple
 
 from simplellm.errors import InputError
 
-Recompute = Literal["none", "blocks", "all"]
+Recompute = Literal["none", "except-attention", "blocks", "all"]
+BLOCK_BY_BLOCK: tuple[Recompute, ...] = ("except-attention", "blocks")  # each recomputed within its backward pass
 RouterScores = Literal["softmax", "sigmoid"]
 
 

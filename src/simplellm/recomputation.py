@@ -7,6 +7,7 @@ arXiv 1604.06174).
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from simplellm.weight_gradients import current
 
 Kept = list[Tensor]
 _kept: tuple[Kept, Iterator[Tensor] | None] | None = None  # of the running call; in a second run, what is left of them
-_is_inside = False  # whether a call with recomputed activations is running
+_outermost: "Recomputed | None" = None  # the call with recomputed activations that is running
 
 
 def kept(compute: Callable[[], Tensor]) -> Tensor:
@@ -33,6 +34,19 @@ def kept(compute: Callable[[], Tensor]) -> Tensor:
         return next(again)
     results.append(compute())
     return results[-1]
+
+
+def called_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of tensors that the second run of a `Recomputed` call does not call again.
+
+    Its result and the tensors that it saves for its backward pass are kept from the first run, except for its inputs.
+    For a function whose result takes less memory than time, such as attention.
+    """
+
+    def call(*inputs: Tensor) -> Tensor:
+        return function(*inputs) if _outermost is None else _outermost.once(function, *inputs)
+
+    return call
 
 
 class _CompleteError(Exception):
@@ -61,7 +75,7 @@ class Recomputed:
         self._again: dict[int, tuple[Tensor, object]] = {}  # recomputed, by number; with the observers' objects
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        if _is_inside or not torch.is_grad_enabled():
+        if _outermost is not None or not torch.is_grad_enabled():
             return self._function(*inputs)
         self._inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         self._gpus = {x.device for x in inputs if x.is_cuda}
@@ -69,7 +83,10 @@ class Recomputed:
         self._observers, self._weight_gradients = list(observers), current()
         self._observed = [observer.keep_again(x) for x in inputs for observer in self._observers]
         self._kept: Kept = []
-        with saved_tensors_hooks(self._number, self._take), _inside(self._kept, None):
+        self._calls: list[_CallOnce] = []
+        # In the second run: keeps a tensor, and the calls that it has yet to meet.
+        self._again_with: tuple[Callable[[Tensor], None], Iterator[_CallOnce]] | None = None
+        with saved_tensors_hooks(self._number, self._take), _inside(self, self._kept, None):
             return self._function(*inputs)
 
     def compute(self) -> None:
@@ -87,13 +104,37 @@ class Recomputed:
             self._restore_random_states()
             contexts.enter_context(torch.enable_grad())
             contexts.enter_context(saved_tensors_hooks(keep, self._take))
-            contexts.enter_context(_inside(self._kept, iter(self._kept)))
+            contexts.enter_context(_inside(self, self._kept, iter(self._kept)))
+            self._again_with = keep, iter(self._calls)
+            contexts.callback(setattr, self, "_again_with", None)
             if self._weight_gradients is not None:  # under which layers save different tensors
                 contexts.enter_context(self._weight_gradients.applied())
             # In here: in Python 3.10, an exception that leaves a generator's context becomes part of a reference cycle,
             # and the cycle keeps the tensors of all its frames.
             with contextlib.suppress(_CompleteError):
                 self._function(*self._inputs)
+
+    def once(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return `function(*inputs)`; in the second run, the result of the first run."""
+        if self._again_with is not None:
+            keep, calls = self._again_with
+            call = next(calls)
+            for index in call.saved_inputs:
+                keep(inputs[index])
+            return call.result.detach().requires_grad_()
+        places, saved = [_place(x) for x in inputs], list[int]()
+
+        def number(tensor: Tensor) -> tuple[int | Tensor, object]:
+            if (place := _place(tensor)) in places:
+                saved.append(places.index(place))
+                return self._number(tensor)
+            return tensor.detach(), [observer.keep(tensor) for observer in self._observers]
+
+        with saved_tensors_hooks(number, self._take):
+            result = function(*inputs)
+        self._observed += [observer.keep_again(result) for observer in self._observers]
+        self._calls.append(_CallOnce(saved, result.detach()))
+        return result
 
     def _restore_random_states(self) -> None:
         of_cpu, of_gpus = self._random_states
@@ -105,19 +146,32 @@ class Recomputed:
         self._count += 1
         return self._count - 1, [observer.leave_out(tensor) for observer in self._observers]
 
-    def _take(self, numbered: tuple[int, object]) -> Tensor:
+    def _take(self, numbered: tuple[int | Tensor, object]) -> Tensor:
         number = numbered[0]
+        if isinstance(number, Tensor):
+            return number
         if number not in self._again:
             self.compute()
         return self._again.pop(number)[0]
 
 
+class _CallOnce(NamedTuple):
+    """A call that the second run leaves out."""
+
+    saved_inputs: list[int]  # their indices, in the order in which autograd has handed them over
+    result: Tensor
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 @contextlib.contextmanager
-def _inside(results: Kept, again: Iterator[Tensor] | None) -> Iterator[None]:
+def _inside(call: Recomputed, results: Kept, again: Iterator[Tensor] | None) -> Iterator[None]:
     """Inside, nested calls run as without recomputation, because the outer call is recomputed as a whole."""
-    global _is_inside, _kept
-    outer, _is_inside, _kept = (_is_inside, _kept), True, (results, again)
+    global _outermost, _kept
+    outer, _outermost, _kept = (_outermost, _kept), call, (results, again)
     try:
         yield
     finally:
-        _is_inside, _kept = outer
+        _outermost, _kept = outer

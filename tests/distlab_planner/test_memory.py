@@ -13,7 +13,7 @@ from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.stages import build_stage
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import RunLayout, default_split
+from distlab_planner.layouts import RECOMPUTE, RunLayout, default_split
 from distlab_planner.memory import held, process_bytes
 from distlab_planner.model import Dtype
 from simplellm.losses import causalLLMLoss
@@ -48,7 +48,7 @@ def kept_by_worker(layout: RunLayout, worker: int, dtype: Dtype = "float32") -> 
     return kept.peak_bytes
 
 
-@pytest.mark.parametrize("recompute", ["none", "blocks", "all"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
     ("schedule", "workers"), [("dapple", 1), ("gpipe", 2), ("dapple", 3), ("zb-h1", 3), ("zb-v", 2)]
 )

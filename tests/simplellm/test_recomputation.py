@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.data import GradientBuckets
+from simplellm.attention import attend_to_earlier
 from simplellm.deferred_gradients import DeferredWeightGradients
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -33,7 +34,7 @@ def train(net: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize(
     "options", [{}, {"num_kv_heads": 2}, {"dtype": torch.bfloat16}, {"hidden_dim": 5, "n_layers": 1}], ids=str
 )
-@pytest.mark.parametrize("recompute", ["blocks", "all"])
+@pytest.mark.parametrize("recompute", ["blocks", "except-attention", "all"])
 def test_losses_and_gradients_are_those_without_recomputation(recompute: Recompute, options: dict[str, Any]) -> None:
     options = {"n_layers": 3, **options}
     usual, again = (
@@ -82,6 +83,20 @@ def test_what_follows_the_last_tensor_that_is_needed_is_not_computed_again() -> 
     assert passes == {"down_proj": 1, "up_proj": 2}
 
 
+def test_attention_that_is_kept_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def attend(*heads: Tensor) -> Tensor:
+        calls.append(heads)
+        return attend_to_earlier(*heads)
+
+    monkeypatch.setattr("simplellm.llama.attend_to_earlier", attend)
+    for kind, count in (("none", 3), ("blocks", 6), ("except-attention", 3)):
+        calls.clear()
+        train(model(kind))  # type: ignore[arg-type]
+        assert len(calls) == 2 * count, "two micro-batches"
+
+
 def test_hooks_see_each_gradient_once_and_buckets_are_filled_as_usual() -> None:
     net, full = model("all"), list[int]()
     buckets = GradientBuckets(net.parameters(), on_full=lambda bucket: full.append(bucket.index), bucket_bytes=5000)
@@ -96,7 +111,7 @@ def test_hooks_see_each_gradient_once_and_buckets_are_filled_as_usual() -> None:
 
 def test_gradients_of_weights_that_are_left_for_later_come_from_what_was_computed_again() -> None:
     results = []
-    for kind in ("none", "blocks", "all"):
+    for kind in ("none", "blocks", "except-attention", "all"):
         net, later = model(kind), DeferredWeightGradients()
         with later.applied():
             loss = causalLLMLoss(net(IDS), IDS, VOCAB)
@@ -104,7 +119,7 @@ def test_gradients_of_weights_that_are_left_for_later_come_from_what_was_compute
         assert all(parameter.grad is None for name, parameter in net.named_parameters() if "proj" in name)
         later.compute()
         results.append([torch.as_tensor(parameter.grad) for parameter in net.parameters()])
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
+    assert all(torch.equal(same[0], other) for same in zip(*results, strict=True) for other in same[1:])
 
 
 def test_a_call_within_a_call_keeps_nothing_by_itself_and_is_computed_again_once() -> None:

@@ -32,6 +32,7 @@ from distlab.settings.resuming import require_same
 from distlab.settings.sequences import SharedSequences
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require
+from simplellm.options import BLOCK_BY_BLOCK
 from simplellm.tokenizers import SPTokenizer
 
 
@@ -76,7 +77,7 @@ class StageSettings(TrainSettings):
 
     def pass_costs(self, vocab_size: int) -> ActionCosts:
         """Return estimates of the costs of each stage's passes, from `estimated_costs`."""
-        split, again, tp = self.split(vocab_size), self.recompute == "blocks", self.layout.get("tp", 1)
+        split, again, tp = self.split(vocab_size), self.recompute in BLOCK_BY_BLOCK, self.layout.get("tp", 1)
         tokens = self.batch_size // self.micro_batches * self.positions
         return estimated_costs(split, self._parts(vocab_size), again, tokens, tp)
 

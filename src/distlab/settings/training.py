@@ -114,7 +114,7 @@ class TrainSettings(ResumableSettings):
     dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
     """bfloat16 computes in mixed precision"""
     recompute: Recompute = "none"
-    """activations that the backward pass computes again: the inside of each block, or all that it can (less memory)"""
+    """activations that the backward pass computes again: the inside of each block, with or without attention, or all"""
     compile: bool = False
     """compile blocks, head and loss with torch.compile before the first step, which takes up to a minute"""
     document_mask: Annotated[bool, ResumePolicy.FIXED] = False
