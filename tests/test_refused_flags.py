@@ -66,6 +66,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-zero --repair", "--repair: no other rank has the shard of a dead one; dp-ga and hybrid can"),
         ("hybrid --repair --dp 1", "--repair on with --dp 1: a single pipeline has no other that holds its stages"),
         ("hybrid --repair --tp 2 --spares 1", "--spares 1 with --tp 2: slices are replaced together; give 2 or more"),
+        ("dp-ga --residual bfloat16", "--residual bfloat16 with --dtype float32: give --dtype bfloat16 too"),
         ("hybrid-repair --recompute all", "--repair on with --recompute all: "),
         ("hybrid-repair --eval-every 5", "--repair on with --eval-every: "),
         ("hybrid --repair --shard optimizer", "Unrecognized options: --shard, optimizer"),

@@ -1,6 +1,6 @@
-"""The feed-forward part of a block: one network for all tokens, or a mixture of experts.
+"""The feed-forward part of a block as a mixture of experts.
 
-In a mixture, a router sends each token to a few of many networks, the experts, so that a model can have many more
+A router sends each token to a few of many networks, the experts, so that a model can have many more
 weights than it multiplies for a token (Shazeer et al., arXiv 1701.06538; Mixtral: arXiv 2401.04088). The names of its
 parameters are those of Hugging Face's Qwen3-MoE and GLM-4-MoE.
 
@@ -17,33 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from simplellm.compiled import through_compiler
-from simplellm.layers import Linear
+from simplellm.layers import MLP, Linear
 from simplellm.options import Mixture
 from simplellm.recomputation import kept
 
 # (rows (rows, dmodel), sorted by expert; rows of each expert, (experts,); the experts of this process)
 # -> what the experts make of the rows, in the same order
 Passage = Callable[[Tensor, Tensor, Callable[[Tensor, Sequence[int]], Tensor]], Tensor]
-
-
-class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
-
-    def __init__(self, dmodel: int, hidden_dim: int, bias: bool = False) -> None:
-        super().__init__()
-        self.gate_proj = Linear(dmodel, hidden_dim, bias=bias)
-        self.up_proj = Linear(dmodel, hidden_dim, bias=bias)
-        self.down_proj = Linear(hidden_dim, dmodel, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # The number of rows of an expert, (rows, dmodel), differs from step to step.
-        return through_compiler(MLP.compute, self, x) if x.dim() == 3 else self.compute(x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        """A feed-forward layer."""
-        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
 
 
 class Router(Linear):

@@ -1,4 +1,4 @@
-"""The layers that a Llama is made of, each with a backward pass by hand: linear maps, norms, rotary positions."""
+"""The layers that a Llama is made of, most with a backward pass by hand: linear maps, SwiGLU, norms, rotations."""
 
 import functools
 import math
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from simplellm.autograd import use_of_gradient
+from simplellm.compiled import through_compiler
 from simplellm.mixed_precision import widen
 from simplellm.options import RopeScaling
 from simplellm.weight_gradients import current, gradient_of, is_by_hand
@@ -78,10 +79,29 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, dmodel: int, hidden_dim: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = Linear(dmodel, hidden_dim, bias=bias)
+        self.up_proj = Linear(dmodel, hidden_dim, bias=bias)
+        self.down_proj = Linear(hidden_dim, dmodel, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The number of rows of an expert, (rows, dmodel), differs from step to step.
+        return through_compiler(MLP.compute, self, x) if x.dim() == 3 else self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """A feed-forward layer."""
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
 
-    Takes the float32 residual stream and returns `dtype`.
+    Takes the residual stream, computes in float32 and returns `dtype`.
     """
 
     def __init__(self, dmodel: int, eps: float, dtype: torch.dtype) -> None:
@@ -92,7 +112,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda or torch.compiler.is_compiling():  # torch has one kernel for each direction there, or makes it
-            y = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            y = F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
         else:
             y = _RMSNormFunction.apply(x, self.weight, self.eps)
         return y.to(self.dtype)
@@ -103,7 +123,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=weight.dtype).square_().div_(x.shape[-1])
         inverse_rms = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
         return (x * inverse_rms).mul_(weight)
@@ -117,7 +137,8 @@ class _RMSNormFunction(torch.autograd.Function):
         grad_weight = products.T @ inverse_rms.flatten()
         dot = (products @ weight).view_as(inverse_rms)
         grad_x = (grad * weight).mul_(inverse_rms)
-        return grad_x.addcmul_(x, dot * inverse_rms.pow(3), value=-1 / x.shape[-1]), grad_weight, None
+        grad_x.addcmul_(x.to(grad_x.dtype), dot * inverse_rms.pow(3), value=-1 / x.shape[-1])
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 @functools.lru_cache(maxsize=8)

@@ -8,6 +8,7 @@ directions, and the state dicts of all stages together make up the whole model's
 
 With `dtype` bfloat16 the model computes in mixed precision: parameters, their gradients, the residual stream, the
 statistics of the norms and the logits are float32; everything between a norm and the next residual sum is bfloat16.
+With `residual` bfloat16, so is the residual stream within a stage.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 from simplellm.attention import Attend, SequencePart, attend_to_earlier
 from simplellm.compiled import PartToCompile, can_compile, through_compiler
 from simplellm.errors import InputError
-from simplellm.feed_forward import MLP, MixtureOfExperts
 from simplellm.initial_weights import initialize
-from simplellm.layers import ROPE_THETA, Linear, RMSNorm, rotary_tables, rotate
+from simplellm.layers import MLP, ROPE_THETA, Linear, RMSNorm, rotary_tables, rotate
 from simplellm.mixed_precision import widen
 from simplellm.options import BLOCK_BY_BLOCK, Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
 
 if TYPE_CHECKING:
     from simplellm.cache import LayerCache
+    from simplellm.feed_forward import MixtureOfExperts
 
 
 class Attention(nn.Module):
@@ -116,7 +117,7 @@ class Block(nn.Module):
         of_heads = partial(RMSNorm, eps=norm_eps, dtype=dtype) if qk_norm else None
         self.self_attn = Attention(dmodel, num_heads, num_kv_heads, head_dim, attention_bias, of_heads)
         self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        self.mlp = MixtureOfExperts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
+        self.mlp = _experts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
 
     def forward(
         self,
@@ -140,7 +141,13 @@ class Block(nn.Module):
     ) -> Tensor:
         """A block."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x)).to(x.dtype)  # experts return float32
+
+
+def _experts(dmodel: int, hidden_dim: int, mixture: Mixture) -> "MixtureOfExperts":
+    from simplellm.feed_forward import MixtureOfExperts
+
+    return MixtureOfExperts(dmodel, hidden_dim, mixture)
 
 
 def _logits(norm: RMSNorm, head: Linear, x: Tensor) -> Tensor:
@@ -175,6 +182,7 @@ class LLamaPart(nn.Module):
         rope_theta: base of the rotary positions' wavelengths.
         norm_eps: added to the mean square in the norms.
         dtype: torch.float32, or torch.bfloat16 to compute in mixed precision; parameters are float32 in either.
+        residual: the same for the residual stream; bfloat16 only with that `dtype`.
         seed: the run's seed; weights follow from it and the parameters' names alone (see `initial_weights`).
         first_layer: the index in the whole model of this part's first layer. The default is right for a pipeline whose
             stages hold `n_layers` layers each, one stage a rank in the order of ranks: rank * n_layers where
@@ -220,6 +228,7 @@ class LLamaPart(nn.Module):
         rope_theta: float = ROPE_THETA,
         norm_eps: float = 1e-6,
         dtype: torch.dtype = torch.float32,
+        residual: torch.dtype = torch.float32,
         seed: int = 0,
         first_layer: int | None = None,
         document_end: int | None = None,
@@ -278,7 +287,7 @@ class LLamaPart(nn.Module):
         self.head_dim = head_dim or dmodel // num_heads
         self.rope_theta, self._rope_scaling = rope_theta, scaling
         self.document_end = document_end
-        self.recompute = recompute
+        self.recompute, self.residual = recompute, residual
         device = torch.get_default_device() if device is None else torch.device(device)
         biases = attention_bias, mlp_bias
         sizes = dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype, head_dim, *biases, mixture, qk_norm
@@ -331,13 +340,15 @@ class LLamaPart(nn.Module):
             attend = called_once(attend)
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
+        if self.residual == torch.bfloat16:
+            x = x.to(self.residual)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.model.layers)
         for layer, layer_cache in zip(self.model.layers.values(), caches, strict=True):
             block = partial(layer, cache=layer_cache, attend=attend)
             x = self._recomputed(block, (*BLOCK_BY_BLOCK, "all"))(x, cos, sin)
         if self.lm_head is not None:
             x = self._recomputed(self._logits, ("all",))(x)
-        return x.contiguous()
+        return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
     def _recomputed(self, function: Callable[..., Tensor], kinds: Collection[str]) -> Callable[..., Tensor]:
         """Return the function; if the model recomputes one of these kinds, such that it keeps only its inputs."""
@@ -366,16 +377,18 @@ class LLamaPart(nn.Module):
         assert self.lm_head is not None
         return through_compiler(_logits, self.model.norm, self.lm_head, x)
 
-    def parts_to_compile(self, batch: int, seq: int) -> list[PartToCompile]:
+    def parts_to_compile(self, batch: int, seq: int, is_whole: bool = True) -> list[PartToCompile]:
         """Return the parts that a forward pass in training on activations (batch, seq, dmodel) compiles.
 
-        Parts with sizes that depend on the tokens, such as experts, are not among them.
+        `is_whole` says whether these are whole sequences, whose attention is compiled. Parts with sizes that depend on
+        the tokens, such as experts, are not among them.
         """
         device, found = next(self.parameters()).device, list[PartToCompile]()
-        x = torch.empty(batch, seq, self.options["dmodel"], device=device, requires_grad=True)
+        shape = batch, seq, self.options["dmodel"]
+        x = torch.empty(shape, dtype=self.residual, device=device, requires_grad=True)
         tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, device, self._rope_scaling)
         cos, sin = (table[:seq] for table in tables)
-        sees_all = self.document_end is None and self.recompute != "except-attention"
+        sees_all = is_whole and self.document_end is None and self.recompute != "except-attention"
         for block in list(self.model.layers.values())[:1]:
             attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
             is_usual = isinstance(block, Block) and isinstance(mlp, MLP) and sees_all

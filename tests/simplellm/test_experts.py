@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplellm.feed_forward import MLP, MixtureOfExperts
+from simplellm.feed_forward import MixtureOfExperts
 from simplellm.initial_weights import initialize
+from simplellm.layers import MLP
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import Mixture, Recompute
 

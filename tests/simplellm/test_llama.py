@@ -294,16 +294,21 @@ def test_the_padding_token_is_not_trained() -> None:
     assert untrained.nonzero().flatten().tolist() == [3, 9, 19, 29, 39, 49]
 
 
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "widened"])
-def test_bfloat16_is_mixed_precision(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_mixed_precision(native: bool, residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_precision, "cpu_multiplies_bfloat16", lambda: native)
-    exact, mixed = whole(num_kv_heads=2), whole(num_kv_heads=2, dtype=torch.bfloat16)
+    exact, mixed = whole(num_kv_heads=2), whole(num_kv_heads=2, dtype=torch.bfloat16, residual=residual)
     ids = tokens()
     seen = set()
     for module in mixed.modules():
         if isinstance(module, nn.Linear | llama.MLP | llama.Attention):
             module.register_forward_hook(lambda _, inputs, output: seen.add((inputs[0].dtype, output.dtype)))
+    stream = set()
+    for block in mixed.model.layers.values():
+        block.register_forward_hook(lambda _, inputs, output: stream.add((inputs[0].dtype, output.dtype)))
     logits = mixed(ids)
+    assert stream == {(residual, residual)}
     assert seen == {(torch.bfloat16, torch.bfloat16)}
     assert logits.dtype == torch.float32
     assert torch.equal(logits, logits.bfloat16().float())  # a bfloat16 product made them

@@ -19,8 +19,8 @@ from distlab.parallel.division import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.errors import InputError, require
-from simplellm.feed_forward import MLP, MixtureOfExperts
-from simplellm.layers import Linear
+from simplellm.feed_forward import MixtureOfExperts
+from simplellm.layers import MLP, Linear
 from simplellm.llama import Attention
 
 Exchange = Callable[[Tensor, TPGroup], Tensor]

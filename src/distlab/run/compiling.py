@@ -1,9 +1,16 @@
 """`--compile`: the ranks of a host compile each part of the model once, before the first step."""
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
+import torch
+from torch import nn
+
+from distlab.comm.waits import TrafficError
+from distlab.rendezvous.groups import WorldGroup, world_group
 from distlab.rendezvous.ranks import busy, ranks_store
 from distlab.run.model import ModelParts
 from distlab.run.starting import Joined
@@ -23,6 +30,7 @@ def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, j
 
     Raises:
         InputError: the model is not the lab's Llama, or the compiler fails.
+        TrafficError: another rank exits.
     """
     rank, host = joined.grid.rank, joined.places[joined.grid.rank].host
     programs = joined.context.recorder.programs or ()
@@ -31,25 +39,26 @@ def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, j
     if is_split and rank == 0:
         say("the schedule splits backward passes: blocks and head of these micro-batches stay uncompiled")
     with_weights = not is_split or not letters.isdisjoint("Bb")
-    store = ranks_store(seconds, say, joined.store)
+    store, check = ranks_store(seconds, say, joined.store), partial(_check_others, world_group())
     for part in parts_to_compile(parts, batch, seq, with_weights):
         prepare = partial(_prepare, compiler, part)
         if joined.grid.size == 1:
             prepare()
             continue
-        key = f"compiled/{host}/{hashlib.sha256(str(key_of(*part)).encode()).hexdigest()}"
+        with _as_if_gathered(part[1]):
+            key = f"compiled/{host}/{hashlib.sha256(str(key_of(*part)).encode()).hexdigest()}"
         if store.add(f"{key}/claims") == 1:
             store.set(f"{key}/by", str(rank))
             store.work(busy(rank), prepare)
             store.set(key)
         else:
-            by = int(store.wait(f"{key}/by", "the rank that compiles"))
+            by = int(store.wait(f"{key}/by", "the rank that compiles", check=check))
             what = f"rank {by} to compile {name_of(part[0])}"
-            store.wait(key, what, busy=busy(by), own_busy=busy(rank))
+            store.wait(key, what, check=check, busy=busy(by), own_busy=busy(rank))
             store.work(busy(rank), prepare)
     store.set(f"compiled/{rank}")
     for other in range(joined.grid.size):
-        store.wait(f"compiled/{other}", f"rank {other} to compile", busy=busy(other))
+        store.wait(f"compiled/{other}", f"rank {other} to compile", check=check, busy=busy(other))
 
 
 def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool = True) -> Iterator[PartToCompile]:
@@ -60,14 +69,34 @@ def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool
     stages = list(parts.stages.values())
     nets = [net for net in stages if isinstance(net, LLamaPart)]
     require(len(nets) == len(stages), "--compile: this script trains a model that is not the lab's Llama")
-    is_gathered_when_used = any(part.shard == "weights" for part in parts.sharded.values())
-    if parts.grid.axis("cp").size > 1 or is_gathered_when_used:
-        return
+    is_whole = parts.grid.axis("cp").size == 1
     for net in nets:
         if with_weights:
-            yield from net.parts_to_compile(batch, seq)
-        if net.lm_head is not None and len(net.lm_head.weight) == net.options["vocab_size"]:  # no rank's shard of it
-            yield loss_to_compile(batch, seq, net.options["vocab_size"], net.lm_head.weight.device)
+            yield from net.parts_to_compile(batch, seq, is_whole)
+        vocab_size = net.options["vocab_size"]
+        if is_whole and net.lm_head is not None and len(net.lm_head.weight) == vocab_size:  # not a slice of it
+            yield loss_to_compile(batch, seq, vocab_size, net.lm_head.weight.device)
+
+
+@contextlib.contextmanager
+def _as_if_gathered(arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, weights that the replicas shard have the shapes and strides that they have when they are gathered."""
+    modules = [module for module in arguments if isinstance(module, nn.Module)]
+    absent = [p for module in modules for p in module.parameters() if not p.is_contiguous()]
+    before = [p.data for p in absent]
+    for p in absent:
+        p.data = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+    try:
+        yield
+    finally:
+        for p, data in zip(absent, before, strict=True):
+            p.data = data
+
+
+def _check_others(world: WorldGroup | None) -> None:
+    """Raise `TrafficError` if another rank has reported why it exits."""
+    if world is not None and (causes := world.notices.causes()):
+        raise TrafficError(causes, RuntimeError(causes))
 
 
 def _prepare(compiler: Compiler, part: PartToCompile) -> None:
@@ -75,7 +104,8 @@ def _prepare(compiler: Compiler, part: PartToCompile) -> None:
 
     function, arguments = part
     try:
-        compiler.prepare(function, *arguments)
+        with _as_if_gathered(arguments):
+            compiler.prepare(function, *arguments)
     except TorchDynamoException as error:
         told = next((line for line in f"{error}".splitlines() if "rror" in line), f"{error}".partition("\n")[0])
         raise InputError(f"--compile: torch cannot compile {name_of(function)}: {told:.200}") from error

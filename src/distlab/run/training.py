@@ -63,7 +63,7 @@ class TrainingRun(Run[TrainSettingsT]):
         names = "n_layers", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "seed"
         options: dict[str, Any] = {name: getattr(args, name) for name in names}
         options |= {"ctx_size": args.seq_len, "device": self.device, "dtype": self.dtype}
-        options["recompute"] = args.recompute
+        options |= {"recompute": args.recompute, "residual": getattr(torch, args.residual)}
         if args.document_mask:
             options["document_end"] = SPTokenizer(args.tokenizer).eos_id
         if isinstance(args, ExpertSettings):
@@ -209,7 +209,8 @@ class TrainingRun(Run[TrainSettingsT]):
         if self.is_first:
             say("compiling the blocks, the head and the loss; a later run with the same sizes finds them in a cache")
         rows = args.batch_size // args.micro_batches
-        compile_model(compiler, self._parts, rows, args.seq_len, self.joined, args.timeout)
+        positions = getattr(args, "positions", -(-args.seq_len // self.grid.axis("cp").size))
+        compile_model(compiler, self._parts, rows, positions, self.joined, args.timeout)
         seconds = self.records.seconds_apart["compiling"] = time.perf_counter() - started
         if self.is_first:
             say(f"compiled in {seconds:.1f} s")

@@ -113,6 +113,8 @@ class TrainSettings(ResumableSettings):
     """learning rate at the end of --lr-schedule cosine or linear"""
     dtype: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
     """bfloat16 computes in mixed precision"""
+    residual: Annotated[Literal["float32", "bfloat16"], ResumePolicy.DEFAULT] = "float32"
+    """the residual stream in mixed precision: bfloat16 takes half the memory, and is rounded after every layer"""
     recompute: Recompute = "none"
     """activations that the backward pass computes again: the inside of each block, with or without attention, or all"""
     compile: bool = False
@@ -242,6 +244,8 @@ class TrainSettings(ResumableSettings):
             tokens, given = sequences * self.seq_len, f"{flag} {sequences} with --seq-len {self.seq_len}"
             require(tokens <= MOST_TOKENS, f"{given}: {tokens:,} tokens at a time; give at most {MOST_TOKENS:,}")
         self._check_recipe()
+        is_mixed = self.dtype == "bfloat16" or self.residual == "float32"
+        require(is_mixed, f"--residual {self.residual} with --dtype {self.dtype}: give --dtype bfloat16 too")
         if self.compile:
             from distlab.machine.compilers import require_compiler
 

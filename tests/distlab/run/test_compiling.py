@@ -13,7 +13,6 @@ from support.processes import LAB
 from torch import Tensor
 
 from distlab.axes.grid import Grid
-from distlab.parallel.division import Sharded
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.compiling import parts_to_compile
 from distlab.run.model import ModelParts
@@ -43,6 +42,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2 --transport shared"),
         (2, "PP/schedules/intro_PP_schedules.py", "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3"),
         (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --recompute all"),
+        (2, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard weights --batch-size 3 --transport shared"),
     ],
 )
 def test_a_compiled_run_is_the_run_of_one_process(
@@ -83,11 +83,25 @@ def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
     assert_equal(gradients, expected_gradients)
 
 
-def test_weights_that_are_gathered_when_they_are_used_are_not_compiled_before() -> None:
+def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without(tmp_path: Path) -> None:
+    flags = "--batch-size", "6", "--dtype", "bfloat16"
+    _, [expected], expected_losses = train_on(1, "primer/intro.py", tmp_path / "without", *flags)
+    _, [gradients], losses = train_on(1, "primer/intro.py", tmp_path / "with", *flags, "--compile", deadline=240)
+    assert losses == pytest.approx(expected_losses, rel=1e-3)
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
+    assert any(not gradient.equal(expected[name]) for name, gradient in gradients.items()), "something was compiled"
+
+
+def test_the_parts_that_are_compiled_before_the_first_step() -> None:
     net = LLama(CausalLLama, 32, dmodel=8, num_heads=2, n_layers=1, ctx_size=8)
-    names_with: dict[Sharded, list[str]] = {"gradients": ["_compute", "_logits", "_next_token_loss"], "weights": []}
-    for shard, names in names_with.items():
-        parts = ModelParts.of(ShardedDP(net, shard), Grid(0, {"dp": 1}))
+    of_whole = ["_compute", "_logits", "_next_token_loss"]
+    for shard, axes, names in (
+        ("gradients", {"dp": 1}, of_whole),
+        ("gradients", {"cp": 2}, ["compute", "_logits"]),
+        ("weights", {"dp": 1}, [of_whole[0], of_whole[2]]),  # the head's weights are gathered inside of it
+    ):
+        parts = ModelParts.of(ShardedDP(net, shard), Grid(0, axes))  # type: ignore[arg-type]
         assert [function.__name__ for function, _ in parts_to_compile(parts, 2, 8)] == names
 
 
