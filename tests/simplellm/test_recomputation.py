@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.data import GradientBuckets
-from simplellm.attention import attend_to_earlier
 from simplellm.deferred_gradients import DeferredWeightGradients
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -84,13 +83,13 @@ def test_what_follows_the_last_tensor_that_is_needed_is_not_computed_again() -> 
 
 
 def test_attention_that_is_kept_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls, attend = list[Tensor](), nn.functional.scaled_dot_product_attention
 
-    def attend(*heads: Tensor) -> Tensor:
-        calls.append(heads)
-        return attend_to_earlier(*heads)
+    def count_and_attend(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(q)
+        return attend(q, *args, **kwargs)
 
-    monkeypatch.setattr("simplellm.llama.attend_to_earlier", attend)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", count_and_attend)
     for kind, count in (("none", 3), ("blocks", 6), ("except-attention", 3)):
         calls.clear()
         train(model(kind))  # type: ignore[arg-type]
