@@ -91,3 +91,4 @@ def test_spares_take_the_places_of_dead_ranks_and_of_the_other_slices(tmp_path: 
     printed = run_with(deaths, out, LESSON, *flags, "--spares", "6", steps=steps)
     assert losses(out) == pytest.approx(losses(tmp_path / "undisturbed"), abs=1e-5)
     assert printed.count(" is back") == 6, printed
+    assert " times as long, 1.00 by the plan for " in printed

@@ -90,7 +90,7 @@ class Repair:
 
     @property
     def is_at_the_end(self) -> bool:
-        """Whether the ranks have done their last step, and wait for each other."""
+        """True if the ranks have done their last step, and wait for each other."""
         return self.position.phase == MEET
 
     def reach(self, step: int, phase: int) -> None:

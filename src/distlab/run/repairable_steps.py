@@ -1,16 +1,20 @@
 """`--repair`: the steps of a run in phases, each of which may fail when a rank dies and is then done again."""
 
 import gc
+import statistics
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distlab.machine.devices import cores
 from distlab.rendezvous.survivors import EVALUATE, MEET, SAVE, TAKE, NewsError, Position
 from distlab.run.steps import OfRun, Steps
+from distlab.run.terminal import counted, say
 
 if TYPE_CHECKING:
     from distlab.run.checkpointer import Batches
     from distlab.run.repair import Repair
 
+STEPS_TO_MEASURE = 5
 BatchT = TypeVar("BatchT")
 
 
@@ -31,6 +35,8 @@ class RepairableSteps(Steps[BatchT]):
     ) -> None:
         super().__init__(run, batches, steps, per_step, unit, after_step)
         self._repair, self._per_step = repair, per_step
+        self._usual_seconds: float | None = None  # of a step before the first death
+        self._to_measure = 0  # steps until a step is long enough after a repair
         self._origin = run.records.count - run.first_step * per_step  # `records.count` before step 0
 
     def __iter__(self) -> Iterator[tuple[int, BatchT]]:
@@ -59,6 +65,7 @@ class RepairableSteps(Steps[BatchT]):
                         self._save(step)
                 if repair.done is None:
                     self._progress.advance()
+                    self._measure()
                 following = Position(step, MEET) if step + 1 == self._steps else Position(step + 1, TAKE)
             else:  # from then on no rank can be taken back to a step
                 with run.surviving():
@@ -105,10 +112,27 @@ class RepairableSteps(Steps[BatchT]):
         at, self._repair.done = self._repair.done.position, None
         gc.collect()  # the earlier groups, with their threads, connections and memory
         self._run.records.take_back(timed - at.updates)
+        self._usual_seconds = self._usual_seconds or self._seconds()
+        self._to_measure = STEPS_TO_MEASURE + 1  # the first one also sets up connections
         for _ in range(at.step + (at.phase == MEET), step + (phase == MEET)):
             self._progress.take_back()
         self._run.records.continue_at(at.step + (at.phase > EVALUATE), self._run.is_first)
         return at
+
+    def _seconds(self) -> float | None:
+        """Return the median time of the last steps; None if there are too few."""
+        times = [step.seconds for step in self._run.records.times[-STEPS_TO_MEASURE:]]
+        return statistics.median(times) if len(times) == STEPS_TO_MEASURE else None
+
+    def _measure(self) -> None:
+        """Some steps after a repair, say how long a step takes now, beside the plan."""
+        self._to_measure -= 1
+        now, usual = self._seconds(), self._usual_seconds
+        if self._to_measure or now is None or usual is None or not self._run.is_first:
+            return
+        planned, here = self._run.settings.slowdown(self._repair.alive, cores()), counted(cores(), "cores")
+        times = f"{now / usual:.2f} times as long, {planned:.2f} by the plan for {here}"
+        say(f"a step now takes {now:.3g} s instead of {usual:.3g} s: {times}")
 
     def _is_saved(self, step: int) -> bool:
         """Return whether nothing is left to save after a step; unfinished files of its checkpoint are deleted."""

@@ -76,6 +76,10 @@ class RunSettings:
                 return f"no rank is left that holds {name_stages(self.held[worker] if self.held else [worker])}"
         return ""
 
+    def slowdown(self, alive: Collection[int], cores: int) -> float:
+        """Return how many times as long as with all ranks a step takes with these ranks only, by the plan."""
+        return 1.0
+
     @property
     def held(self) -> Sequence[Sequence[int]]:
         """The stages of each pipeline worker; empty if each worker holds one."""

@@ -1,9 +1,11 @@
 """The settings of runs whose replicas train the whole Llama: data parallelism, in each form."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from distlab.axes.layout import layout_size
 from distlab.parallel.division import Compression, Repair, Sharded
 from distlab.settings.common import WorldSize, require_positive
 from distlab.settings.resume import ResumePolicy
@@ -192,6 +194,13 @@ class RepairSettings(DataParallelSettings, RepairFlag):
     """A data-parallel training run that goes on when a rank dies."""
 
     lacks: ClassVar[Mapping[str, object]] = {"compress": "none"}
+
+    def slowdown(self, alive: Collection[int], cores: int) -> float:
+        replicas = layout_size(self.layout)
+        parts = replicas * self.micro_batches
+        exactly = self.micro_batches * math.ceil(replicas / len(alive))
+        busiest = exactly if self.repair == "exact" else math.ceil(parts / len(alive))
+        return max(busiest, parts / cores) / max(self.micro_batches, parts / cores)
 
 
 @dataclass

@@ -1,18 +1,18 @@
 """The settings of runs whose ranks share the layers of the Llama: pipelines, and the hybrid."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from distlab.axes.layout import Layout, Neighbors
+from distlab.axes.layout import Layout, Neighbors, layout_size
 from distlab.checkpoints.format import Checkpoint
 from distlab.parallel.division import check_division, check_sharing, padded_length
 from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
 from distlab.pipeline.auto import Limit, read_limit
-from distlab.pipeline.plan import simulate
+from distlab.pipeline.plan import Plan, simulate
 from distlab.pipeline.rerouting import reroute
 from distlab.pipeline.schedules import (
     AUTO,
@@ -299,16 +299,29 @@ class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
 
     def _remark_on_a_death(self) -> str:
         """Return what the death of a rank would cost: the worst of one in each stage, in a simulation."""
-        programs, costs = self.programs(), self.pass_costs(SPTokenizer(self.tokenizer).vocab_size)
-        healthy, plans = simulate(programs, costs), []
-        for dead in range(self.pp):
-            alive = [worker for worker in range(self.dp * self.pp) if worker != dead]
-            rerouted = reroute(programs, self.dp, alive, costs, self.repair == "exact")
-            plans.append(simulate(rerouted, costs, holders=self.dp))
+        everyone = range(self.dp * self.pp)
+        healthy, *plans = (self._plan([w for w in everyone if w != dead]) for dead in (-1, *range(self.pp)))
         slower = max(plan.makespan for plan in plans) / healthy.makespan
         most, usual = (max(plan.peak_live) for plan in (max(plans, key=lambda plan: max(plan.peak_live)), healthy))
         kept = f"a rank keeps the activations of up to {most} micro-batches instead of {usual}"
         return f"after a death, a step takes up to {slower:.2f} times as long with a core for each rank, and {kept}"
+
+    def _plan(self, workers: Sequence[int]) -> Plan:
+        """Return the plan of these workers of all pipelines."""
+        costs = self.pass_costs(SPTokenizer(self.tokenizer).vocab_size)
+        programs = reroute(self.programs(), self.dp, workers, costs, self.repair == "exact")
+        return simulate(programs, costs, holders=self.dp)
+
+    def slowdown(self, alive: Collection[int], cores: int) -> float:
+        plans = (
+            self._plan(sorted({rank // self.tp for rank in ranks}))
+            for ranks in (alive, range(layout_size(self.layout)))
+        )
+        now, healthy = (
+            max(plan.makespan, self.tp * sum(s.end - s.start for line in plan.spans for s in line) / cores)
+            for plan in plans
+        )
+        return now / healthy
 
 
 @dataclass
