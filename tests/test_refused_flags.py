@@ -69,7 +69,11 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --residual bfloat16", "--residual bfloat16 with --dtype float32: give --dtype bfloat16 too"),
         ("hybrid-repair --recompute all", "--repair on with --recompute all: "),
         ("hybrid-repair --eval-every 5", "--repair on with --eval-every: "),
-        ("hybrid --repair --shard optimizer", "Unrecognized options: --shard, optimizer"),
+        ("hybrid --repair --shard optimizer", "--repair goes with the flags of dp-ga or hybrid"),
+        (
+            "hybrid --repair --dmodel 16384 --num-heads 64 --n-layers 64 --batch-size 96",
+            "--repair on: all ranks together would hold ",
+        ),
         # The model and the batch.
         ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
         ("dp-ga --num-heads 5", "--num-heads 5 does not divide --dmodel 288"),

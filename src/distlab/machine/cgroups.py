@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,15 @@ KILLS = Path("/proc/vmstat")
 def cpu_quota() -> float:
     """Return the cores' worth of time that this process may use, its groups' lowest limit; infinite without one."""
     return min(map(_quota_of, _folders("cpu")), default=math.inf)
+
+
+def memory_bytes() -> float:
+    """Return the memory of this machine, or its groups' lowest limit."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for file in (folder / name for folder in _folders("memory") for name in ("memory.max", "memory.limit_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+            limits.append(float(int(file.read_text())))
+    return min(limits)
 
 
 def memory_kills() -> int:

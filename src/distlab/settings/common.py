@@ -264,9 +264,14 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
             command_line.read(lambda: tyro.cli(shown, **options))  # prints and exits
         return command_line.read(lambda: tyro.cli(type(defaults), default=defaults, **options))
 
-    args = complete_repair(sys.argv[1:] if args is None else args, defaults)
+    given = sys.argv[1:] if args is None else args
+    args = complete_repair(given, defaults)
     check_values(args)
-    settings = read(defaults)
+    try:
+        settings = read(defaults)
+    except FlagError as error:
+        is_given = hasattr(defaults, "repair") and any(arg.partition("=")[0] == "--repair" for arg in given or ())
+        raise FlagError(f"{error}{'; --repair goes with the flags of dp-ga or hybrid' * is_given}") from None
     try:
         if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
             from distlab.checkpoints.format import latest_valid
