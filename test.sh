@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ./test.sh [pytest's flags]: all tests but those of GPUs, in the lab's environment, which is prepared on first use.
-# Without flags two tests run at a time; then two of those that wait, without others that compute; then those that have
+# Without flags two tests run at a time; then three of those that wait, without others that compute; then those that have
 # to be alone. With flags they run one after another.
 # ./test.sh --quick [pytest's flags]: the tests marked quick, in about a minute: a parity test of every kind of layout, and
 # what needs one process.
@@ -25,6 +25,6 @@ if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
 having() { grep -rl --include="test_*.py" "mark\.$1" tests; }  # pytest takes seconds to collect the others
 status=0
 "$python" -m pytest -m "not waits and not alone" --numprocesses 2 --dist loadfile || status=$?
-"$python" -m pytest -m waits --numprocesses 2 --dist loadfile $(having waits) || status=$?
+"$python" -m pytest -m waits --numprocesses 3 --dist worksteal $(having waits) || status=$?
 "$python" -m pytest -m alone $(having alone) || status=$?
 exit "$status"

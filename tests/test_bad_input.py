@@ -35,12 +35,12 @@ def test_each_flag_refuses_what_it_cannot_be(script: str) -> None:
 
 @pytest.mark.alone
 def test_bad_input_ends_with_a_sentence() -> None:
-    """Each of 300, a third of them as a user without rights."""
+    """Each of 200, a third of them as a user without rights."""
     with open_folder() as folder:
-        inputs = generate(300, seed=3, folder=folder)
+        inputs = generate(200, seed=3, folder=folder)
         outcomes = try_all(inputs, folder, 2, lambda _, __: None)
     assert len({bad.kind for bad in inputs}) == 11
-    assert sum(bad.as_nobody for bad in inputs) >= 100 or not can_be_nobody()
+    assert sum(bad.as_nobody for bad in inputs) >= 60 or not can_be_nobody()
     for bad, outcome in zip(inputs, outcomes, strict=True):
         assert not outcome.problems, (bad.as_nobody, [shown(command) for command in bad.commands], outcome.problems)
 

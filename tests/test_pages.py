@@ -1,6 +1,7 @@
 """The pages: links lead somewhere, commands parse, figures and paths exist, tables name the topologies and flags."""
 
 import functools
+import os
 import re
 from pathlib import Path
 
@@ -108,47 +109,51 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     assert not re.search(r"^    \S", FENCE.sub("", text(page)), re.MULTILINE)
 
 
-@each_page
-def test_every_command_is_one_that_a_script_takes(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = list(commands(text(page)))
+def test_every_command_is_one_that_a_script_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [(str(page), block) for page in PAGES for block in commands(text(page))]
     monkeypatch.chdir(tmp_path)  # a place to write to
     [refused] = run_ranks(1, refusals, blocks)
     assert not refused, "\n".join(refused)
 
 
-def refusals(_: int, blocks: list[str]) -> list[str]:
-    found = []
-    for block in blocks:
+def refusals(_: int, blocks: list[tuple[str, str]]) -> list[str]:
+    """What is refused, of pages' blocks, each page in a folder of its own."""
+    found, folder = [], Path.cwd()
+    for number, (page, block) in enumerate(blocks):
+        if number == 0 or page != blocks[number - 1][0]:
+            (place := folder / str(number)).mkdir()
+            os.chdir(place)
         try:
             check(block)
         except (InputError, AssertionError) as error:
-            found.append(f"{block}: {error}")
+            found.append(f"{page}: {block}: {error}")
     return found
 
 
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        ("./launch.sh dp-gaa", "no such topology"),
-        ("./launch.sh dp-ga --stepz 3", "Unrecognized options: --stepz"),
-        ("./launch.sh hybrid --batch-size 4", "equal micro-batches"),
-        ("./launch.sh mpi --test_case all --worlds 3", "--worlds"),
-        ("python primer/no_such.py", "no such script"),
-        ("python primer/intro.py --steps many", "Error parsing --steps"),
-        ("python primer/tell_story.py RUN --temperature -1", "must be 0 or more"),
-        ("python bench/bubble.py --stage 4", "--stage"),
-        ("python bench/single.py --stepz 4", "--stepz"),
-        ("python -m distlab.figures loss x.png runs/a", "loss"),
-        ("python -m distlab.show_schedule", "missing"),
-        ("torchrun --nproc-per-node 3 DP/gradient_aggr/intro_DP_GA.py --stepz 3", "--stepz"),
-        ("cd mpi; mpirun -n 8 python mpi-tests.py", "no such script"),
-        ("./test.sh tests/none", "tests/none"),
-        ("make", "not a program"),
-    ],
-)
-def test_a_wrong_command_is_found(block: str, reason: str) -> None:
-    [[refused]] = run_ranks(1, refusals, [block])
-    assert reason in refused
+WRONG = [
+    ("./launch.sh dp-gaa", "no such topology"),
+    ("./launch.sh dp-ga --stepz 3", "Unrecognized options: --stepz"),
+    ("./launch.sh hybrid --batch-size 4", "equal micro-batches"),
+    ("./launch.sh mpi --test_case all --worlds 3", "--worlds"),
+    ("python primer/no_such.py", "no such script"),
+    ("python primer/intro.py --steps many", "Error parsing --steps"),
+    ("python primer/tell_story.py RUN --temperature -1", "must be 0 or more"),
+    ("python bench/bubble.py --stage 4", "--stage"),
+    ("python bench/single.py --stepz 4", "--stepz"),
+    ("python -m distlab.figures loss x.png runs/a", "loss"),
+    ("python -m distlab.show_schedule", "missing"),
+    ("torchrun --nproc-per-node 3 DP/gradient_aggr/intro_DP_GA.py --stepz 3", "--stepz"),
+    ("cd mpi; mpirun -n 8 python mpi-tests.py", "no such script"),
+    ("./test.sh tests/none", "tests/none"),
+    ("make", "not a program"),
+]
+
+
+def test_a_wrong_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [refused] = run_ranks(1, refusals, [(reason, block) for block, reason in WRONG])
+    for (block, reason), sentence in zip(WRONG, refused, strict=True):
+        assert reason in sentence.partition(f": {block}: ")[2]
 
 
 def rows(heading: str) -> list[list[str]]:

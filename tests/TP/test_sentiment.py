@@ -87,7 +87,7 @@ def test_learns_as_well_whatever_the_ranks_share(tmp_path: Path) -> None:
     assert max(shares) - min(shares) < 0.01
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_the_time_of_validation_is_no_steps(tmp_path: Path) -> None:
     def work() -> list[float]:
         script = load("tp_tensor_parallel")

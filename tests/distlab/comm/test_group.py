@@ -19,7 +19,7 @@ from distlab.comm.group import all_gather_single, empty, open_queues, reduce_sca
 from distlab.comm.names import counted_as, named
 from distlab.comm.waits import TrafficError
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 
 
 def exchange(rank: int, world_size: int, port: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -232,9 +232,9 @@ def run_script(rank: int, port: int, call: str, transport: Transport, name: str)
         dist.all_reduce(torch.ones(2000), group=pair)
     dist.barrier()
     if rank:
-        time.sleep(2.5)
+        time.sleep(1.5)
         return "", 0.0
-    context.waits.timeout_seconds = 0.5
+    context.waits.timeout_seconds = 0.3
     program, started = compile(SCRIPT.format(call=call), "/home/someone/plain.py", "exec"), time.monotonic()
     with pytest.raises(TrafficError) as caught, named(name, "tensors") if name else contextlib.nullcontext():
         exec(program, {"PAIR": pair})  # noqa: S102
@@ -250,7 +250,7 @@ def test_a_wait_of_a_plain_script_is_named_by_operation_peers_and_line(call: str
     assert re.fullmatch(rf"rank 0 waited \d\.\d s for {CALLS[call]}, plain\.py line 8: no answer .*", sentence), (
         sentence
     )
-    assert 0.5 <= seconds < 2.4
+    assert 0.3 <= seconds < 1.4
 
 
 def test_the_librarys_name_replaces_operation_and_line() -> None:
@@ -263,7 +263,7 @@ def wait_for_a_silent_rank(rank: int, port: int) -> str:
     context.describe = "rank {} (a worker)".format
     context.waits.timeout_seconds = 1
     if rank == 2:
-        time.sleep(3)
+        time.sleep(2)
         return ""
     with pytest.raises(TrafficError) as caught, named("the gradients of bucket 7", "gradients"):
         dist.all_reduce(torch.zeros(4))

@@ -20,7 +20,7 @@ from distlab.comm.names import named
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 SIZES = [100_001, 70_000, 300_007]
 DTYPES = [torch.float32, torch.bfloat16]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX]
@@ -204,21 +204,21 @@ def wait_in_parts(rank: int, port: int) -> float:
     """How long rank 0 waits if a rank of its host is late, but not too late, and the other host never comes."""
     context = join_hosts(rank, "AAB", port)
     buffer = empty(70_000, torch.empty(0))
-    context.waits.timeout_seconds = 3
+    context.waits.timeout_seconds = 1.5
     if rank == 2:
-        time.sleep(8)
+        time.sleep(4)
         return 0.0
-    time.sleep(2.5 * rank)
+    time.sleep(1.25 * rank)
     started = time.monotonic()
     with pytest.raises(TrafficError):
         dist.all_reduce(buffer)
     seconds = time.monotonic() - started
-    time.sleep(4 * rank)  # rank 0 does not lose it meanwhile
+    time.sleep(2 * rank)  # rank 0 does not lose it meanwhile
     return seconds
 
 
 def test_all_parts_of_an_all_reduce_have_one_deadline() -> None:
-    assert 3 < run_ranks(3, wait_in_parts, free_port())[0] < 5.5
+    assert 1.5 < run_ranks(3, wait_in_parts, free_port())[0] < 2.7
 
 
 def fail(rank: int, port: int, failing: int, is_silent: bool) -> tuple[str, float]:
@@ -228,7 +228,7 @@ def fail(rank: int, port: int, failing: int, is_silent: bool) -> tuple[str, floa
     if is_silent:
         context.waits.timeout_seconds = 1
     if rank == failing:
-        time.sleep(4 if is_silent else 0.5)
+        time.sleep(3 if is_silent else 0.3)
         return "", 0.0  # and the process ends
     started = time.monotonic()
     with pytest.raises(TrafficError) as caught, named("the gradients of bucket 7", "gradients"):

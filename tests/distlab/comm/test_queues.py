@@ -23,7 +23,7 @@ from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
 from simplellm.errors import InputError
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 LARGEST = 70_001  # elements
 
 
@@ -115,9 +115,9 @@ def fail(rank: int, port: int, waits: int, is_silent: bool) -> tuple[str, float]
     context = join(rank, 2, port)
     open_queues((0, 1), 20, torch.empty(0))
     if rank != waits:
-        time.sleep(3 if is_silent else 0.5)
+        time.sleep(1.5 if is_silent else 0.3)
         return "", 0.0  # and the process ends
-    context.waits.timeout_seconds = 1 if is_silent else 30
+    context.waits.timeout_seconds = 0.5 if is_silent else 30
     started, tensor = time.monotonic(), torch.zeros(5)
     try:
         with named("the activations", "activations"):
@@ -147,9 +147,9 @@ def meet_alone(rank: int, port: int, waits: int, is_silent: bool) -> tuple[str, 
     context = join(rank, 2, port)
     dist.barrier()
     if rank != waits:
-        time.sleep(3 if is_silent else 0.5)
+        time.sleep(1.5 if is_silent else 0.3)
         return "", 0
-    context.waits.timeout_seconds = 1 if is_silent else 30
+    context.waits.timeout_seconds = 0.5 if is_silent else 30
     opened = pipes_and_memory()
     with pytest.raises(TrafficError) as caught:
         open_queues((0, 1), 20, torch.empty(0))

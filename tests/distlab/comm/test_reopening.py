@@ -13,7 +13,7 @@ from support.processes import free_port, join, process_group, run_ranks
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import LabGroup, empty, open_queues
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 ROUNDS = 50
 
 

@@ -53,7 +53,7 @@ def value(expression: str, *after: str) -> int:
     return int(subprocess.check_output([sys.executable, "-c", code], timeout=60))
 
 
-@pytest.mark.parametrize("limit", [pytest.param("", marks=pytest.mark.quick), "AS", "DATA"])
+@pytest.mark.parametrize("limit", ["", "AS", "DATA"])
 def test_freed_memory_is_used_again_without_page_faults(limit: str) -> None:
     """Also where the process may not reserve what it asks for."""
     limited = f"resource.setrlimit(resource.RLIMIT_{limit}, ((before + 500) << 20, -1))" if limit else ""

@@ -12,8 +12,6 @@ from distlab.reports import memory
 from distlab.reports.figures import holdings
 from simplellm.errors import InputError
 
-pytestmark = pytest.mark.quick
-
 
 def test_every_kind_is_counted() -> None:
     weight, frozen = torch.zeros(10, 10, requires_grad=True), torch.zeros(3)

@@ -29,8 +29,6 @@ from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-pytestmark = pytest.mark.quick
-
 BUILDS_OPTIMIZER = "    optimizer = run.optimizer("  # in a pipeline's script
 PRIMER = "primer/intro.py"
 SHAPE = [*MODEL, "--data", "sample", "--lr", "0.1", "--optimizer", "sgd"]

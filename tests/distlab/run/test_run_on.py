@@ -81,7 +81,7 @@ def time_the_end_of_a_step(rank: int, flags: list[str]) -> float:
     return seconds[2]
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_nobody_waits_at_the_end_of_a_step(tmp_path: Path) -> None:
     flags = [*ZB_V, *ADAM, "--out", str(tmp_path)]
     for more, waits in ([], True), (["--run-on"], False):

@@ -115,7 +115,7 @@ def test_goes_through_shared_memory(
     assert Counter(sent.read_text().splitlines()) == {who: evaluations * each for who, each in messages.items()}
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_and_saving_are_no_part_of_a_steps_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = 0.6
 
