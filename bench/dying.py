@@ -41,7 +41,12 @@ def held() -> tuple[int, int, int]:
     """Return the mappings that this process shares, its pipes and its threads."""
     maps = Path("/proc/self/maps").read_text().count("memfd:lab")
     pipes = sum(os.path.realpath(f"/proc/self/fd/{name}").count("pipe") for name in os.listdir("/proc/self/fd"))
-    return maps, pipes, len(os.listdir("/proc/self/task"))
+    return maps, pipes, min(threads() for _ in range(5))
+
+
+def threads() -> int:
+    time.sleep(0.01)  # a call to the store is a thread for a moment
+    return len(os.listdir("/proc/self/task"))
 
 
 def train(run: TrainingRun[RepairSettings]) -> None:

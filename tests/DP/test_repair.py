@@ -48,7 +48,6 @@ def test_the_losses_are_those_of_the_undisturbed_run(
     for rank in alive:
         counts = json.loads((out / f"held{rank}.json").read_text())
         before, after = zip(*counts[:DIES_IN], strict=True), zip(*counts[-2:], strict=True)
-        # A call to the store is a thread for a moment.
         assert all(min(late) <= max(early) for early, late in zip(before, after, strict=True)), counts
 
 

@@ -52,12 +52,12 @@ class Repairs:
             return
         units = [unit for unit in self._units if not causes.keys().isdisjoint(unit)]
         left = ranks.processes.keys() - chain.from_iterable(units)
-        self.is_too_early = not self._arbiter.are_ready(left)
-        why = self._settings.why_lost(left) or ("some ranks have yet to begin to train" if self.is_too_early else "")
-        if why:
-            if causes:
+        if causes:
+            self.is_too_early = not self._arbiter.are_ready(left)
+            early = "some ranks have yet to begin to train" if self.is_too_early else ""
+            if why := self._settings.why_lost(left) or early:
                 tell(f"this cannot be repaired: {why}")
-            return
+                return
         for unit in units:
             first = next(rank for rank in unit if rank in causes)
             for rank in unit:

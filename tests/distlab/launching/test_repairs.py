@@ -1,0 +1,61 @@
+"""What the launcher tells the ranks when some have died, and others have finished."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distlab.launching.repairs import Repairs
+from distlab.rendezvous.survivors import FINISHED, NEWS, READY, News
+
+
+class Store(dict[str, str]):
+    def set(self, key: str, value: str = "") -> None:
+        self[key] = value
+
+    def has(self, *keys: str) -> bool:
+        return all(key in self for key in keys)
+
+
+class FakeRanks:
+    def __init__(self) -> None:
+        self.processes: dict[int, object] = {0: object(), 1: object()}
+        self.failures: dict[int, Any] = {}
+        self.ended: list[int] = []
+
+    def kill_stopped(self) -> None: ...
+
+    def exited_spares(self) -> dict[int, int]:
+        return {}
+
+    def environment_of(self, own: dict[str, str]) -> dict[str, str]:
+        return own
+
+    def start_spare(self, number: int, of_others: dict[str, str]) -> None: ...
+
+    def count_spare(self, number: int, rank: int) -> None:
+        self.processes[rank] = object()
+
+
+@pytest.mark.parametrize("is_counted", [False, True], ids=["before it is counted", "after"])
+def test_a_spare_that_comes_after_the_others_have_finished_hears_that_they_have(is_counted: bool) -> None:
+    """In a layout in which the spare alone could not go on."""
+    ranks, store = FakeRanks(), Store()
+    settings: Any = SimpleNamespace(layout={"dp": 2}, why_lost=lambda left: "" if 1 in left else "no stage is left")
+    repairs = Repairs(settings, spares=1)
+    repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
+    store.update({f"{READY}/0": "", f"{READY}/1": ""})
+    del ranks.processes[0]
+    ranks.failures[0], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [0]
+    repairs.look()
+    assert News.from_json(store[NEWS]).gone == {"0": "died"}
+    store[f"{READY}/newcomer1"] = ""
+    if is_counted:
+        repairs.look()
+    del ranks.processes[1]
+    ranks.ended.append(1)
+    repairs.look()
+    news = News.from_json(store[NEWS])
+    assert (news.alive, news.gone) == ((0,), {"0": "died", "1": FINISHED})
+    assert json.loads(store[NEWS])["newcomers"] == {"0": 1}
