@@ -16,8 +16,6 @@ from distlab.settings.training import TrainSettings
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
 
-pytestmark = pytest.mark.quick
-
 HIDDEN = "runs", "build"
 PAGES = sorted(
     page.relative_to(LAB)
@@ -56,6 +54,7 @@ def target(page: Path, link: str) -> Path:
     return there.relative_to(LAB)
 
 
+@pytest.mark.quick
 @each_page
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", prose(page))
@@ -67,6 +66,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{page}: {there} has no heading #{anchor}"
 
 
+@pytest.mark.quick
 @each_page
 def test_every_path_that_is_named_exists(page: Path) -> None:
     folders = [path.name for path in LAB.iterdir() if path.is_dir()]
@@ -75,6 +75,7 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
             assert (LAB / span).exists(), f"{page}: {span} is not there"
 
 
+@pytest.mark.quick
 def test_every_test_that_is_named_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text(Path("docs/controls.md")))
     assert len(named) > 90
@@ -82,6 +83,7 @@ def test_every_test_that_is_named_exists() -> None:
         assert f"def {name}(" in text(Path(path)), f"{path}::{name}"
 
 
+@pytest.mark.quick
 def test_every_figure_is_shown_and_has_its_command() -> None:
     shown = {
         page: {target(page, "".join(match)) for match in IMAGE.findall(prose(page))}
@@ -100,6 +102,7 @@ def test_every_figure_is_shown_and_has_its_command() -> None:
         assert pages == {page for page, figures in shown.items() if figure in figures}, figure
 
 
+@pytest.mark.quick
 @each_page
 def test_every_block_says_what_it_is(page: Path) -> None:
     """So that no command hides in a block that is not parsed, or in one that is only indented."""
@@ -149,6 +152,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.quick
 def test_a_wrong_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     [refused] = run_ranks(1, refusals, [(reason, block) for block, reason in WRONG])
@@ -163,11 +167,13 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
+@pytest.mark.quick
 def test_the_table_of_chapters_has_all_topologies() -> None:
     names = [name for row in rows("Chapters") for name in re.findall(r"`(\w[\w-]*)`", row[2])]
     assert sorted(names) == sorted(TOPOLOGIES.keys() - {"quickstart"})
 
 
+@pytest.mark.quick
 def test_the_table_of_flags_is_complete_and_its_defaults_are_right() -> None:
     values = vars(WorldSize()) | vars(HybridSettings())
     named = set()
@@ -183,6 +189,7 @@ def test_the_table_of_flags_is_complete_and_its_defaults_are_right() -> None:
     assert named >= vars(TrainSettings()).keys() - {"rank"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("schedule", "flags"), [("gpipe", ""), ("dapple", ""), ("zb-h1", ""), ("dapple", " --recompute")]
 )

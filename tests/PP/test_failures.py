@@ -85,6 +85,7 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
         assert not Path(f"/proc/{launched_rank}").exists()
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("script", "flags", "world_size", "killed"),
     [
@@ -162,6 +163,7 @@ def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(tmp_
                 assert last_line(end).startswith(f"# rank 1 {state}"), (end.out, end.err)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, tmp_path: Path) -> None:
     with training(MICRO_BATCHES, 3, tmp_path) as ranks:
@@ -171,6 +173,7 @@ def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, tmp_path: Path) 
             assert re.match(r"# rank 0 \(stage 0\) (has exited|does not answer)", sentence), sentence
 
 
+@pytest.mark.waits
 def test_the_store_goes_while_it_is_asked(tmp_path: Path) -> None:
     with training(NAIVE, 3, tmp_path) as ranks:
         os.kill(ranks[0].pid, signal.SIGSTOP)

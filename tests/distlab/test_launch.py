@@ -222,7 +222,7 @@ def test_ctrl_c_is_not_lost_in_a_program_that_catches_it(tmp_path: Path) -> None
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
-    steps = 600
+    steps = 300
     launcher = start("nohup", "./launch.sh", "dp-ga", *TINY, "--steps", str(steps), "--out", tmp_path)
     try:
         assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
