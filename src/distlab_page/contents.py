@@ -15,6 +15,7 @@ from typing import Any
 from distlab.axes.layout import WORDS, coordinate, replica_of, replicas_in
 from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
+from distlab.pipeline.rerouting import hosts_of
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
 from distlab_page.passes import ring, time_spent, timeline
 from distlab_page.planned import TIMES, costs_of, memory_of, sent_by
@@ -35,6 +36,7 @@ CURVES = {
     "grad_norm": "norm of the gradients",
 }
 LOAD, LOAD_WORDS = "max_over_mean_load", "tokens of the fullest expert, relative to the mean"
+BYTES = "bytes", "bytes a step", "by formula", "formula"
 # The settings that make a training run what it is, whatever the layout. One that a script lacks counts as None.
 TRAINING = (
     "seed lr optimizer betas weight_decay warmup_steps lr_schedule min_lr clip_norm dmodel num_heads num_kv_heads "
@@ -45,6 +47,7 @@ CAUSE = re.compile(
     r"failed|has exited|deadlock|interrupted|terminated|lost its connection|not answer|^rank \d+( \(.*?\))? waited|"
     r"is not finite|is (nan|inf)|goes? on with step|but has not reached|out of memory|killed"
 )
+GOES_ON = re.compile(r"ranks? (\d[\d, and]*) goe?s? on with step (\d+)")
 
 
 def contents(run: Records, other: Records | None = None, is_live: bool = False) -> Json:
@@ -317,7 +320,7 @@ def ledger(run: Records) -> Json | None:
     most = {kind: max(row[2] for row in alike if row[0] == kind) for kind, *_ in alike}
     rows = [(row[0], ", ".join(map(str, ranks)), *row[1:]) for row, ranks in alike.items()]
     rows.sort(key=lambda row: (-most[row[0]], row[0]))
-    head = ("kind", "ranks", "messages", "bytes", "bytes a step", "by formula", "formula")
+    head = ("kind", "ranks", "messages", *BYTES)
     pairs = [
         (name, names[peer], *sent)
         for name, line in zip(names, kinds, strict=True)
@@ -343,9 +346,13 @@ def _ledger_of_rank_0(run: Records) -> Json | None:
             totals[kind] += size
     if not totals:
         return None
-    rows = [(kind, size, size / len(run.metrics)) for kind, size in totals.items()]
+    costs, planned = costs_of(run), dict[str, tuple[int, str]]()
+    for (kind, _), formula in sent_by(costs, 0).items() if costs else ():
+        size, words = planned.get(kind, (0, ""))
+        planned[kind] = size + formula.bytes, " + ".join(filter(None, (words, formula.words)))
+    rows = [(kind, size, size / len(run.metrics), *planned.get(kind, (None, ""))) for kind, size in totals.items()]
     caption = "Bytes that rank 0 sent (the other ranks report theirs at the end)"
-    return {"table": table(caption, ("kind", "bytes", "bytes a step"), rows), "matrix": None}
+    return {"table": table(caption, ("kind", *BYTES), rows), "matrix": None}
 
 
 def memory(run: Records) -> Json | None:
@@ -406,6 +413,22 @@ def experts(run: Records) -> Json | None:
     return {"steps": steps, "loads": loads, "table": table(caption, ("step", LOAD_WORDS), rows)}
 
 
+def detours(run: Records) -> Json | None:
+    """Return who has done the work of dead ranks of pipelines, and from which step on."""
+    workers, parts, pipelines = run.layout.get("pp", 1), run.settings.get("micro_batches", 1), run.layout.get("dp", 1)
+    given, rows = run.settings.get("repair", "off"), dict[tuple[int, str, str], list[int]]()
+    repairs = {found.groups() for lines in run.logs.values() for line in lines if (found := GOES_ON.search(line))}
+    for names, step in repairs if given != "off" and workers > 1 else ():
+        alive = [int(number) for number in re.findall(r"\d+", names)]
+        for (worker, part), host in hosts_of(workers, parts, pipelines, alive, given == "exact").items():
+            own = part // parts * workers + worker
+            if own != host:
+                rows.setdefault((int(step), name_of(run, own), name_of(run, host)), []).append(part % parts)
+    shown = [(step, own, ", ".join(map(str, numbers)), host) for (step, own, host), numbers in sorted(rows.items())]
+    head = ("from step", "work of", "micro-batches", "done by")
+    return table("Detours around dead ranks", head, shown) if shown else None
+
+
 def ended(run: Records) -> Json:
     """Return what the launcher and the ranks report about deaths and waits, and their last lines."""
     causes, waits = dict[str, None](), list[str]()
@@ -419,6 +442,7 @@ def ended(run: Records) -> Json:
     return {
         "causes": [*causes],
         "waits": waits,
+        "detours": detours(run),
         "logs": [[who, *lines[-200:]] for who, lines in run.logs.items() if lines],
     }
 

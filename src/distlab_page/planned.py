@@ -107,9 +107,10 @@ def sent_by(costs: Costs, rank: int) -> Formulas:
                 Formula(before.bytes + size, f"{before.words} + {words}") if before else Formula(size, words)
             )
 
-    def add_ring(kind: str, ranks: int, rounds: int, numbers: int, words: str) -> None:
+    def add_ring(kind: str, ranks: int, count: int, rounds: int, numbers: int, words: str) -> None:
         """Add collectives: an all-reduce is two rounds around a ring, an all-gather or a reduce-scatter is one."""
-        add(kind, None, Fraction(rounds * (ranks - 1), ranks), f"{rounds} ({ranks} - 1) / {ranks}", numbers, words)
+        times = f"{count} {TIMES} " * (count > 1) + f"{rounds} " * (rounds > 1) + f"({ranks} - 1) / {ranks}"
+        add(kind, None, Fraction(count * rounds * (ranks - 1), ranks), times, numbers, words)
 
     activations = tokens * sizes.dmodel, f"{tokens:,} tokens {TIMES} {sizes.dmodel} wide"
     for (sender, receiver, kind), sent in simulate(programs).messages.items():
@@ -117,11 +118,11 @@ def sent_by(costs: Costs, rank: int) -> Formulas:
             add(kind, receiver, len(sent), f"{len(sent)} messages", *activations)
 
     weights, parts = sum(map(costs.weights, stages_of(programs[worker]))), layout.micro_batches
-    rounds = {"none": (2, 0), "optimizer": (1, 1), "gradients": (parts, 1), "weights": (parts, 2 * parts)}
-    for kind, count in zip(("gradients", "weights"), rounds[layout.shard], strict=True):
-        add_ring(kind, layout.copies, count, weights, f"{weights:,} weights")
+    counts = {"none": (1, 0), "optimizer": (1, 1), "gradients": (parts, 1), "weights": (parts, 2 * parts)}
+    for kind, count in zip(("gradients", "weights"), counts[layout.shard], strict=True):
+        add_ring(kind, layout.copies, count, 2 if layout.shard == "none" else 1, weights, f"{weights:,} weights")
     for kind in ("loss", "gradient norm"):
-        add_ring(kind, layout.ranks, 2, LOSS_BYTES // NUMBER_BYTES, "2 numbers")
+        add_ring(kind, layout.ranks, 1, 2, LOSS_BYTES // NUMBER_BYTES, "2 numbers")
 
     if layout.recompute != "none":  # then collectives of forward passes run again, if the output needs them
         return formulas
@@ -138,7 +139,7 @@ def sent_by(costs: Costs, rank: int) -> Formulas:
         ("vocabulary activations", passes["F", "head"], (3 * tokens, f"3 {TIMES} {tokens:,} tokens")),
         ("vocabulary gradients", passes["B", "head"], activations),
     ):
-        add_ring(kind, slices, 2 * count, *size)
+        add_ring(kind, slices, count, 2, *size)
     if layout.cp_kind != "heads":
         is_ring = layout.cp_kind == "ring"
         to, visits = (worker, forward + backward) if is_ring else (None, forward)  # they travel again for gradients

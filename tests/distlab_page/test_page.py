@@ -181,6 +181,19 @@ def test_a_run_that_ended_early_says_so_and_why(killed: Path) -> None:
     assert page["ended"]["causes"] == ["rank 0 waited 10 s"]
 
 
+def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Path) -> None:
+    run = read(hybrid)
+    said = ["rank 4 (stage 1 of replica 1) has exited: ranks 0, 1, 2, 3 and 5 go on with step 7, 0.1 s after that"]
+    settings = run.settings | {"repair": "exact"}
+    repaired = replace(run, config=run.config | {"settings": settings}, logs={"rank 0": said, "rank 1": said})
+    [row] = contents(repaired)["ended"]["detours"]["rows"]
+    assert row == [7, "rank 4 (stage 1 of replica 1)", "0, 1, 2", "rank 1 (stage 1 of replica 0)"]
+    rows = contents(replace(run, ledger=[]))["ledger"]["table"]["rows"]
+    assert {kind: each for kind, _, each, *_ in rows if kind in ("activations", "gradients", "loss")} == {
+        kind: pytest.approx(formula, abs=1) for kind, _, _, formula, words in rows if formula and words
+    }
+
+
 @pytest.fixture(scope="module")
 def further(hybrid: Path) -> Records:
     """A run with a prediction, experts and a ring, which no single short run has."""
@@ -361,6 +374,8 @@ def test_a_browser_draws_each_number_and_asks_for_nothing(
     assert page.console == []
     assert page.requests == [address.replace("%", "%25")], "only the page itself"
     assert page.busy_seconds() < 2, "one second on a quiet machine"
+
+    assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the window"
 
     figures, expected = page.value(FIGURES), in_figures(content)
     assert figures.keys() == expected.keys()
