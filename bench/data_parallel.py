@@ -1,6 +1,7 @@
 """One data-parallel training step: the lab's two ways, torch's, the source document's listing, and no communication.
 
     python bench/data_parallel.py                 worlds 2 and 3, 24 rounds
+    python bench/data_parallel.py --compile       with `torch.compile` of torch's DDP, and the lab's --compile
 
 All variants run in the same processes, one step of each in turn, so they see the same machine at the same time. A step
 is timed from a barrier before it to a barrier after it. Ratios are taken round by round.
@@ -18,7 +19,7 @@ import tyro
 from ranks import group_over_gloo, join
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from turns import quartiles_of_ratios, seconds_in_turn
+from turns import quartiles_of_ratios, seconds_in_turn, through_lab
 
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
@@ -42,6 +43,8 @@ class Settings:
     """sequences per rank"""
     seq_len: int = 256
     """tokens per sequence"""
+    compile: bool = False
+    """compare compiled steps"""
     port: int = 29555
     """where the ranks meet, on localhost"""
 
@@ -139,6 +142,26 @@ def document_listing(net: nn.Module) -> Step:
     return step
 
 
+def torch_ddp_compiled(net: nn.Module) -> Step:
+    optimizer, ddp = fused_adam(net), DistributedDataParallel(net, process_group=group_over_gloo())
+    compiled = torch.compile(lambda x: causalLLMLoss(ddp(x), x, VOCAB_SIZE))
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        compiled(x).backward()
+        optimizer.step()
+
+    return step
+
+
+COMPILED: dict[str, Callable[[nn.Module], Step]] = {
+    BASELINE: torch_ddp_compiled,
+    "torch DDP, not compiled": torch_ddp,
+    "one buffer (dp-ga)": lambda net: through_lab(gradient_aggregation(net)),
+    "buckets (dp-buckets)": lambda net: through_lab(gradients_in_buckets(net)),
+    "buckets, not compiled": gradients_in_buckets,
+    "no communication": lambda net: through_lab(no_communication(net)),
+}
 VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
     BASELINE: torch_ddp,
     "torch DDP without patient threads": torch_ddp_as_it_is,
@@ -154,14 +177,15 @@ VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
 def measure(rank: int, world_size: int, settings: Settings) -> None:
     """One rank: all variants in turn; rank 0 prints the table."""
     join(rank, world_size, settings.port)
-    steps = {name: build(LLama(CausalLLama, VOCAB_SIZE, ctx_size=settings.seq_len)) for name, build in VARIANTS.items()}
+    variants = COMPILED if settings.compile else VARIANTS
+    steps = {name: build(LLama(CausalLLama, VOCAB_SIZE, ctx_size=settings.seq_len)) for name, build in variants.items()}
 
     def batch_of(_: int) -> Tensor:
         return torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len))
 
     seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
     if rank == 0:
-        for name in VARIANTS:
+        for name in variants:
             low, middle, high = quartiles_of_ratios(seconds[name], seconds[BASELINE])
             print(
                 f"| {world_size} | {name} | {statistics.median(seconds[name]) * 1000:.0f} | {middle:.3f} | "

@@ -3,6 +3,7 @@
 python bench/pipeline.py
 python bench/pipeline.py --stages 3 --micro-batches 6 12 --rounds 20
 python bench/pipeline.py --schedules interleaved zb-h1 zb-v
+python bench/pipeline.py --compile               stages through `torch.compile`, beside the lab's --compile
 """
 
 import itertools
@@ -27,7 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-from turns import quartiles_of_ratios, seconds_in_turn
+from turns import quartiles_of_ratios, seconds_in_turn, through_lab
 
 from distlab.axes.grid import Grid
 from distlab.machine.devices import cores_to_share
@@ -69,6 +70,8 @@ class Settings:
     """timed steps of each"""
     seq_len: int = 256
     """tokens per sequence"""
+    compile: bool = False
+    """compare compiled stages"""
     port: int = 29555
     """where rank 0 listens"""
 
@@ -123,7 +126,8 @@ def torch_all_cores(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -
     return with_all_cores
 
 
-VARIANTS: list[Build] = [torch_one_thread, torch_all_cores, torch_through_the_lab, one_thread, ours]
+OURS: list[Build] = [one_thread, ours]
+VARIANTS: list[Build] = [torch_one_thread, torch_all_cores, torch_through_the_lab, *OURS]
 
 
 def measure(rank: int, workers: int, settings: Settings) -> None:
@@ -137,7 +141,13 @@ def measure(rank: int, workers: int, settings: Settings) -> None:
         split = balance(N_LAYERS, count, parts_of(settings.seq_len))
         held = stages_of(all_stages(schedule, workers, micro_batches)[rank])
         nets = build_stages(held, split, VOCAB_SIZE, ctx_size=settings.seq_len)
-        steps = {build: with_fresh_gradients(nets, build(schedule, nets, grid, micro_batches)) for build in VARIANTS}
+        compiled: Nets = {stage: torch.compile(net) for stage, net in nets.items()} if settings.compile else nets  # type: ignore[misc]
+        steps = {
+            build: with_fresh_gradients(nets, build(schedule, nets if build in OURS else compiled, grid, micro_batches))
+            for build in VARIANTS
+        }
+        if settings.compile:
+            steps |= {build: through_lab(steps[build]) for build in OURS}
         batch_of = partial(tokens, micro_batches, settings.seq_len)
         check_gradients(nets, steps, batch_of(0))
         seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)

@@ -2,6 +2,7 @@
 
 python bench/tensor_parallel.py
 python bench/tensor_parallel.py --ranks 3 --rounds 40
+python bench/tensor_parallel.py --compile        torch's through `torch.compile`, beside the lab's --compile
 """
 
 import statistics
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from turns import quartiles_of_ratios, seconds_in_turn
+from turns import quartiles_of_ratios, seconds_in_turn, through_lab
 
 from distlab.machine.processes import leave
 from distlab.parallel.tensor import shard
@@ -46,6 +47,8 @@ class Settings:
     """tokens per sequence"""
     rounds: int = 20
     """measured steps of each variant"""
+    compile: bool = False
+    """compare compiled steps"""
     port: int = 29557
     """where rank 0 listens"""
 
@@ -95,8 +98,10 @@ def by_torch(logits: ColwiseParallel, group: dist.ProcessGroup) -> nn.Module:
     return parallelize_module(net, DeviceMesh.from_group(group, "cpu"), plan)
 
 
-def torch_whole_logits(group_of: Callable[[], dist.ProcessGroup]) -> Step:
+def torch_whole_logits(group_of: Callable[[], dist.ProcessGroup], compiled: bool = False) -> Step:
     net = by_torch(ColwiseParallel(output_layouts=Replicate()), group_of())
+    if compiled:
+        net.compile()
     return backward(net, lambda x: causalLLMLoss(net(x), x, VOCAB_SIZE))
 
 
@@ -108,6 +113,12 @@ def torch_loss_parallel(group_of: Callable[[], dist.ProcessGroup]) -> Step:
     return loss_parallel()(step)
 
 
+COMPILED: dict[str, Callable[[], Step]] = {
+    "torch, whole logits": partial(torch_whole_logits, group_over_gloo, compiled=True),
+    "torch, whole logits, not compiled": partial(torch_whole_logits, group_over_gloo),
+    "ours": lambda: through_lab(ours()),
+    "ours, not compiled": ours,
+}
 impatient = partial(group_over_gloo, patient=False)
 VARIANTS: dict[str, Callable[[], Step]] = {
     "torch, whole logits": partial(torch_whole_logits, group_over_gloo),
@@ -118,13 +129,13 @@ VARIANTS: dict[str, Callable[[], Step]] = {
     "ours": ours,
     "no communication": no_communication,
 }
-TORCHS = [name for name in VARIANTS if name.startswith("torch")]
 
 
 def measure(rank: int, settings: Settings) -> None:
     """One rank: the variants in turn."""
     join(rank, settings.ranks, settings.port)
-    steps = {name: build_step() for name, build_step in VARIANTS.items()}
+    variants = COMPILED if settings.compile else VARIANTS
+    steps = {name: build_step() for name, build_step in variants.items()}
     compare(steps, settings)
     seconds = seconds_in_turn(steps, partial(tokens, settings), settings.rounds, meet=dist.barrier)
     if rank == 0:
@@ -149,7 +160,8 @@ def compare(steps: dict[str, Step], settings: Settings) -> None:
 
 def report(settings: Settings, seconds: dict[str, list[float]]) -> None:
     count = settings.batch_size * settings.seq_len
-    better = seconds[min(TORCHS, key=lambda name: statistics.median(seconds[name]))]
+    torchs = [name for name in seconds if name.startswith("torch")]
+    better = seconds[min(torchs, key=lambda name: statistics.median(seconds[name]))]
     for name, own in seconds.items():
         low, middle, high = quartiles_of_ratios(better, own)
         median = statistics.median(own)

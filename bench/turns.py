@@ -9,6 +9,20 @@ from distlab.run.progress import each
 
 Name = TypeVar("Name")
 Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+
+
+def through_lab(step: Callable[[Batch], Result]) -> Callable[[Batch], Result]:
+    """The step with the lab's `--compile`."""
+    from simplellm.compiler import Compiler
+
+    compiler = Compiler()
+
+    def compiled(batch: Batch) -> Result:
+        with compiler.applied():
+            return step(batch)
+
+    return compiled
 
 
 def seconds_in_turn(

@@ -63,7 +63,7 @@ class RunLayout:
 
     @property
     def recomputes_blocks(self) -> bool:
-        """Whether backward passes compute blocks again, one by one."""
+        """True if backward passes compute blocks again, one by one."""
         return self.recompute in BLOCK_BY_BLOCK
 
     @property

@@ -51,9 +51,9 @@ def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.
     is_whole = bool(sizes) and all(size == grid.size for size in sizes.values())
     if held := [parameter for parameter in sizes if parameter.grad is not None]:
         # In float32, the sum of the squares of a whole matrix would have only four or five correct digits.
-        norms = torch.stack([torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in held])
-        counted = torch.tensor([1 if is_whole else sizes[parameter] for parameter in held], device=device)
-        squared = (norms.square() / counted).sum()
+        norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in held]
+        counted = [1 if is_whole else sizes[parameter] for parameter in held]  # a tensor of these would wait for a GPU
+        squared = torch.stack(torch._foreach_div(torch._foreach_mul(norms, norms), counted)).sum()
     if is_whole:
         return NormSum(squared, None)
     with named(what, "gradient norm"):
