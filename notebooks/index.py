@@ -14,13 +14,14 @@ with app.setup:
 
 @app.cell
 def _():
-    def about(file):
-        return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    def link(path, file):
+        name, _, about = ast.get_docstring(ast.parse(file.read_text())).partition(":")
+        return f"- [{name}](.{path}/):{about}"
 
-    links = [f"- [{path[1:]}](.{path}/): {about(file)}" for path, file in notebooks() if path != "/"]
+    pages = sorted((page for page in notebooks() if page[0] != "/"), key=lambda page: page[0].count("/"))
     mo.md(
         "# The playground\n\nEach page asks first: lock a guess, and it shows what the library says.\n\n"
-        + "\n".join(links)
+        + "\n".join(link(*page) for page in pages)
         + "\n\nThe pages are plain Python files in `notebooks/`. The tab key and the arrow keys reach all controls."
     )
     return

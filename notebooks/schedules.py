@@ -73,7 +73,7 @@ def _(locked):
     chunks = number(1, 4, 2, "chunks (interleaved, auto)")
     forward, inputs, weights = number(1, 9, 1, "ticks of F"), number(1, 9, 1, "of I"), number(1, 9, 1, "of W")
     transfer, limit = number(0, 9, 0, "ticks of a message"), number(1, 32, 6, "micro-batches that a worker may keep")
-    pipelines, dead = number(1, 3, 1, "pipelines"), mo.ui.text(label="dead workers, as 4 or 1,5")
+    pipelines, dead = number(1, 3, 1, "pipelines"), mo.ui.text(label="dead workers, as 4 or 1,5 (a star: their work)")
     mo.vstack(
         [
             mo.md(
@@ -108,7 +108,8 @@ def _(chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, 
         title, plan, costs = plan_of(request)
     except InputError as error:
         mo.stop(True, mo.callout(mo.md(f"The library says: {error}"), kind="warn"))
-    names = [f"worker {n}" for n in range(len(plan.rows))] if pipelines.value == 1 else plan.rows
+    gone = [int(part) for part in dead.value.split(",")] if dead.value else []
+    names = [f"worker {n}" for n in range(workers.value * pipelines.value) if n not in gone]
     return costs, names, plan, title
 
 
@@ -152,9 +153,15 @@ def _(costs, limit, names, plan, played, title):
 
 
 @app.cell
-def _(plan):
+def _(chunks, locked, micro_batches, schedule, workers):
+    mo.stop(locked() is None)
+    sizes = dict(stages=workers.value, micro_batches=micro_batches.value, chunks_per_stage=chunks.value)
+    try:
+        _, example, _ = plan_of(Request(schedule.value, **sizes))
+    except InputError:
+        mo.stop(True)
     own = mo.ui.text_area(
-        schedules.as_typed(schedules.programs_of(plan), plan),
+        schedules.as_typed(example),
         label="a line for each worker; other stages than its own number come first, as in 0 5: F0 F0' B0' B0",
         full_width=True,
         rows=5,

@@ -2,6 +2,7 @@
 
 import html
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def predict(lesson: Lesson, locked: Locked, lock: Lock) -> Any:
     import marimo as mo
 
     guesses = locked()
-    commands = "\n".join(lesson.shown())
+    commands = "\n".join(map(_folded, lesson.shown()))
     begin = f"# {lesson.title}\n\n{lesson.about}\n\n```sh\n{commands}\n```\n\n"
     if guesses is not None:
         asked = "\n".join(f"- {each.asks} **{guesses[each.key]:,g}**" for each in lesson.questions)
@@ -30,6 +31,12 @@ def predict(lesson: Lesson, locked: Locked, lock: Lock) -> Any:
     return form.batch(**fields, student=mo.ui.text()).form(
         submit_button_label="Lock, and run the commands", on_change=lock
     )
+
+
+def _folded(command: str) -> str:
+    """Return a command in lines that a page has room for."""
+    lines = textwrap.wrap(command, 76, break_long_words=False, break_on_hyphens=False)
+    return " \\\n    ".join(lines)
 
 
 def run(lesson: Lesson) -> dict[str, Outcome]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WIDTH, LEFT, ROW, GAP = 1000, 110, 30, 6  # units of a drawing: its width, the names of rows, a row, between two rows
 PLAYED_NOT_YET = 0.25  # opacity
 TICKS = 10  # at most, on an axis
-DIGIT = 8  # width of a letter in a bar
+FONT, SMALLEST, WIDE = 13, 7, 0.62  # size of letters, at least in a bar; width of a letter, relative to its size
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ def rows(
             words = f"<title>{html.escape(bar.words)}</title>"
             box = f'x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW - GAP}" fill="{bar.color}"'
             parts.append(f'<g opacity="{bar.opacity}">{words}<rect class="bar" {box} stroke="#fff"/>')
-            if width > DIGIT * len(bar.label):
-                parts.append(_text(left + width / 2, top + (ROW - GAP) / 2, bar.label, ink=_ink(bar.color)))
+            size = min(FONT, width / max(1, len(bar.label)) / WIDE)
+            if size >= SMALLEST:
+                parts.append(_text(left + width / 2, top + (ROW - GAP) / 2, bar.label, ink=_ink(bar.color), size=size))
             parts.append("</g>")
     for at, dashes in ((cursor, ""), (limit, ' stroke-dasharray="6 4"')):
         if at is not None:
@@ -194,8 +195,9 @@ def _axis(end: float, height: float, unit: str) -> list[str]:
     return [*marks, _text(LEFT - 8, height + 15, unit, anchor="end")]
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", ink: str = style.INK) -> str:
-    place = f'x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}" dominant-baseline="central" fill="{ink}"'
+def _text(x: float, y: float, text: str, anchor: str = "middle", ink: str = style.INK, size: float = FONT) -> str:
+    place = f'x="{x:.2f}" y="{y:.2f}" font-size="{size:.3g}" text-anchor="{anchor}" dominant-baseline="central"'
+    place += f' fill="{ink}"'
     return f"<text {place}>{html.escape(text)}</text>"
 
 
@@ -208,4 +210,4 @@ def _ink(color: str) -> str:
 def _svg(height: float, about: str, parts: Sequence[str]) -> str:
     box = f'viewBox="0 -6 {WIDTH} {height + 34}" style="width:100%;background:{style.BACKGROUND}"'
     words = html.escape(about, quote=True)
-    return f'<svg role="img" aria-label="{words}" {box} font-size="13" font-family="sans-serif">{"".join(parts)}</svg>'
+    return f'<svg role="img" aria-label="{words}" {box} font-family="sans-serif">{"".join(parts)}</svg>'

@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Sequence
 
-from distlab.pipeline.actions import KINDS, Action, ActionCosts, Programs, stages_of
+from distlab.pipeline.actions import KINDS, Action, ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, Span, in_a_row, simulate
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
 from distlab_playground.drawing import in_order
@@ -62,19 +62,14 @@ def _typed_line(worker: int, line: str) -> list[Action]:
     return actions
 
 
-def as_typed(programs: Programs, plan: Plan) -> str:
-    """Return a schedule as `typed` reads it."""
+def as_typed(plan: Plan) -> str:
+    """Return the schedule of a plan as `typed` reads it."""
     lines = []
-    for worker, program in enumerate(programs):
-        stages = stages_of(program)
+    for worker, line in enumerate(plan.spans):
+        stages = stages_of([span.action for span in line])
         named = "" if stages == [worker] else f"{' '.join(map(str, stages))}: "
-        lines.append(named + " ".join(plan.labels[action] for action in program))
+        lines.append(named + " ".join(plan.labels[span.action] for span in line))
     return "\n".join(lines)
-
-
-def programs_of(plan: Plan) -> list[list[Action]]:
-    """Return the lists of actions that a plan has simulated."""
-    return [[span.action for span in line] for line in plan.spans]
 
 
 def says(plan: Plan, names: Sequence[str], played: int) -> str:

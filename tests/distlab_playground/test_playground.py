@@ -43,7 +43,7 @@ ANSWER = """(() => { const option = all('[role=radio]')[1]; if (option) option.c
 @pytest.mark.parametrize("name", [name for name in schedule_names() if name != "1f1b"])
 def test_a_schedule_written_as_text_is_read_as_it_was(name: str) -> None:
     programs = all_stages(name, 3, 6)
-    assert schedules.typed(schedules.as_typed(programs, simulate(programs))) == programs
+    assert schedules.typed(schedules.as_typed(simulate(programs))) == programs
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_browser_opens_every_notebook_and_asks_no_other_machine(address: str, 
             assert path in dict(notebooks())
             opened.open(address + path[1:])
             if path == "/":
-                opened.wait_for("all('a').some(link => link.innerText == 'schedules')")
+                opened.wait_for("all('a').some(link => link.innerText == 'Pipeline schedules')")
                 continue
             opened.wait_for(f"all('button').some(button => button.innerText.includes('Lock')) && {ANSWER}")
             opened.evaluate("all('button').find(button => button.innerText.includes('Lock')).click()")
