@@ -51,7 +51,8 @@ def start(request: Request) -> None:
     builder = marimo.create_asgi_app(quiet=True, include_code=True)
     for path, file in notebooks():
         builder = builder.with_app(path=path, root=str(file))
-    config = uvicorn.Config(_OnlyHere(builder.build()), HOST, port, log_level="error", lifespan="on")
+    served = _OnlyHere(builder.build())
+    config = uvicorn.Config(served, HOST, port, log_level="error", timeout_graceful_shutdown=1)
     try:
         listening = config.bind_socket()
     except SystemExit:

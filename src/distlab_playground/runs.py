@@ -38,7 +38,7 @@ def time(spent: Json) -> str:
 def tables(page: Any) -> Iterator[Json]:
     """Yield all tables of a page."""
     if isinstance(page, dict):
-        if "caption" in page:
+        if {"caption", "head", "rows"} <= page.keys():
             yield page
         for held in page.values():
             yield from tables(held)
