@@ -295,7 +295,7 @@ def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
 
 
 in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
-DRAWN = "document.body && document.body.dataset.drawnMs"
+DRAWN = "document.body && document.body.dataset.isDrawn"
 TEXTS = "Object.fromEntries([...document.querySelectorAll('header, section')].map(one => [one.id, one.innerText]))"
 OPENED = "document.querySelectorAll('details').forEach(one => one.open = true)"
 TABLES = """[...document.querySelectorAll('table')].map(one => [one.caption.innerText,
