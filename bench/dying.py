@@ -2,10 +2,11 @@
 
 Ranks pass numbered points within a step. In dp-repair: before and after the loss of each of two micro-batches (0 to 3),
 the sum of the gradients (4, 5), `run.log` (6, 7), and the completion of a checkpoint (8, 9). In hybrid-repair, there is
-a point before each action of the rank's program; then the same six. In step -1, a rank dies at its start. `how` is the
-name of a signal, or "exception"; or "lost": the rank does not die, but takes its connections for lost when the others
-have gone on; or "corrupt": one of its weights changes; or "replaced": it dies when a spare without weights has joined.
-With LEAVE_OUT, nobody computes the micro-batches of the dead. At the end, each rank writes what it held at each step.
+a point before each action of the rank's program; then the same six. In step -1, a rank dies at its start (point 0), or
+a spare that waits (rank -1), whose number is the point. `how` is the name of a signal, or "exception"; or "lost": the
+rank does not die, but takes its connections for lost when the others have gone on; or "corrupt": one of its weights
+changes; or "replaced": it dies when a spare without weights has joined. With LEAVE_OUT, nobody computes the
+micro-batches of the dead. At the end, each rank writes what it held at each step.
 """
 
 import contextlib
@@ -33,8 +34,11 @@ lesson: Any = importlib.import_module(LESSON.stem)
 DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
 starting = os.environ.get("RANK") if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
-if starting in [str(rank) for rank, step, *_ in DEATHS if step < 0]:
-    os.kill(os.getpid(), signal.SIGKILL)
+for rank, step, number, how in DEATHS:
+    if step < 0 and starting == str(rank) and os.environ.get("LAB_NEWCOMER", "0") == str(number):
+        if how == "exception":
+            raise ValueError("a bad import")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def held() -> tuple[int, int, int]:

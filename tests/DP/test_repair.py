@@ -80,12 +80,21 @@ def test_after_a_death_before_the_first_step_all_ranks_start_again(expected: lis
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
 
 
+def test_an_exception_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
+    flags = [*SHAPE, *FLAGS, "--out", tmp_path / "run"]
+    deaths = json.dumps([(1, -1, 0, "exception")])
+    ended = fork_launcher(LAB / "bench/dying.py", *flags, DEATHS=deaths, LESSON=LESSON).finish()
+    assert ended.status
+    assert (ended.out + ended.err).count("ValueError: a bad import") == 1
+
+
 def test_a_rank_whose_weights_have_changed_ends_and_is_replaced_from_another(
     expected: list[float], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    flags = [*FLAGS, "--compare-every", "1", "--spares", "1"]
-    printed = run_with([(2, DIES_IN, 7, "corrupt")], out, LESSON, *flags)
+    flags = [*FLAGS, "--compare-every", "1", "--spares", "2"]
+    deaths = [(2, DIES_IN, 7, "corrupt"), (-1, -1, 1, "SIGKILL")]  # also of the first spare, while it waits
+    printed = run_with(deaths, out, LESSON, *flags)
     assert "# rank 2 failed: its weights are not those that most of ranks 0, 1 and 2 have" in printed
     assert losses(out) == pytest.approx(expected, abs=1e-6)
 

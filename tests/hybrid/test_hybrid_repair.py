@@ -9,6 +9,9 @@ from support.processes import LAB
 from support.repairs import DIES_IN, SHAPE, STEPS, Death, run_with
 from support.terminals import fork_launcher
 
+from distlab_page.contents import contents
+from distlab_page.records import read
+
 pytestmark = pytest.mark.waits
 
 LESSON = "hybrid/intro_hybrid_repair.py"
@@ -38,7 +41,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([(4, DIES_IN, 4, "SIGSTOP")], ["--transport", "gloo"]),
         (
             [(5, DIES_IN, 6, "SIGKILL"), (1, DIES_IN, 3, "exception")],
-            ["--save-every", "3", *CLIP],
+            ["--save-every", "3", "--trace", *CLIP],
         ),  # in different stages
         # Rank 1 has its gradients but no update; the others have to undo theirs.
         ([(1, DIES_IN, 12, "lost"), (0, DIES_IN + 1, 0, "SIGKILL")], ["--schedule", "zb-h1"]),
@@ -57,6 +60,14 @@ def test_the_losses_are_those_of_the_undisturbed_run(
         assert norms(out) == pytest.approx(norms(one_process), rel=1e-5)
     for rank, *_, how in deaths:
         assert how == "lost" or f"rank {rank} (stage" in printed
+    if "--trace" in flags:
+        record = read(out, has_ended=True)
+        assert record.trace is not None
+        told = " ".join(repair.name for repair in record.trace.repairs())
+        assert all(f"rank {rank} (stage" in told for rank, *_ in deaths)
+        assert (out / "timeline.png").exists()
+        shown = contents(record)["timeline"]
+        assert shown["ranks"] == [record.trace.describe_number(rank) for rank in (0, 2, 3, 4)]
 
 
 def test_exact_is_bit_for_bit_the_same_run(tmp_path: Path) -> None:
