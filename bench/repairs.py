@@ -32,7 +32,8 @@ from simplellm import command_line
 BENCH = Path(__file__).resolve().parent
 STEPS, FIRST, SECOND = 10, 3, 6
 LONG, DEATHS, BETWEEN = 200, 20, 9  # a run with spares: its steps, its deaths, and the steps between two of these
-STEPS_FOR_SPEED = 60  # a rank dies in the middle
+STEPS_FOR_SPEED = 40  # a rank dies in the middle
+WIDE = "--dmodel 256 --num-heads 4 --seq-len 128".split()  # so that ranks mostly compute
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --seq-len 24 --optimizer sgd --lr 0.1 --timeout 30".split()
 AFTER_ACTIONS = 6  # points: the sum of the gradients, `run.log`, and the completion of a checkpoint
 HYBRID = "hybrid/intro_hybrid_repair.py"
@@ -85,7 +86,11 @@ def run(settings: Settings, deaths: list[Death], transport: str, steps: int = ST
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "distlab.launch", str(BENCH / "dying.py"), *SHAPE, *flags.split()]
         command += ["--transport", transport, "--out", folder, "--steps", str(steps), "--spares", str(spares)]
-        command += ["--save-every", "1"] * (steps == STEPS) + ["--schedule", settings.schedule] * (stages > 1)
+        command += (
+            WIDE * settings.speed
+            + ["--save-every", "1"] * (steps == STEPS)
+            + ["--schedule", settings.schedule] * (stages > 1)
+        )
         command += ["--repair", "exact" if settings.exact else "on"]
         environment = {**os.environ, "DEATHS": json.dumps(deaths), "LESSON": script}
         times, backs, told = dict[int, float](), list[float](), 0

@@ -27,7 +27,9 @@ def test_the_living_compute_every_micro_batch(name: str, d: int, p: int, m: int)
     for each, whole in itertools.product(dead, (False, True)):
         rerouted = reroute(programs, d, without(each, d * p), COSTS, whole)
         plan = simulate(rerouted, COSTS, holders=d)  # complete, without a deadlock, links in order
-        assert name == "interleaved" or max(plan.peak_live) <= 2 * max(simulate(programs).peak_live)
+        # A link of interleaved stages may need more room than there is: then there is no limit (see `reroute`).
+        most = 3 if name == "interleaved" else 2
+        assert max(plan.peak_live) <= most * max(simulate(programs).peak_live)
         for program in rerouted if whole else []:  # sums of gradients grow in the order of the undisturbed run
             for kind, pipeline in itertools.product((BackwardInput, BackwardWeight), range(d)):
                 own = [a for a in program if isinstance(a, kind) and a.micro_batch // m == pipeline]
