@@ -171,15 +171,15 @@ def read(path: Path | None) -> list[dict[str, Any]]:
 
 def report(runs: list[dict[str, Any]]) -> None:
     """Print a row for each case and schedule, and for each way to die; all steps had their losses."""
-    rows = defaultdict[str, list[tuple[float, float]]](list)
+    rows = defaultdict[tuple[int, str], list[tuple[float, float]]](list)
     for one in runs:
         for (*_, how), late in zip(one["deaths"], one["late"], strict=True):
             what = f"{one['case']} {one['schedule']}".strip() + ", exact" * one["exact"]
-            for row in (what, f"over {one['transport']}", how, "all"):
+            for row in enumerate((what, f"over {one['transport']}", how, "all")):
                 rows[row].append((late, one["far"]))
     print("| deaths | number | late, median | late, worst | losses within |\n|---|---:|---:|---:|---:|")
-    for row in sorted(rows, key="all".__eq__):
-        late, far = zip(*rows[row], strict=True)
+    for (_, row), found in sorted(rows.items()):
+        late, far = zip(*found, strict=True)
         print(f"| {row} | {len(late)} | {statistics.median(late):.2f} s | {max(late):.2f} s | {max(far):.0e} |")
 
 

@@ -175,7 +175,9 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         edge = "none" if bar.label == "wait" else style.BACKGROUND
         axes.barh(middle, width, high - low, bar.start, color=_color(bar.label), edgecolor=edge)
         if bar.label not in COLORS and width > 0.014 * (end - start) * len(bar.label):
-            axes.text(bar.start + width / 2, middle, bar.label, size=style.SMALL, ha="center", va="center_baseline")
+            place = {"ha": "center", "va": "center_baseline", "size": style.SMALL}
+            color = style.BACKGROUND if bar.label.endswith("*") else style.INK  # on a dark bar
+            axes.text(bar.start + width / 2, middle, bar.label, color=color, **place)
     for row, at in panel.deaths:
         axes.plot(at, row + 0.5, "x", color=COLORS["repair"], markersize=9, markeredgewidth=2.5, clip_on=False)
     axes.set(title=panel.title, xlabel=panel.unit, xlim=(start, end), ylim=(len(panel.rows), 0))
