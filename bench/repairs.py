@@ -178,9 +178,9 @@ def report(runs: list[dict[str, Any]]) -> None:
             for row in enumerate((what, f"over {one['transport']}", how, "all")):
                 rows[row].append((late, one["far"]))
     print("| deaths | number | late, median | late, worst | losses within |\n|---|---:|---:|---:|---:|")
-    for (_, row), found in sorted(rows.items()):
+    for (_, name), found in sorted(rows.items()):
         late, far = zip(*found, strict=True)
-        print(f"| {row} | {len(late)} | {statistics.median(late):.2f} s | {max(late):.2f} s | {max(far):.0e} |")
+        print(f"| {name} | {len(late)} | {statistics.median(late):.2f} s | {max(late):.2f} s | {max(far):.0e} |")
 
 
 def compare_long(settings: Settings) -> None:
