@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 from distlab.run.progress import each
 from distlab.settings.common import parse
-from distlab.settings.training import TrainSettings
+from distlab.settings.stages import HybridSettings
 from distlab_planner.machine import Machine, read_machine, write_machine
 from distlab_planner.model import Sizes
 from simplellm.errors import require
@@ -24,7 +25,7 @@ CALIBRATIONS = 3  # how slow the computer is at the moment is in one minute's me
 
 def sizes_of(flags: str) -> Sizes:
     """The sizes of a model, given by its flags."""
-    return Sizes.of(parse(TrainSettings(), "", flags.split()))
+    return Sizes.of(parse(HybridSettings(batch_size=3), "", flags.split()))
 
 
 def machine_of(path: Path, models: Mapping[str, str], calibrations: int = CALIBRATIONS) -> Machine:
@@ -49,8 +50,7 @@ def machine_of(path: Path, models: Mapping[str, str], calibrations: int = CALIBR
 
 def calibrate(file: Path, flags: str) -> None:
     """Measure this machine for the model of these flags."""
-    pairs = zip(flags.split()[::2], flags.split()[1::2], strict=True)
-    sizes = [part for flag, value in pairs if flag != "--n-layers" for part in (flag, value)]
+    sizes = re.sub(r"--n-layers \d+", "", flags).split()
     command = [sys.executable, "-m", "distlab.calibrate", str(file), *sizes, "--device", "cpu"]
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

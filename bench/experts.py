@@ -2,6 +2,8 @@
 
     python bench/experts.py                   speed and bytes
     python bench/experts.py --losses 400      losses over 400 steps, at equal work for each token
+    python bench/experts.py --counts 1000     rows that are sent, computed and returned in 1,000 steps of a small model
+    python bench/experts.py --machine FILE    the time of an exchange of rows, beside the planner's prediction
 
 In the first comparison all ranks together have the tokens of one process, and the model is the same. The second is one
 process beside a Mixtral of transformers with the same weights, whose experts are computed in a loop ("eager") or in one
@@ -9,7 +11,7 @@ grouped product.
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +33,12 @@ from distlab.machine.heap import set_up_heap
 from distlab.machine.processes import leave
 from distlab.parallel.data import views_of
 from distlab.parallel.expert_parallel import LoadBalance, mixtures_in, own_experts, share_experts
+from distlab_planner.layouts import RunLayout
+from distlab_planner.machine import read_machine
+from distlab_planner.traffic import RanksOnHosts
 from simplellm.dataloaders import TinyStories
 from simplellm.export import export
+from simplellm.feed_forward import Passage
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.saved_model import SavedModel
@@ -41,6 +47,7 @@ from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 VOCAB_SIZE, DMODEL, SEQ_LEN = SPTokenizer().vocab_size, 288, 256
 ALONE = "one process"
 Step = Callable[[Tensor], object]  # token ids (batch, seq)
+Compute = Callable[[Tensor, Sequence[int]], Tensor]  # rows, and the rows of each expert
 
 
 @dataclass
@@ -59,6 +66,10 @@ class Settings:
     """sequences of 256 tokens, of all ranks together"""
     rounds: int = 8
     """measured steps of each variant"""
+    counts: int = 0
+    """instead, take that many steps and count rows; the first in which one is lost ends them"""
+    machine: Path | None = None
+    """instead, time exchanges of rows, and predict them by this file of distlab.calibrate"""
     losses: int = 0
     """instead, train an expert and a dense model for that many steps, and compare their losses"""
     port: int = 29569
@@ -141,6 +152,95 @@ def measure(rank: int, settings: Settings) -> None:
             sep="\n",
         )
         print(f"| {n} | {float(sent) / 1e6:.2f} | {expected / 1e6:.2f} | {float(sent) / expected:.3f} |", flush=True)
+    leave(0)
+
+
+@dataclass
+class Rows:
+    """The rows of a rank in a step, in all layers."""
+
+    sent: int = 0
+    computed: int = 0  # by its own experts
+    returned: int = 0
+
+    def counted(self, passage: Passage) -> Passage:
+        """Return a passage that counts its rows here."""
+
+        def through(rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
+            def computing(own: Tensor, of_experts: Sequence[int]) -> Tensor:
+                self.computed += len(own)
+                return compute(own, of_experts)
+
+            outputs = passage(rows, counts, computing)
+            self.sent, self.returned = self.sent + len(rows), self.returned + len(outputs)
+            return outputs
+
+        return through
+
+
+def count_rows(rank: int, settings: Settings) -> None:
+    """One rank: train a small model, and compare the rows of all ranks with those of their tokens in each step."""
+    join(rank, settings.ranks, settings.port)
+    axis, seq, layers = all_ranks("ep"), 16, 2
+    sizes = {"dmodel": 16, "num_heads": 2, "hidden_dim": 24, "n_layers": layers, "ctx_size": seq}
+    k, own = settings.experts_per_token, own_experts(settings.experts, axis)
+    net = LLama(CausalLLama, VOCAB_SIZE, experts=settings.experts, experts_per_token=k, own_experts=own, **sizes)
+    share_experts([net], axis)
+    optimizer, balance = update(net), LoadBalance([net], 0.003, axis)
+    passages = {mixture: mixture.passage for mixture in mixtures_in([net])}
+    fullest = 0
+    for step in range(settings.counts):
+        rows = Rows()
+        for mixture, passage in passages.items():
+            mixture.passage = rows.counted(passage)
+        ids = torch.randint(VOCAB_SIZE, (settings.batch_size, seq))
+        optimizer.zero_grad()
+        causalLLMLoss(net(ids), ids, VOCAB_SIZE).backward()
+        optimizer.step()
+        balance.step()
+        fullest = max(fullest, rows.computed)
+        found = torch.tensor([rows.sent, rows.computed, rows.returned])
+        dist.all_reduce(found)
+        expected = axis.size * layers * k * ids.numel()
+        if found.tolist() != [expected] * 3:
+            raise RuntimeError(f"step {step}: {expected} rows, but sent, computed and returned {found.tolist()}")
+    most = torch.tensor(fullest)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if rank == 0:
+        each = layers * k * settings.batch_size * seq
+        print(
+            f"{settings.counts:,} steps of {axis.size} ranks: all {axis.size * each:,} rows of each step were ", end=""
+        )
+        print(f"sent, computed and returned; a rank computed at most {int(most):,} instead of {each:,}", flush=True)
+    leave(0)
+
+
+def time_exchanges(rank: int, settings: Settings) -> None:
+    """One rank: exchange the rows of different numbers of sequences, each after some computation."""
+    join(rank, settings.ranks, settings.port)
+    assert settings.machine is not None
+    machine, axes = read_machine(settings.machine), {"ep": settings.ranks}
+    layout = RunLayout(axes, 1, 1, "naive", "none", "none", (1,))
+    on_hosts = RanksOnHosts(machine.with_room_for(settings.ranks, f"{settings.machine}"), layout)
+    matrix = torch.ones(DMODEL, DMODEL)
+    works: dict[int, Callable[[Tensor], object]] = {0: lambda _: matrix.mm(matrix)}
+    for sequences in (1, 2, 4, 8):
+        numbers = sequences * SEQ_LEN * settings.experts_per_token * DMODEL // settings.ranks * settings.ranks
+        rows, arrived = torch.zeros(numbers), torch.zeros(numbers)
+
+        def exchange(_: Tensor, rows: Tensor = rows, arrived: Tensor = arrived) -> None:
+            matrix.mm(matrix)
+            dist.all_to_all_single(arrived, rows)
+
+        works[rows.nbytes] = exchange
+    taken = seconds_in_turn(works, partial(tokens, settings), 5 * settings.rounds, warm_up=2, meet=dist.barrier)
+    if rank == 0:
+        print("| rows of a rank, MB | predicted, ms | measured, ms (median) | ratio |", "|---|---|---|---|", sep="\n")
+        for size_bytes in [*works][1:]:
+            predicted = on_hosts.all_to_all(on_hosts.sharing_experts, size_bytes)
+            measured = median(taken[size_bytes]) - median(taken[0])
+            columns = f"{predicted * 1e3:.2f} | {measured * 1e3:.2f} | {measured / predicted:.2f}"
+            print(f"| {size_bytes / 1e6:.1f} | {columns} |", flush=True)
     leave(0)
 
 
@@ -236,6 +336,9 @@ def main() -> None:
         raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
     if settings.losses:
         compare_losses(settings)
+        return
+    if settings.counts or settings.machine:
+        mp.spawn(count_rows if settings.counts else time_exchanges, args=(settings,), nprocs=settings.ranks)
         return
     mp.spawn(measure, args=(settings,), nprocs=settings.ranks)
     beside_transformers(settings)

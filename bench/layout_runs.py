@@ -6,6 +6,7 @@ are divided by how slow the reference was. What each of them does first in a tur
 the layouts "asleep" an action computes next to nothing, and then sleeps until it has taken what it should.
 """
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from distlab.machine.heap import set_up_heap
 from distlab.machine.processes import end_with_parent
+from distlab.parallel.expert_parallel import equal_loads
 from distlab.pipeline.actions import KINDS, Action
 from distlab.reports.memory import read_largest
 from distlab.run.logs import peak_memory_bytes
@@ -40,6 +42,7 @@ from distlab_planner.costs import Costs
 from distlab_planner.machine import Machine
 from distlab_planner.measuring import AT_A_TIME, BLOCKS, Passes, build
 from distlab_planner.model import Sizes
+from simplellm.compiled import Compiler
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
 from simplellm.llama import LLamaStage
@@ -143,7 +146,9 @@ def run_reference(pipe: Connection, sizes: Sizes) -> None:
     torch.set_num_threads(1)
     set_up_heap()  # as ranks do
     net = build(LLamaStage, sizes, BLOCKS, 1, torch.device("cpu"))
-    passes = Passes(net, sizes, REFERENCE_ROWS, sizes.vocab_size)
+    passes = Passes(net, sizes, REFERENCE_ROWS, sizes.vocab_size, Compiler() if sizes.compiled else None)
+    balanced = contextlib.ExitStack()
+    balanced.enter_context(equal_loads([net]))
     passes.run("FB", micro_batches=AT_A_TIME)
     while True:
         count = pipe.recv()

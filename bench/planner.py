@@ -34,9 +34,11 @@ BATCH = 12  # sequences per step, of all replicas together
 MODELS = {
     "small": "--dmodel 96 --num-heads 4 --n-layers 6 --seq-len 64",
     "large": "--dmodel 192 --num-heads 6 --n-layers 4 --seq-len 96",
+    "experts": "--dmodel 96 --num-heads 4 --hidden-dim 192 --n-layers 6 --seq-len 64 --experts 8 --experts-per-token 2",
+    "compiled": "--dmodel 192 --num-heads 6 --n-layers 4 --seq-len 96 --compile",
     "asleep": "--dmodel 16 --num-heads 2 --n-layers 6 --seq-len 4 --optimizer sgd",
 }
-# dp.pp.tp, micro-batches, schedule, and then what the replicas shard, or what is recomputed
+# dp.pp.tp, micro-batches, schedule, and then what the replicas share or shard, or what is recomputed
 LAYOUTS = {
     "small": """
         1.1.1 1; 1.1.1 4; 1.1.1 4 recompute blocks; 1.1.1 12 recompute all
@@ -54,6 +56,12 @@ LAYOUTS = {
         1.1.1 1; 1.1.1 4 recompute blocks; 2.1.1 1; 2.1.1 3 shard optimizer; 4.1.1 1; 1.1.2 1; 1.1.2 4
         1.2.1 4 naive; 1.2.1 4 gpipe; 1.2.1 4 dapple; 1.2.1 12 interleaved; 1.2.1 4 zb-h1; 1.2.1 6 zb-v; 1.3.1 6 dapple
         2.2.1 3 dapple; 1.2.2 4 dapple""",
+    "experts": """
+        1.1.1 1; 1.1.1 4; 2.1.1 1; 2.1.1 1 ep 2; 2.1.1 3 ep 2; 4.1.1 1 ep 2; 4.1.1 1 ep 4; 1.2.1 4 dapple
+        2.2.1 3 dapple ep 2; 1.1.2 4; 2.1.1 3 ep 2 recompute blocks""",
+    "compiled": """
+        1.1.1 1; 1.1.1 4; 1.1.1 4 recompute blocks; 2.1.1 1; 2.1.1 3; 2.1.1 3 shard optimizer; 4.1.1 1
+        1.2.1 4 dapple; 1.2.1 4 gpipe; 2.2.1 3 dapple""",
     "asleep": """
         1.1.1 4; 2.1.1 1; 4.1.1 3; 4.1.1 3 shard optimizer; 8.1.1 1
         1.2.1 4 naive; 1.2.1 4 gpipe; 1.2.1 12 dapple; 1.2.1 4 interleaved; 1.2.1 4 zb-h1; 1.2.1 6 zb-v
@@ -127,9 +135,9 @@ def flags_of(name: str) -> list[str]:
     dp, pp, tp = sizes.split(".")
     flags = f"{MODELS[model]} --dp {dp} --pp {pp} --tp {tp} --batch-size {BATCH // int(dp)} --data sample --device cpu"
     flags += f" --micro-batches {micro_batches}"
-    if rest and rest[0] not in ("shard", "recompute"):
+    if len(rest) % 2:
         flags += f" --schedule {rest.pop(0)}"
-    return [*flags.split(), *(f"--{rest[0]} {rest[1]}".split() if rest else [])]
+    return [*flags.split(), *(word if place % 2 else f"--{word}" for place, word in enumerate(rest))]
 
 
 def costs_of(name: str, machine: Machine, machine_file: Path) -> Costs:

@@ -116,6 +116,8 @@ class MixtureOfExperts(nn.Module):
         dropped: rows that were dropped since it was set to zero, int64.
         gather_places: where this process has a part of each sequence: (batch, positions, per_token) -> the choices for
             whole sequences, (batch, seq, per_token), and the positions of this part, (positions,).
+        most_rows_bytes: of the activations, those that the largest pass through the experts of this process keeps: the
+            rows, and four results inside of their networks. Without a capacity, it depends on the tokens.
         smallest_gap: in these passes, the smallest difference between a chosen score and the best that was not chosen.
         routes: called in these passes with the choice (tokens, per_token) and each token's gap, (tokens,); returns the
             choice to use.
@@ -124,13 +126,13 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, dmodel: int, hidden_dim: int, sizes: Mixture) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.hidden_dim = sizes, hidden_dim
         self.gate = Router(dmodel, sizes.experts)
         own = range(sizes.experts) if sizes.own is None else sizes.own
         self.experts = nn.ModuleDict({str(number): MLP(dmodel, hidden_dim) for number in own})
         self.shared_experts = MLP(dmodel, hidden_dim) if sizes.shared else None
         self.load = torch.zeros(sizes.experts, dtype=torch.int64)
-        self.smallest_gap = float("inf")
+        self.smallest_gap, self.most_rows_bytes = float("inf"), 0
         self.capacity, self.dropped = 0.0, torch.zeros((), dtype=torch.int64)
         self.gather_places: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
         self.routes: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -160,6 +162,9 @@ class MixtureOfExperts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Apply the experts of this process to their rows: the first `counts[0]` belong to its first expert, …"""
+        if torch.is_grad_enabled():
+            inside = 4 * self.hidden_dim * len(rows) * rows.element_size()
+            self.most_rows_bytes = max(self.most_rows_bytes, rows.nbytes + inside)
         parts = zip(self.experts.values(), rows.split(list(counts)), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
 

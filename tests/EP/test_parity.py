@@ -39,6 +39,9 @@ class Run:
         parameters, gradients, self.losses = train_on(ranks, script, out, *settings, exact=exact)
         self.sliced = "--tp" in flags  # parameters
         self.parameters, self.gradients = (State(), State()) if self.sliced else (merged(parameters), merged(gradients))
+        self.table = [
+            line for line in (out / "rank0.log").read_text().splitlines() if line.startswith(("# memory", "# rank"))
+        ]
         self.records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     def of(self, name: str) -> list[float]:
@@ -117,6 +120,10 @@ def test_clips_and_routes_and_drops(alone: dict[str, Run]) -> None:
     assert len(experts) == 2 * 12 * 3
     assert sum(bool(grad.any()) for grad in experts) > len(experts) / 2, "others had no tokens in the last step"
     assert 0 < min(alone[LIMITED].of("dropped_rows")) < max(alone[LIMITED].of("dropped_rows")) < 12 * 12 * 2 * 2
+    for more, least, most in (("", 0.15, 0.15), (LIMITED, 0.10, 0.13)):  # MB: 96 rows of 8 * (32 + 4 * 40) bytes; 0.8
+        head, rank = alone[more].table[:2]
+        assert head.endswith("rows of experts")
+        assert least <= float(rank.split()[-1]) <= most
     assert alone[LIMITED].of("loss")[-1] != pytest.approx(alone[""].of("loss")[-1], rel=1e-6)
 
 

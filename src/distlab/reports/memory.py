@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered
 # (see distlab.parallel.sharded).
 ONLY_SOME = ("copy to undo", "gathered")
 WITHOUT = "activations without recomputation"  # counted as well with recomputation
+ROWS = "rows of experts"  # of the activations, those of the largest pass through experts in the run
 
 
 class MemoryReport:
@@ -26,7 +27,7 @@ class MemoryReport:
 
     If replicas shard a model, the optimizer has shards of it, and either `sharded` has the parts of the model, or
     `parameters` are the model's, which each replica holds whole. `outer_bytes` are the memory of an outer optimizer;
-    they count as optimizer state.
+    they count as optimizer state. `rows_bytes` returns the bytes of the largest pass through this rank's experts.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class MemoryReport:
         sharded: Collection[ReplicaShards] = (),
         outer_bytes: int = 0,
         parameters: Collection[torch.Tensor] | None = None,
+        rows_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
+        self._rows_bytes = rows_bytes
         self._outer_bytes, self._parameters = outer_bytes, parameters
         weights = [flat for part in sharded for flat in part.flat_weights()]
         self._saved = SavedActivations([*_parameters(optimizer), *weights, *(parameters or ())])
@@ -53,8 +56,9 @@ class MemoryReport:
         saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in context.recorder.kept_bytes)])
         own = count_bytes(self._optimizer, saved_bytes, self._sharded, copied_bytes, self._parameters)
         own[KINDS.index("optimizer state")] += self._outer_bytes
-        by_rank = torch.zeros(context.world_size, len(KINDS) + 1, dtype=torch.int64, device=context.device)
-        by_rank[context.rank] = torch.tensor([*own, max(own[-1], self._saved.usual_peak_bytes)])
+        further = max(own[-1], self._saved.usual_peak_bytes), self._rows_bytes()
+        by_rank = torch.zeros(context.world_size, len(KINDS) + 2, dtype=torch.int64, device=context.device)
+        by_rank[context.rank] = torch.tensor([*own, *further])
         with named("the memory of each rank", CONTROL):
             dist.all_reduce(by_rank)
         counts: list[list[int]] = by_rank.tolist()
@@ -69,7 +73,7 @@ def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:
 
 def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
     """Return whether recomputation has avoided keeping some activations."""
-    return any(usual > activations for *_, activations, usual in by_rank)
+    return any(counts[len(KINDS)] > counts[len(KINDS) - 1] for counts in by_rank)
 
 
 def count_bytes(
@@ -99,8 +103,11 @@ def as_table(by_rank: Sequence[Sequence[int]], numbers: Sequence[int] | None = N
 
     `numbers` are those of the ranks; by default, from 0.
     """
-    columns = (*KINDS, "without --recompute") if _has_recomputation(by_rank) else KINDS
-    shown = [i for i, kind in enumerate(columns) if kind not in ONLY_SOME or any(counts[i] for counts in by_rank)]
+    columns = (*KINDS, "without --recompute", ROWS)[: len(by_rank[0])]
+    unused = {kind for i, kind in enumerate(columns) if kind in (*ONLY_SOME, ROWS) and not any(c[i] for c in by_rank)}
+    if not _has_recomputation(by_rank):
+        unused.add("without --recompute")
+    shown = [i for i, kind in enumerate(columns) if kind not in unused]
     lines = [f"{'memory, MB':<14}" + "".join(f"{columns[index]:>{_width(columns[index])}}" for index in shown)]
     ranks: dict[str, list[int]] = {}
     for rank, counts in zip(numbers or range(len(by_rank)), by_rank, strict=True):

@@ -23,6 +23,7 @@ from distlab.settings.experts import ExpertSettings
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
+from simplellm.feed_forward import MixtureOfExperts
 from simplellm.tokenizers import SPTokenizer
 
 if TYPE_CHECKING:
@@ -132,7 +133,14 @@ class TrainingRun(Run[TrainSettingsT]):
         self._optimizer = optimizer
         self._remark_on_weight_gradients(parts)
         whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
-        self.memory = MemoryReport(optimizer, parts.sharded.values(), outer.held_bytes() if outer else 0, whole)
+        mixtures = [m for stage in parts.stages.values() for m in stage.modules() if isinstance(m, MixtureOfExperts)]
+        self.memory = MemoryReport(
+            optimizer,
+            parts.sharded.values(),
+            outer.held_bytes() if outer else 0,
+            whole,
+            lambda: max((mixture.most_rows_bytes for mixture in mixtures), default=0),
+        )
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if getattr(args, "run_on", False):
             from distlab.run.run_on import RunningOn

@@ -1,5 +1,6 @@
 """--compile: the run of one process, by gradients and parameters, and the parts that it cannot compile."""
 
+import json
 import os
 import re
 import shutil
@@ -8,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.chapters import OneProcess, assert_equal, train_on
+from support.chapters import MODEL, OneProcess, assert_equal, load, train_on
+from support.planner_machines import cluster
 from support.processes import LAB
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from distlab.run.compiling import parts_to_compile
 from distlab.run.model import ModelParts
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
+from distlab_planner.machine import write_machine
+from distlab_planner.memory import held
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 
@@ -50,6 +54,8 @@ def test_a_compiled_run_is_the_run_of_one_process(
 ) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(6)
     parameters, gradients, losses = train_on(ranks, script, tmp_path, "--compile", *flags.split(), deadline=240)
+    if "DP/" in script:
+        assert_activations_as_planned(script, flags, tmp_path)
     log = (tmp_path / "rank0.log").read_text()
     assert re.search(r"# compiled in \d+\.\d s", log), "it says how long that took"
     assert ("blocks and head of these micro-batches stay uncompiled" in log) == ("zb" in flags)
@@ -59,6 +65,14 @@ def test_a_compiled_run_is_the_run_of_one_process(
         for rank, tensors in enumerate(own):
             assert_equal(tensors, {name: slice_like(tensor, expected[name], rank) for name, tensor in tensors.items()})
         assert set().union(*own) == set(expected)
+
+
+def assert_activations_as_planned(script: str, flags: str, run: Path) -> None:
+    write_machine(cluster(device="cpu"), machine := run / "machine.json")
+    arguments = ["0", *MODEL, "--data", "sample", "--compile", *flags.split(), "--transport", "auto"]
+    prediction = parse(load(script).DEFAULTS, "", [*arguments, "--machine", str(machine)]).prediction
+    counted = json.loads((run / "memory.json").read_text())[0]["activations"]
+    assert held(prediction.costs, 0).activations == pytest.approx(counted, abs=8)
 
 
 def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:
