@@ -112,7 +112,7 @@ def run_rank(pipe: Connection, rank: int, flags: Sequence[str], costs: Costs | N
     end_with_parent(signal.SIGKILL)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         stream.flush()
-        os.dup2(os.open(f"{folder}/rank{rank}.txt", os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(f"{folder}-rank{rank}.txt", os.O_WRONLY | os.O_CREAT), number)
     module, script_path = hybrid_script(), LAB / SCRIPT
     Gate.pipe = pipe
     module.TinyStories = Gate  # type: ignore[attr-defined]

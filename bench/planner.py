@@ -236,7 +236,8 @@ def main(settings: Settings) -> None:
     chosen = [name for name in names() if not settings.quick or name in quick]
     chosen = [name for name in chosen if not settings.only or name.startswith(settings.only)]
     require(bool(chosen), f"--only {' '.join(settings.only)}: there is no such layout")
-    computing = {model: flags for model, flags in MODELS.items() if model != "asleep"}
+    computed = {name.split()[0] for name in chosen} - {"asleep"} or {"small"}
+    computing = {model: flags for model, flags in MODELS.items() if model in computed}
     machine = machine_of(settings.machine, computing, 1 if settings.quick else CALIBRATIONS)
     records = dict[str, Record]()
     kept = settings.measured
