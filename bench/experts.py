@@ -208,10 +208,8 @@ def count_rows(rank: int, settings: Settings) -> None:
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if rank == 0:
         each = layers * k * settings.batch_size * seq
-        print(
-            f"{settings.counts:,} steps of {axis.size} ranks: all {axis.size * each:,} rows of each step were ", end=""
-        )
-        print(f"sent, computed and returned; a rank computed at most {int(most):,} instead of {each:,}", flush=True)
+        print(f"{settings.counts:,} steps of {axis.size} ranks, {axis.size * each:,} rows each")
+        print(f"all were sent, computed and returned; a rank computed at most {int(most):,} instead of {each:,}")
     leave(0)
 
 
@@ -237,7 +235,7 @@ def time_exchanges(rank: int, settings: Settings) -> None:
     if rank == 0:
         print("| rows of a rank, MB | predicted, ms | measured, ms (median) | ratio |", "|---|---|---|---|", sep="\n")
         for size_bytes in [*works][1:]:
-            predicted = on_hosts.all_to_all(on_hosts.sharing_experts, size_bytes)
+            predicted = on_hosts.all_to_all(on_hosts.sharing_experts, size_bytes).seconds
             measured = median(taken[size_bytes]) - median(taken[0])
             columns = f"{predicted * 1e3:.2f} | {measured * 1e3:.2f} | {measured / predicted:.2f}"
             print(f"| {size_bytes / 1e6:.1f} | {columns} |", flush=True)

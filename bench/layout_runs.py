@@ -56,7 +56,7 @@ IN_A_ROW = 3  # steps of a turn; the reference runs before and after them. The f
 SECONDS_TO_SETTLE = 0.03
 REFERENCE_SECONDS = 0.08  # about as long does the reference run at a time
 REFERENCE_ROWS = 8  # sequences of its passes: what slows small products is not what slows large ones
-DEADLINE = 60  # seconds that ranks may take for what is asked of them
+DEADLINE = 180  # seconds that ranks may take for what is asked of them, such as to compile
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,9 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         all_reduces=reductions,
     )
     machine = with_tiny_run(machine, device)
+    if args.compile:
+        compiler_bytes = with_tiny_run(machine, device, "--compile").process_bytes - machine.process_bytes
+        machine = replace(machine, compiler_bytes=max(0.0, compiler_bytes))
     write_machine(with_earlier(machine, args.machine_file), args.machine_file)
     say(f"{args.machine_file}: {machine.name}, {speeds[sizes] / 1e9:.1f} billion multiply-adds/s on each rank")
 
@@ -181,14 +184,14 @@ def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:
     return sorted({1, *(cores // busy for busy in range(tp, ranks + 1) if busy <= cores)})
 
 
-def with_tiny_run(machine: Machine, device: torch.device) -> Machine:
+def with_tiny_run(machine: Machine, device: torch.device, *more: str) -> Machine:
     """Return a machine with the costs of a tiny run: a step without its passes, a process that holds nothing."""
     with tempfile.TemporaryDirectory() as folder:
         command = lab_command("hybrid", *TINY.split(), "--data", "sample", "--trace")
-        command += ["--device", device.type, "--out", folder]
+        command += ["--device", device.type, "--out", folder, *more]
         of_this_rank = "TORCHELASTIC", "LAB_"
         environment = {name: value for name, value in os.environ.items() if not name.startswith(of_this_rank)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
         require(done.returncode == 0, f"the run of a tiny model failed: {done.stderr.strip()[-300:]}")
         trace = read_chrome(Path(folder) / "trace.json")
         *_, last = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -217,13 +220,13 @@ def with_earlier(machine: Machine, path: Path) -> Machine:
     reductions = {(entry.ranks, entry.transport) for entry in machine.all_reduces}
     others = [entry for entry in earlier.measured if (entry.sizes, entry.tp, entry.threads) not in passes]
     larger = [entry for entry in earlier.all_reduces if (entry.ranks, entry.transport) not in reductions]
-    speeds = {
+    not_always = {
         name: getattr(machine, name) or getattr(earlier, name)
-        for name in ("bfloat16_multiply_adds_per_second", "compiled_speedup")
+        for name in ("bfloat16_multiply_adds_per_second", "compiled_speedup", "compiler_bytes")
     }
     return replace(
         machine,
-        **speeds,
+        **not_always,
         measured=(*machine.measured, *others),
         all_reduces=(*machine.all_reduces, *larger),
         slowdown=(*machine.slowdown, *earlier.slowdown[len(machine.slowdown) :]),

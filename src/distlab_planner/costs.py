@@ -230,7 +230,7 @@ class Costs:
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
             seconds += sum(self.on_hosts.all_reduce(self.on_hosts.slices, size, "shared").alone for size in sizes)
         count, size_bytes = self._row_exchanges(kind, stage, again), self._rows_bytes
-        seconds += count * self.on_hosts.all_to_all(self.on_hosts.sharing_experts, size_bytes) if count else 0.0
+        seconds += count * self.on_hosts.all_to_all(self.on_hosts.sharing_experts, size_bytes).alone
         return seconds + self._gathered(kind, stage) + self._sequence_seconds(kind, stage, again)
 
     @property

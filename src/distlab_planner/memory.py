@@ -69,7 +69,8 @@ def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:
     if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
         logits_bytes = costs.tokens * share(sizes.vocab_size, layout.size("tp")) * NUMBER_BYTES
         of_logits = OF_LOGITS[machine.device] * logits_bytes
-    return machine.process_bytes + (holds.total + of_logits) * (1 + KEPT_OF_FREED[machine.device])
+    empty_bytes = machine.process_bytes + machine.compiler_bytes * sizes.compiled
+    return empty_bytes + (holds.total + of_logits) * (1 + KEPT_OF_FREED[machine.device])
 
 
 def share_of_rank(machine: Machine, ranks: int) -> float:

@@ -193,19 +193,19 @@ class RanksOnHosts:
         alone = (whole.alone + min(meeting.alone, whole.alone)) / 2
         return CollectiveSeconds(seconds, alone, whole.overlaps)
 
-    def all_to_all(self, group: RankGroup, size_bytes: float) -> float:
+    def all_to_all(self, group: RankGroup, size_bytes: float) -> CollectiveSeconds:
         """Return the seconds in which each rank of a group sends parts of its `size_bytes` to all others.
 
-        Inside a host, this is as much as a rank sends in a reduce-scatter, in as many messages. Between hosts, all
-        ranks of a host send at the same time.
+        In messages, it sends as much as in a reduce-scatter. In shared memory, it copies all of its parts there, and
+        those for it from there, as many bytes as in an all-reduce. Between hosts, all ranks of a host send at once.
         """
-        if group.size == 1:
-            return 0.0
-        if self.is_inside(group):
-            return self.half(group, size_bytes, "shared").alone
+        if group.size == 1 or self.is_inside(group):
+            whole = self.all_reduce(group, size_bytes, "shared")
+            return self.half(group, size_bytes, "shared") if whole.overlaps else whole
         part, on_host = size_bytes / group.size, self.spread(group).on_host
         inside = (on_host - 1) * self.machine.inside.seconds(part)
-        return inside + (group.size - on_host) * self.machine.between.seconds(part * self.per_host)
+        seconds = inside + (group.size - on_host) * self.machine.between.seconds(part * self.per_host)
+        return CollectiveSeconds(seconds, seconds, False)
 
     def _host_by_host(self, group: RankGroup, size_bytes: float) -> float | None:
         """Return the seconds of an all-reduce in each host's memory, with a ring of the hosts' first ranks in between.

@@ -39,9 +39,8 @@ class Run:
         parameters, gradients, self.losses = train_on(ranks, script, out, *settings, exact=exact)
         self.sliced = "--tp" in flags  # parameters
         self.parameters, self.gradients = (State(), State()) if self.sliced else (merged(parameters), merged(gradients))
-        self.table = [
-            line for line in (out / "rank0.log").read_text().splitlines() if line.startswith(("# memory", "# rank"))
-        ]
+        lines = (out / "rank0.log").read_text().splitlines()
+        self.table = [line for line in lines if line.startswith(("# memory, MB", "# rank"))]  # the first two
         self.records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     def of(self, name: str) -> list[float]:
