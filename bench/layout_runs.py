@@ -42,7 +42,7 @@ from distlab_planner.costs import Costs
 from distlab_planner.machine import Machine
 from distlab_planner.measuring import AT_A_TIME, BLOCKS, Passes, build
 from distlab_planner.model import Sizes
-from simplellm.compiled import Compiler
+from simplellm.compiler import Compiler
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
 from simplellm.llama import LLamaStage

@@ -36,7 +36,7 @@ class MemoryReport:
         sharded: Collection[ReplicaShards] = (),
         outer_bytes: int = 0,
         parameters: Collection[torch.Tensor] | None = None,
-        rows_bytes: Callable[[], int] = lambda: 0,
+        rows_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
         self._rows_bytes = rows_bytes
@@ -56,7 +56,7 @@ class MemoryReport:
         saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in context.recorder.kept_bytes)])
         own = count_bytes(self._optimizer, saved_bytes, self._sharded, copied_bytes, self._parameters)
         own[KINDS.index("optimizer state")] += self._outer_bytes
-        further = max(own[-1], self._saved.usual_peak_bytes), self._rows_bytes()
+        further = max(own[-1], self._saved.usual_peak_bytes), self._rows_bytes() if self._rows_bytes else 0
         by_rank = torch.zeros(context.world_size, len(KINDS) + 2, dtype=torch.int64, device=context.device)
         by_rank[context.rank] = torch.tensor([*own, *further])
         with named("the memory of each rank", CONTROL):

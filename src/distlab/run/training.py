@@ -23,7 +23,6 @@ from distlab.settings.experts import ExpertSettings
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
-from simplellm.feed_forward import MixtureOfExperts
 from simplellm.tokenizers import SPTokenizer
 
 if TYPE_CHECKING:
@@ -133,14 +132,9 @@ class TrainingRun(Run[TrainSettingsT]):
         self._optimizer = optimizer
         self._remark_on_weight_gradients(parts)
         whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
-        mixtures = [m for stage in parts.stages.values() for m in stage.modules() if isinstance(m, MixtureOfExperts)]
-        self.memory = MemoryReport(
-            optimizer,
-            parts.sharded.values(),
-            outer.held_bytes() if outer else 0,
-            whole,
-            lambda: max((mixture.most_rows_bytes for mixture in mixtures), default=0),
-        )
+        outer_bytes = outer.held_bytes() if outer else 0
+        rows_bytes = self._rows_bytes if getattr(args, "experts", 0) else None
+        self.memory = MemoryReport(optimizer, parts.sharded.values(), outer_bytes, whole, rows_bytes)
         self.explain_not_finite = partial(self._find_not_finite, parts)
         if getattr(args, "run_on", False):
             from distlab.run.run_on import RunningOn
@@ -158,6 +152,12 @@ class TrainingRun(Run[TrainSettingsT]):
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
             self.validator = Validator(parts, sequences, rows=max(1, args.batch_size // args.micro_batches))
+
+    def _rows_bytes(self) -> int:
+        """Return the bytes that the largest pass through this rank's experts has kept."""
+        from distlab.parallel.expert_parallel import mixtures_in
+
+        return max((mixture.most_rows_bytes for mixture in mixtures_in(self._parts.stages.values())), default=0)
 
     def _remark_on_weight_gradients(self, parts: ModelParts) -> None:
         """Print a remark if a schedule defers weight gradients that the layers compute at once."""
