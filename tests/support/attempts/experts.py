@@ -5,6 +5,7 @@ from support.exercises_attempts import Attempt
 BACK = "Exchange.apply(grad, ctx.received, ctx.sent)"
 
 ADD = "dist.all_reduce(parameter.grad)"
+DIVIDED = "torch._foreach_div(torch._foreach_mul(norms, norms), counted)"
 
 ATTEMPTS = [
     Attempt("ep-exchange", "", "also of a rank that has none"),
@@ -32,7 +33,12 @@ ATTEMPTS = [
     ),
     Attempt("ep-scale", "experts-mixed", "other weights", changes=(('".experts." not in name and ', ""),)),
     Attempt("ep-norm", "", "each weight counts once"),
-    Attempt("ep-norm", "counted-again", "counts 3 times", changes=(("norms.square() / counted", "norms.square()"),)),
+    Attempt(
+        "ep-norm",
+        "counted-again",
+        "counts 3 times",
+        changes=((DIVIDED, "torch._foreach_mul(norms, norms)"),),
+    ),
     Attempt(
         "ep-norm",
         "own-norm",
