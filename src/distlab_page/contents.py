@@ -42,7 +42,10 @@ TRAINING = (
     "seed lr optimizer betas weight_decay warmup_steps lr_schedule min_lr clip_norm dmodel num_heads num_kv_heads "
     "hidden_dim n_layers seq_len dtype document_mask tokenizer"
 ).split()
-OTHER_ALGORITHMS = {"outer": "none", "compress": "none", "experts": 0}
+# Others that not every script and every older run has, with the value that those then have.
+OTHERS: dict[str, Any] = {"outer": "none", "compress": "none", "residual": "float32"}
+OTHERS |= {"experts": 0, "experts_per_token": 2, "shared_expert": False, "router_scores": "softmax", "qk_norm": False}
+OTHERS |= {"capacity": 0, "balance_rate": 0.003}
 CAUSE = re.compile(
     r"failed|has exited|deadlock|interrupted|terminated|lost its connection|not answer|^rank \d+( \(.*?\))? waited|"
     r"is not finite|is (nan|inf)|goes? on with step|but has not reached|out of memory|killed"
@@ -128,7 +131,7 @@ def _different_settings(run: Records, other: Records) -> Iterator[tuple[str, Any
     for name in TRAINING:
         if run.settings.get(name) != other.settings.get(name):
             yield name, run.settings.get(name), other.settings.get(name)
-    for name, usual in OTHER_ALGORITHMS.items():
+    for name, usual in OTHERS.items():
         pair = run.settings.get(name, usual), other.settings.get(name, usual)
         if pair[0] != pair[1]:
             yield name, *pair

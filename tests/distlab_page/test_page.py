@@ -91,6 +91,10 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
     other = contents(read(killed), read(alone))["verdict"]
     assert other["is_same"] is None
     assert "tokens in a step 96 and 384" in other["text"]
+    one = read(hybrid)
+    rounded = replace(one, config=one.config | {"settings": one.settings | {"residual": "bfloat16"}})
+    other = contents(rounded, read(alone))["verdict"]
+    assert other["text"] == "Not the same training run as one process: residual bfloat16 and float32."
 
 
 def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: Path, killed: Path) -> None:
