@@ -27,16 +27,16 @@ class Request:
     """folder with the files, at any depth"""
 
 
-def check(request: Request) -> None:
-    """Print a line for each student and question, and which files cannot be read."""
+def check(request: Request) -> int:
+    """Print a line for each student and question, and what cannot be checked; return 1 if there is any, else 0."""
     require(request.folder.is_dir(), f"{request.folder}: is not a folder; give the one with the answers")
-    handed_in, unread = list[Answers](), list[str]()
+    handed_in, unchecked = list[Answers](), list[str]()
     for path in sorted(request.folder.rglob("*.json")):
         try:
             handed_in.append(read_answers(path))
         except InputError as error:
-            unread.append(str(error))
-    require(bool(handed_in or unread), f"{request.folder}: has no file of answers, such as replicas-ada.json")
+            unchecked.append(str(error))
+    require(bool(handed_in or unchecked), f"{request.folder}: has no file of answers, such as replicas-ada.json")
     print(f"{'lesson':<14} {'student':<16} {'question':<14} {'guess':>12} {'measured':>12}  verdict")
     for name in sorted({one.lesson for one in handed_in}):
         try:
@@ -44,14 +44,15 @@ def check(request: Request) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 here = lesson.measured(lesson.run(Path(folder)))
         except InputError as error:
-            unread.append(str(error))
+            unchecked.append(str(error))
             continue
         for one in handed_in:
             if one.lesson == name:
                 for line in verdicts(lesson, one, here):
                     print(line, flush=True)
-    for sentence in unread:
+    for sentence in unchecked:
         print(f"# {sentence}")
+    return 1 if unchecked else 0
 
 
 def verdicts(lesson: Lesson, answers: Answers, here: dict[str, float]) -> Iterable[str]:

@@ -91,7 +91,9 @@ def sent(run: str, kind: str, unit: str = "bytes") -> Read:
 
     def read(outcomes: Mapping[str, Outcome]) -> float:
         account = outcomes[run].records.ledger[0]
-        return sum(way[unit] for way in account["sent"] if way["kind"] == kind) / account["steps"]
+        counts = [way[unit] for way in account["sent"] if way["kind"] == kind]
+        require(bool(counts), f"{run}: rank 0 sent no {kind}")
+        return sum(counts) / account["steps"]
 
     return read
 
@@ -178,7 +180,8 @@ class Answers:
 
     @property
     def file_name(self) -> str:
-        return f"{self.lesson}-{re.sub(r'[^A-Za-z0-9]+', '-', self.student) or 'nobody'}.json"
+        who = re.sub(r"\W+", "-", self.student).strip("-") or "nobody"
+        return f"{self.lesson}-{who}.json"
 
 
 def read_answers(path: Path) -> Answers:
@@ -190,10 +193,10 @@ def read_answers(path: Path) -> Answers:
         numbers = *answers.guesses.values(), *answers.measured.values()
         is_right = (
             all(isinstance(text, str) for text in texts)
-            and answers.student.isprintable()
-            and all(isinstance(n, int | float) for n in numbers)
+            and f"{answers.lesson}{answers.student}".isprintable()
+            and all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
         )
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InputError(f"{path}: not a file of answers, as a lesson of the playground writes it ({error})") from error
     require(is_right, f"{path}: not a file of answers, as a lesson of the playground writes it")
     return answers

@@ -22,18 +22,18 @@ RequestT = TypeVar("RequestT")
 LEAST_COLUMNS = 40
 
 
-def run(work: Callable[[RequestT], None], request: type[RequestT], description: str | None) -> NoReturn:
+def run(work: Callable[[RequestT], int | None], request: type[RequestT], description: str | None) -> NoReturn:
     """Read the command line as a `request`, do the work, and exit with the status from `status_of`."""
     raise SystemExit(status_of(as_command(work, request, description)))
 
 
 def as_command(
-    work: Callable[[RequestT], None], request: type[RequestT], description: str | None
-) -> Callable[..., None]:
-    """Return a function that reads arguments as a `request`, and does the work; by default those of this process."""
+    work: Callable[[RequestT], int | None], request: type[RequestT], description: str | None
+) -> Callable[..., int | None]:
+    """Return a function that reads arguments as a `request`, by default those of this process, and does the work."""
 
-    def command(args: Sequence[str] | None = None, prog: str | None = None) -> None:
-        work(read(lambda: tyro.cli(request, args=args, prog=prog, description=description)))
+    def command(args: Sequence[str] | None = None, prog: str | None = None) -> int | None:
+        return work(read(lambda: tyro.cli(request, args=args, prog=prog, description=description)))
 
     return command
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.quoted_commands import launched
 
+from distlab.subcommands import run_subcommand
 from distlab_playground.answers import Request, check, verdicts
 from distlab_playground.lessons import (
     LESSONS,
@@ -63,6 +64,8 @@ def test_numbers_are_read_from_the_records(tmp_path: Path) -> None:
     assert both("a", "gradients", "loss")(runs) == 1
     assert ratio(held("b", "activations"), held("a", "activations"))(runs) == 3
     assert difference(loss("a"), loss("b"))(runs) == 0.5
+    with pytest.raises(InputError, match="a: rank 0 sent no weights"):
+        sent("a", "weights")(runs)
     with pytest.raises(InputError, match="its output has no"):
         printed("a", "ticks")(runs)
 
@@ -80,20 +83,32 @@ def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -
     path = tmp_path / answers.file_name
     path.write_text(answers.to_json())
     assert read_answers(path) == answers
+    assert replace(answers, student="Łukasz 李").file_name == "small-Łukasz-李.json"
     with pytest.raises(InputError, match=r"show-schedule gpipe --stages 0: failed: .*--stages 0: must be at least 1"):
         replace(LESSON, commands={"plan": "show-schedule gpipe --stages 0"}).run(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"lesson": 1, "student": "a", "guesses": {}, "measured": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "[" * 100_000,
+        '{"lesson": 1, "student": "a", "guesses": {}, "measured": {}}',
+        '{"lesson": "replicas\\n", "student": "a", "guesses": {}, "measured": {}}',
+        f'{{"lesson": "replicas", "student": "a", "guesses": {{"loss": 1{"0" * 400}}}, "measured": {{}}}}',
+    ],
+    ids=lambda text: text[:20],
+)
 def test_what_is_not_answers_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ada.json"
     with pytest.raises(InputError, match="has no file of answers"):
         check(Request(tmp_path))
     file.write_text(text)
-    check(Request(tmp_path))
+    assert check(Request(tmp_path)) == 1
     assert f"# {file}: not a file of answers" in capsys.readouterr().out
     file.write_text(Answers("dance", "ada", {}, {}).to_json())
-    check(Request(tmp_path))
+    assert run_subcommand("answers", [str(tmp_path)]) == 1
     assert "# dance: no such lesson; there are replicas, collectives" in capsys.readouterr().out
 
 

@@ -35,7 +35,7 @@ def main(request: Request) -> None:
     say(f"{request.folder}: {size}, config.json and the tokenizer, for transformers to load")
 
 
-command: Callable[..., None] = command_line.as_command(main, Request, __doc__)
+command: Callable[..., int | None] = command_line.as_command(main, Request, __doc__)
 
 if __name__ == "__main__":
     command_line.run(main, Request, __doc__)

@@ -39,7 +39,7 @@ def main(request: Request) -> None:
     say(f"{request.out}: {model.parameter_count:,} parameters; resume it with --resume {shlex.quote(str(request.out))}")
 
 
-command: Callable[..., None] = command_line.as_command(main, Request, __doc__)
+command: Callable[..., int | None] = command_line.as_command(main, Request, __doc__)
 
 if __name__ == "__main__":
     command_line.run(main, Request, __doc__)
