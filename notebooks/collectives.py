@@ -93,6 +93,8 @@ def _(locked):
 
 @app.cell
 def _(bandwidth, kilobytes, latency, operation, ranks):
+    numbers = [field.value for field in (bandwidth, kilobytes, latency, ranks)]
+    mo.stop(None in numbers, mo.md("Give a number in each field."))
     worlds = simulated(operation.value, 1000 * kilobytes.value, ranks.value, latency.value, bandwidth.value)
     topology = mo.ui.radio(list(worlds), value=list(worlds)[-1], label="topology", inline=True)
     return topology, worlds
@@ -138,6 +140,24 @@ def _(operation, ranks, shown, topology, world, worlds):
             ),
         ]
     )
+    return
+
+
+@app.cell
+def _(topology, world):
+    sent = [
+        (
+            f"{number}",
+            f"{one.sender}",
+            f"{one.receiver}",
+            f"{one.size_bytes:,}",
+            f"{one.started_seconds * 1e3:.4g}",
+            f"{one.ended_seconds * 1e3:.4g}",
+        )
+        for number, one in enumerate(world.messages, start=1)
+    ]
+    heads = ["message", "from rank", "to rank", "bytes", "leaves, ms", "arrives, ms"]
+    mo.accordion({"Table: all messages": mo.Html(drawing.table(heads, sent, f"Messages of {topology.value}"))})
     return
 
 

@@ -121,6 +121,7 @@ def _(locked):
 @app.cell
 def _(asked):
     mo.stop(asked.value is None)
+    mo.stop(None in asked.value.values(), mo.md("Give a number in each field."))
     values = dict(asked.value)
     machine = read_machine(FILES[values.pop("machine")])
     try:

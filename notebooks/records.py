@@ -5,6 +5,7 @@ import marimo
 app = marimo.App(width="medium", app_title="A run's records")
 
 with app.setup:
+    import html
     from pathlib import Path
 
     import marimo as mo
@@ -47,11 +48,11 @@ def _(page):
 
 @app.cell
 def _(lock, locked, page):
-    spent = page["time"]
+    spent, title = page["time"], html.escape(page["title"])
     question = ask(
-        f"{page['title']}. For what percentage of their time did the ranks **not** compute?"
+        f"{title}. For what percentage of their time did the ranks **not** compute?"
         if spent
-        else f"{page['title']}. This run has no account of its time yet. How many steps did it take?",
+        else f"{title}. This run has no account of its time yet. How many steps did it take?",
         None,
         locked,
         lock,
@@ -65,7 +66,7 @@ def _(locked, page, spent):
     mo.stop(locked() is None)
     answer = runs.not_computing(spent) if spent else None
     said = f"They did not compute in {answer:.0%} of the time. " if spent else ""
-    mo.vstack([mo.md(f"{said}{page['status']['text']}"), *([mo.Html(runs.time(spent))] if spent else [])])
+    mo.vstack([mo.md(f"{said}{html.escape(page['status']['text'])}"), *([mo.Html(runs.time(spent))] if spent else [])])
     return
 
 

@@ -5,6 +5,8 @@ import marimo
 app = marimo.App(width="medium", app_title="Schedules")
 
 with app.setup:
+    import math
+
     import marimo as mo
 
     from distlab.pipeline.actions import ActionCosts
@@ -14,6 +16,9 @@ with app.setup:
     from distlab_playground import drawing, schedules
     from distlab_playground.guesses import ask
     from simplellm.errors import InputError
+
+    def stop_without_numbers(*fields):
+        mo.stop(None in [field.value for field in fields], mo.md("Give a number in each field."))
 
 
 @app.cell
@@ -43,10 +48,11 @@ def _(bubbles, locked):
     mo.stop(locked() is None)
     shown = sorted(bubbles.items(), key=lambda pair: pair[1])
     best, least = shown[0]
+    is_right = math.isclose(bubbles[locked()], least)
     mo.vstack(
         [
             mo.md(
-                f"{'Right' if locked() == best else 'No'}: **{best}** has the shortest, {least:.1%} (what the first "
+                f"{'Right' if is_right else 'No'}: **{best}** has the shortest, {least:.1%} (what the first "
                 f"and the last step leave); **{locked()}** has {bubbles[locked()]:.1%}. Play them below to see why."
             ),
             mo.Html(
@@ -91,6 +97,7 @@ def _(locked):
 
 @app.cell
 def _(chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, transfer, weights, workers):
+    stop_without_numbers(chunks, forward, inputs, limit, micro_batches, pipelines, transfer, weights, workers)
     request = Request(
         schedule.value,
         stages=workers.value,
@@ -153,8 +160,15 @@ def _(costs, limit, names, plan, played, title):
 
 
 @app.cell
+def _(costs, names, plan):
+    mo.accordion({"Table: each pass, and the activations kept after it": mo.Html(schedules.table(plan, names, costs))})
+    return
+
+
+@app.cell
 def _(chunks, locked, micro_batches, schedule, workers):
     mo.stop(locked() is None)
+    stop_without_numbers(chunks, micro_batches, workers)
     sizes = dict(stages=workers.value, micro_batches=micro_batches.value, chunks_per_stage=chunks.value)
     try:
         _, example, _ = plan_of(Request(schedule.value, **sizes))
@@ -173,16 +187,19 @@ def _(chunks, locked, micro_batches, schedule, workers):
 @app.cell
 def _(forward, inputs, own, transfer, weights):
     mo.stop(own.value is None)
+    stop_without_numbers(forward, inputs, transfer, weights)
     backward = inputs.value + weights.value
     prices = ActionCosts(forward.value, backward, transfer.value, weight_share=weights.value / backward)
     try:
         own_plan = simulate(schedules.typed(own.value), prices)
     except InputError as error:
         mo.stop(True, mo.callout(mo.md(f"The library says: {error}"), kind="warn"))
+    numbered = [f"worker {n}" for n in range(len(own_plan.rows))]
     mo.vstack(
         [
             mo.md(f"It runs: {own_plan.makespan:g} ticks, idle {sum(own_plan.bubble) / len(own_plan.bubble):.1%}."),
-            mo.Html(drawing.passes(own_plan, [f"worker {n}" for n in range(len(own_plan.rows))])),
+            mo.Html(drawing.passes(own_plan, numbered)),
+            mo.accordion({"Table: each pass": mo.Html(schedules.table(own_plan, numbered))}),
         ]
     )
     return

@@ -31,8 +31,8 @@ with app.setup:
             Question(
                 key="bytes",
                 asks=(
-                    "How many bytes of gradients and weights does rank 0 send in a step with dp-zero, relative to dp- "
-                    "ga?"
+                    "How many bytes of gradients and weights does rank 0 send in a step with dp-zero, relative to "
+                    "dp-ga?"
                 ),
                 read=ratio(total(sent("sharded", "gradients"), sent("sharded", "weights")), sent("whole", "gradients")),
                 why=(

@@ -29,8 +29,13 @@ def predict(lesson: Lesson, locked: Locked, lock: Lock) -> Any:
         f"{begin}Before they run (ratios and shares as numbers, such as 0.5):\n\n{asked}\n\nYour name: {{student}}"
     )
     return form.batch(**fields, student=mo.ui.text()).form(
-        submit_button_label="Lock, and run the commands", on_change=lock
+        submit_button_label="Lock, and run the commands", validate=_incomplete, on_change=lock
     )
+
+
+def _incomplete(given: Any) -> str | None:
+    """Return what is missing from a form's values, in which an emptied field is None."""
+    return "Give a number for each question." if given and None in given.values() else None
 
 
 def _folded(command: str) -> str:

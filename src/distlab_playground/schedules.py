@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from distlab.pipeline.actions import KINDS, Action, ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, Span, in_a_row, simulate
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
-from distlab_playground.drawing import in_order
+from distlab_playground import drawing
 from simplellm.errors import InputError, require
 
 ACTION = re.compile(r"([A-Za-z])(\d+)('*)")
@@ -74,7 +74,7 @@ def as_typed(plan: Plan) -> str:
 
 def says(plan: Plan, names: Sequence[str], played: int) -> str:
     """Return what happens when the action with this number, from 1, starts: what it needed, and who waited."""
-    worker, span = in_order(plan)[played - 1]
+    worker, span = drawing.in_order(plan)[played - 1]
     line = plan.spans[worker]
     place = line.index(span)
     idle = span.start - (line[place - 1].end if place else 0.0)
@@ -91,3 +91,15 @@ def kept(line: Sequence[Span], costs: ActionCosts) -> list[tuple[float, float]]:
         (span.end, total)
         for span, total in zip(line, itertools.accumulate(costs.kept_bytes(s.action) for s in line), strict=True)
     ]
+
+
+def table(plan: Plan, names: Sequence[str], costs: ActionCosts | None = None) -> str:
+    """Return a table of all passes; with `costs`, also of the activations that a worker keeps after each."""
+    head, lines = ["worker", "pass", "from, ticks", "to, ticks"], list[list[str]]()
+    for name, line in zip(names, plan.spans, strict=True):
+        cells = [[name, plan.labels[span.action], f"{span.start:g}", f"{span.end:g}"] for span in line]
+        if costs is not None:
+            for own, (_, size) in zip(cells, kept(line, costs), strict=True):
+                own.append(f"{max(0.0, round(size, 9)):g}")
+        lines += cells
+    return drawing.table([*head, *["micro-batches kept"] * (costs is not None)], lines, "All passes")

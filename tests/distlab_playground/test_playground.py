@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 import signal
 import sys
@@ -15,8 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
-from support.browser import CHROMIUM
-from support.devtools import page
+from support.browser import CHROMIUM, Browser, Page
 from support.processes import finish, start
 
 from distlab.comm.link import Link
@@ -35,6 +35,16 @@ MARIMO = pytest.mark.skipif(
 BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
 APPS = "/schedules", "/collectives", "/layouts", "/records"
+# `all(selector)`: the elements in the page and in the shadow trees of its elements.
+ALL = """(() => { globalThis.all = (selector, root = document) => {
+  const found = [...root.querySelectorAll(selector)];
+  for (const one of root.querySelectorAll("*")) if (one.shadowRoot) found.push(...all(selector, one.shadowRoot));
+  return found; } })()"""
+LOCK = "all('button').find(button => button.innerText.includes('Lock'))"
+# Write into the first field.
+WRITE = """(text => { const [field] = all('input'); field.focus();
+  Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, 'value').set.call(field, text);
+  field.dispatchEvent(new Event('input', {bubbles: true})); field.blur() })"""
 # Choose an option, or keep the number of a field.
 ANSWER = """(() => { const option = all('[role=radio]')[1]; if (option) option.click();
   return !!option || all('input').length > 0 })()"""
@@ -89,13 +99,26 @@ def test_the_notebooks_show_the_numbers_of_the_library() -> None:
         )
         return " ".join(output.text for output in outputs if hasattr(output, "text")), values
 
+    def rows(text: str) -> list[list[str]]:
+        return [re.findall("<td[^>]*>([^<]*)<", row) for row in re.findall("<tr>.*?</tr>", text)]
+
     text, values = shown("schedules", "gpipe")
     plan = simulate(all_stages("dapple", 3, 6))
     assert f"{plan.makespan:g} ticks, idle {fmean(plan.bubble):.1%}" in text
     assert [span.end for line in values["plan"].spans for span in line] == [
         span.end for line in plan.spans for span in line
     ]
-    text, _ = shown("collectives", "tree")
+    passes = [row for row in rows(text) if len(row) == 5]
+    assert [row[1:4] for row in passes] == [
+        [plan.labels[span.action], f"{span.start:g}", f"{span.end:g}"] for line in plan.spans for span in line
+    ]
+    most = [max(float(row[4]) for row in passes if row[0] == f"worker {worker}") for worker in range(3)]
+    assert most == plan.peak_live, "each keeps what is not yet used"
+    text, values = shown("collectives", "tree")
+    world = values["world"]
+    assert [[row[1], row[2], row[5]] for row in rows(text) if len(row) == 6] == [
+        [f"{one.sender}", f"{one.receiver}", f"{one.ended_seconds * 1e3:.4g}"] for one in world.messages
+    ]
     costs = CostModel(Link(20e-6, 1.25e9), math.inf, math.inf, one_card=True)
     for size, ranks in ((4_000_000, 8), (4_000, 8), (1_000_000, 4)):
         for topology in ("naive", "tree", "butterfly", "ring"):
@@ -128,20 +151,35 @@ def test_a_browser_opens_every_notebook_and_asks_no_other_machine(address: str, 
     for headers in ({"Host": "example.com"}, {"Origin": "http://example.com"}):  # another site's page, or its name
         with pytest.raises(HTTPError, match="403"):
             urlopen(Request(address, headers=headers))
-    with page(tmp_path / "browser") as opened:
-        for path in ("/", *APPS):
+    pages = list[Page]()
+    with Browser(tmp_path / "browser") as browser:
+
+        def opened(path: str) -> Page:
+            pages.append(browser.open(address + path))
+            return pages[-1]
+
+        def wait_for(page: Page, expression: str) -> None:
+            page.wait_for(f"{ALL}; {expression}")
+
+        def lock(page: Page) -> None:
+            page.value(f"{ALL}; {LOCK}.click()")
+
+        wait_for(opened(""), "all('a').some(link => link.innerText == 'Pipeline schedules')")
+        for path in APPS:
             assert path in dict(notebooks())
-            opened.open(address + path[1:])
-            if path == "/":
-                opened.wait_for("all('a').some(link => link.innerText == 'Pipeline schedules')")
-                continue
-            opened.wait_for(f"all('button').some(button => button.innerText.includes('Lock')) && {ANSWER}")
-            opened.evaluate("all('button').find(button => button.innerText.includes('Lock')).click()")
-            opened.wait_for("!all('button').some(button => button.innerText.includes('Lock'))")
-            opened.wait_for("all('svg .bar').length || all('button').some(button => button.innerText == 'Plan')")
-        opened.open(f"{address}lessons/2_collectives/")  # the only lesson that starts no ranks
-        opened.wait_for("all('button').some(button => button.innerText.includes('Lock'))")
-        opened.evaluate("all('button').find(button => button.innerText.includes('Lock')).click()")
-        opened.wait_for("all('a').some(link => link.innerText.includes('collectives-nobody.json'))")
-        assert not opened.errors
-        assert {urlsplit(asked).hostname for asked in opened.asked} <= {"127.0.0.1", None}, opened.asked
+            page = opened(path[1:])
+            wait_for(page, f"{LOCK} && {ANSWER}")
+            lock(page)
+            wait_for(page, f"!{LOCK}")
+            wait_for(page, "all('svg .bar').length || all('button').some(button => button.innerText == 'Plan')")
+        page = opened("lessons/2_collectives/")  # the only lesson that starts no ranks
+        wait_for(page, f"!!{LOCK}")
+        page.value(f"{ALL}; {WRITE}('')")
+        lock(page)
+        wait_for(page, "all('*').some(one => one.textContent == 'Give a number for each question.')")
+        page.value(f"{ALL}; {WRITE}('7')")
+        lock(page)
+        wait_for(page, "all('a').some(link => link.innerText.includes('collectives-nobody.json'))")
+    assert not [said for page in pages for said in page.console if said.startswith("error")]
+    asked = {urlsplit(request).hostname for page in pages for request in page.requests}
+    assert asked <= {"127.0.0.1", None}, asked

@@ -137,6 +137,8 @@ class Page:
         if method == "Network.requestWillBeSent":
             address = params["request"]["url"]
             self.requests += [address] * (not address.startswith("data:"))
+        elif method == "Network.webSocketCreated":
+            self.requests.append(params["url"])
         elif method == "Runtime.consoleAPICalled":
             said = " ".join(str(one.get("value", one.get("description"))) for one in params["args"])
             self.console.append(f"{params['type']}: {said}")
