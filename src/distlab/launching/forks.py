@@ -44,6 +44,27 @@ class Forked:
         return self.returncode
 
 
+class Gate:
+    """Keeps forks from running until all have been made.
+
+    A store in this process has a thread that looks up the name of each process that connects. A fork that is made
+    meanwhile inherits the C library's locks as they are, and some of them stay locked: it could never look up a name.
+    """
+
+    def __init__(self) -> None:
+        self._inside, self._outside = os.pipe()
+
+    def wait(self) -> None:
+        """In a fork, wait until the gate is open, or the forking process has exited."""
+        os.close(self._outside)
+        os.read(self._inside, 1)
+
+    def open(self) -> None:
+        """Let the forks run."""
+        for descriptor in (self._outside, self._inside):
+            os.close(descriptor)
+
+
 class ForkedScript(Forked):
     """A script in a separate session.
 
@@ -52,9 +73,10 @@ class ForkedScript(Forked):
     Args:
         script: a file, and its arguments.
         environment: all of its environment variables.
+        gate: keeps the script from running until it is open.
     """
 
-    def __init__(self, script: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, script: Sequence[str], environment: Mapping[str, str], gate: Gate | None = None) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or both processes would write the rest of the buffer
         gc.freeze()  # the collector would write to every object, and thus copy the memory shared with the forks
@@ -64,7 +86,8 @@ class ForkedScript(Forked):
             super().__init__(os.fork())
             if self.pid == 0:
                 os.setsid()
-                _become(script, environment, before)
+                os.close(has_session)
+                _become(script, environment, before, gate)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(has_session)
@@ -94,10 +117,14 @@ def _own(stream: TextIO | None, number: int) -> TextIO:
     return os.fdopen(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
 
-def _become(script: Sequence[str], environment: Mapping[str, str], signals: Collection[int]) -> NoReturn:
+def _become(
+    script: Sequence[str], environment: Mapping[str, str], signals: Collection[int], gate: Gate | None
+) -> NoReturn:
     """Run a script in this process, as a new interpreter would, with these signals blocked, and exit."""
     status = 1
     try:
+        if gate is not None:
+            gate.wait()
         _disconnect()
         os.environ.clear()
         os.environ.update(environment)

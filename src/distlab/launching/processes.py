@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.launching.forks import ForkedScript
+from distlab.launching.forks import ForkedScript, Gate
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import is_stopped
 from simplellm.errors import TOO_MANY_PROCESSES, InputError
@@ -78,8 +78,12 @@ class Ranks:
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         self._errors.mkdir()
-        for own in environments:
-            self.processes[int(own["RANK"])] = self._start(self.environment_of(own), f"rank {own['RANK']}")
+        gate = Gate()
+        try:
+            for own in environments:
+                self.processes[int(own["RANK"])] = self._start(self.environment_of(own), f"rank {own['RANK']}", gate)
+        finally:
+            gate.open()
 
     def environment_of(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a rank, with the file for the record of its failure."""
@@ -104,11 +108,11 @@ class Ranks:
         (self._errors / str(rank)).unlink(missing_ok=True)  # of the rank before it
         self.processes[rank] = self._spares.pop(number)
 
-    def _start(self, own: Mapping[str, str], who: str) -> Process:
+    def _start(self, own: Mapping[str, str], who: str, gate: Gate | None = None) -> Process:
         environment = {**os.environ, **own}
         try:
             if self._forks:
-                return ForkedScript(self._script, environment)
+                return ForkedScript(self._script, environment, gate)
             return subprocess.Popen([sys.executable, "-u", *self._script], env=environment, start_new_session=True)
         except BlockingIOError:
             raise InputError(f"{who} cannot be started: {TOO_MANY_PROCESSES}") from None

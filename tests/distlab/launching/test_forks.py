@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from support.processes import wait_for
 
 from distlab.launching.forks import ForkedScript
+from distlab.launching.processes import Ranks
 from distlab.launching.supervisor import raise_signal
 
 pytestmark = pytest.mark.quick
@@ -128,3 +130,23 @@ for number, file in enumerate(files):
         handler.close()
     assert [(tmp_path / str(number)).read_text() for number in range(100)] == [str(number) for number in range(100)]
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_rank_begins_when_all_of_this_machine_have_been_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that connected to the launcher's store before could leave a lock of the C library in a later one."""
+    script, made, fork_process = tmp_path / "script.py", list[float](), os.fork
+    text = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(time.monotonic()))"
+    script.write_text(text)
+
+    def note_and_fork() -> int:
+        time.sleep(0.2)  # so that the ranks before it could begin
+        made.append(time.monotonic())
+        return fork_process()
+
+    monkeypatch.setattr(os, "fork", note_and_fork)
+    ranks = Ranks([str(script), f"{tmp_path}/"], tmp_path / "errors", forks=True)
+    ranks.start([{"RANK": str(rank)} for rank in range(4)])
+    assert [process.wait(20) for process in ranks.processes.values()] == [0] * 4
+    begun = [float((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert len(made) == 4
+    assert min(begun) > max(made)
