@@ -420,13 +420,15 @@ def detours(run: Records) -> Json | None:
     """Return who has done the work of dead ranks of pipelines, and from which step on."""
     workers, parts, pipelines = run.layout.get("pp", 1), run.settings.get("micro_batches", 1), run.layout.get("dp", 1)
     given, rows = run.settings.get("repair", "off"), dict[tuple[int, str, str], list[int]]()
+    slices = run.layout.get("tp", 1)  # ranks with the same layers: they die together, and count as one worker
     repairs = {found.groups() for lines in run.logs.values() for line in lines if (found := GOES_ON.search(line))}
     for names, step in repairs if given != "off" and workers > 1 else ():
-        alive = [int(number) for number in re.findall(r"\d+", names)]
+        alive = {int(number) // slices for number in re.findall(r"\d+", names)}
         for (worker, part), host in hosts_of(workers, parts, pipelines, alive, given == "exact").items():
             own = part // parts * workers + worker
-            if own != host:
-                rows.setdefault((int(step), name_of(run, own), name_of(run, host)), []).append(part % parts)
+            for number in range(slices if own != host else 0):
+                dead, other = (name_of(run, one * slices + number) for one in (own, host))
+                rows.setdefault((int(step), dead, other), []).append(part % parts)
     shown = [(step, own, ", ".join(map(str, numbers)), host) for (step, own, host), numbers in sorted(rows.items())]
     head = ("from step", "work of", "micro-batches", "done by")
     return table("Detours around dead ranks", head, shown) if shown else None

@@ -25,7 +25,7 @@ from distlab.comm.recorder import PART, STEP, Event
 from distlab.reports import style
 from distlab.reports.trace import RankTrace, Trace
 from distlab.settings.folders import Claim
-from distlab_page.contents import contents
+from distlab_page.contents import contents, detours
 from distlab_page.records import Records, read
 from distlab_page.writing import as_script, html
 from simplellm.errors import InputError
@@ -192,6 +192,12 @@ def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Pat
     repaired = replace(run, config=run.config | {"settings": settings}, logs={"rank 0": said, "rank 1": said})
     [row] = contents(repaired)["ended"]["detours"]["rows"]
     assert row == [7, "rank 4 (stage 1 of replica 1)", "0, 1, 2", "rank 1 (stage 1 of replica 0)"]
+    said = ["rank 2 was terminated by SIGKILL: ranks 0, 1, 4, 5, 6 and 7 go on with step 7, 0.1 s after that"]
+    config = repaired.config | {"layout": {"dp": 2, "pp": 2, "tp": 2}}
+    found = detours(replace(repaired, config=config, logs={"rank 0": said}, trace=None, ledger=[]))
+    assert found is not None
+    pairs = [(dead[:6], numbers, other[:6]) for _, dead, numbers, other in found["rows"]]
+    assert pairs == [("rank 2", "0, 1, 2", "rank 6"), ("rank 3", "0, 1, 2", "rank 7")]
     rows = contents(replace(run, ledger=[]))["ledger"]["table"]["rows"]
     assert {kind: each for kind, _, each, *_ in rows if kind in ("activations", "gradients", "loss")} == {
         kind: pytest.approx(formula, abs=1) for kind, _, _, formula, words in rows if formula and words
