@@ -33,6 +33,7 @@ BENCH = Path(__file__).resolve().parent
 STEPS, FIRST, SECOND = 10, 3, 6
 LONG, DEATHS, BETWEEN = 200, 20, 9  # a run with spares: its steps, its deaths, and the steps between two of these
 STEPS_FOR_SPEED = 40  # a rank dies in the middle
+ROUNDING = 1e-6  # a larger difference of losses is none of rounding
 WIDE = "--dmodel 256 --num-heads 4 --seq-len 128".split()  # so that ranks mostly compute
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --seq-len 24 --optimizer sgd --lr 0.1 --timeout 30".split()
 AFTER_ACTIONS = 6  # points: the sum of the gradients, `run.log`, and the completion of a checkpoint
@@ -157,8 +158,10 @@ def compare_points(settings: Settings) -> None:
         gaps = [end - start for start, end in itertools.pairwise(found.times)]
         # A death at a late point of a step delays the next one: its own line has been printed.
         late = [max(gaps[step - 1 : step + 1]) - statistics.median(gaps) for step in (FIRST, SECOND)]
-        done.append({**what, "transport": transport, "deaths": deaths, "late": late})
-        done[-1]["far"] = farthest(found.losses, expected)
+        far = farthest(found.losses, expected)
+        if far > (0 if settings.exact else ROUNDING):
+            raise SystemExit(f"# {deaths}: the losses are {far:.1e} from those of the undisturbed run")
+        done.append({**what, "transport": transport, "deaths": deaths, "late": late, "far": far})
         if settings.record:
             with settings.record.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")

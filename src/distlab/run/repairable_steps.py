@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distlab.axes.layout import layout_size
 from distlab.machine.devices import cores
 from distlab.rendezvous.survivors import EVALUATE, MEET, SAVE, TAKE, NewsError, Position
 from distlab.run.steps import OfRun, Steps
@@ -35,7 +36,8 @@ class RepairableSteps(Steps[BatchT]):
     ) -> None:
         super().__init__(run, batches, steps, per_step, unit, after_step)
         self._repair, self._per_step = repair, per_step
-        self._usual_seconds: float | None = None  # of a step before the first death
+        self._usual_seconds: float | None = None  # of a step of all ranks, before a death
+        self._alive = repair.alive  # since the last repair
         self._to_measure = 0  # steps until a step is long enough after a repair
         self._origin = run.records.count - run.first_step * per_step  # `records.count` before step 0
 
@@ -98,7 +100,7 @@ class RepairableSteps(Steps[BatchT]):
             raise NewsError
         assert repair.received is not None
         assert repair.done is not None
-        at, repair.done = repair.done.position, None
+        at, repair.done, self._alive = repair.done.position, None, repair.alive
         self._batches.load_state_dict(repair.received["data"])
         self._source = iter(self._batches)
         run.records.count, run.first_step = repair.received["count"], at.step
@@ -112,7 +114,9 @@ class RepairableSteps(Steps[BatchT]):
         at, self._repair.done = self._repair.done.position, None
         gc.collect()  # the earlier groups, with their threads, connections and memory
         self._run.records.take_back(timed - at.updates)
-        self._usual_seconds = self._usual_seconds or self._seconds()
+        if len(self._alive) == layout_size(self._run.settings.layout) and self._to_measure <= 0:
+            self._usual_seconds = self._usual_seconds or self._seconds()
+        self._alive = self._repair.alive
         self._to_measure = STEPS_TO_MEASURE + 1  # the first one also sets up connections
         for _ in range(at.step + (at.phase == MEET), step + (phase == MEET)):
             self._progress.take_back()
