@@ -12,7 +12,7 @@ from support.recorded_nccl import Call, run_alone
 from distlab.pipeline.executor import Pipeline
 
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
-SEVERAL_STAGES = "interleaved", "zb-v"  # schedules whose workers hold several stages
+SEVERAL_STAGES = "interleaved", "zb-v", "dualpipe-v"  # schedules whose workers hold several stages
 DEEPER = f"{LLAMA} --n-layers 6 --batch-size 4 --micro-batches 4"
 SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"
 PIPELINES = {

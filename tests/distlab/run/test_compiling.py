@@ -44,6 +44,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ("ranks", "script", "flags"),
     [
         (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2 --transport shared"),
+        (3, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6 --micro-batches 3"),
         (2, "PP/schedules/intro_PP_schedules.py", "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3"),
         (4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --recompute all"),
         (2, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard weights --batch-size 3 --transport shared"),
