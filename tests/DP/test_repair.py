@@ -80,6 +80,14 @@ def test_after_a_death_before_the_first_step_all_ranks_start_again(expected: lis
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
 
 
+def test_the_usual_time_of_a_step_is_one_with_all_ranks(tmp_path: Path) -> None:
+    """Here, a rank dies before there are enough of them, so that there is nothing to compare with."""
+    deaths = [(2, 1, 1, "SIGKILL"), (1, 10, 1, "SIGKILL")]
+    printed = run_with(deaths, tmp_path / "run", LESSON, *FLAGS, "--steps", "20", steps=20)
+    assert "rank 0 goes on with step 10" in printed
+    assert "times as long" not in printed
+
+
 def test_an_exception_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
     flags = [*SHAPE, *FLAGS, "--out", tmp_path / "run"]
     deaths = json.dumps([(1, -1, 0, "exception")])
