@@ -15,7 +15,7 @@ SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
 N_LAYERS = int(MODEL[MODEL.index("--n-layers") + 1])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("shard", SHARDED)
 def test_is_the_run_of_one_process(shard: Sharded, world_size: int, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(world_size * 2)
