@@ -287,12 +287,13 @@ class Costs:
         shard = self.layout.shard
         if shard not in ("gradients", "weights") or kind == "W":
             return 0.0
-        half = 0.0
-        for count, holders in self.weights_by_holders(stage):
+        half, parts_with = 0.0, (sum(self.parts(stage).values()), self.parts(stage)["block"])
+        for (count, holders), in_model in zip(self.weights_by_holders(stage), parts_with, strict=True):
+            if not count:
+                continue
             size_bytes = count * NUMBER_BYTES
             # With sharded weights, each part of the model has its own collectives.
-            in_parts = sum(self.parts(stage).values()) if shard == "weights" else size_bytes // SHARDED_BUCKET_BYTES
-            parts = max(1, in_parts)
+            parts = in_model if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
             half += parts * self.on_hosts.half(holders, size_bytes / parts, "shared").alone
         seconds = half * (shard == "weights") + half * (kind != "F")
         # Hidden behind the computation only on GPUs: on CPUs, sending needs the cores.

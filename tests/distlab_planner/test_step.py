@@ -73,6 +73,10 @@ def test_weights_are_gathered_for_both_passes_and_gradients_reduced_in_the_backw
     assert seconds["gradients"][0] == 0 < seconds["gradients"][1]
     forward, backward = seconds["weights"]
     assert backward == pytest.approx(2 * forward) != 0
+    on_hosts = Costs(machine, MODEL, layout(pp=1, dp=2)).on_hosts
+    parts = 1 + MODEL.n_layers + 1
+    weights_bytes = Costs(machine, MODEL, layout(pp=1, dp=2)).weights(0) * 4
+    assert forward == pytest.approx(parts * on_hosts.half(on_hosts.replicas, weights_bytes / parts, "shared").alone)
 
 
 def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
