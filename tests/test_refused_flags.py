@@ -112,6 +112,10 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("ep --capacity -1", "--capacity -1: give 0 for no limit"),
         ("5d --capacity 1.25", "--capacity 1.25: there are no experts to limit"),
         ("5d --qk-norm", "--qk-norm: it is for models with experts"),
+        ("calibrate m.json --experts -1", "--experts -1: give 0 for none"),
+        ("calibrate m.json --experts 4 --experts-per-token 5", "--experts-per-token 5: there are 4 experts; give a"),
+        ("calibrate m.json --experts 4 --compile", "--compile with --experts 4: of compiled passes, the planner knows"),
+        ("calibrate m.json --world-size 1", "--world-size 1: messages need 2 ranks or more"),
         # Averages, and what is averaged.
         ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
         ("dp-wa --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from distlab.axes.layout import Layout, layout_size, neighbors_of, replicas_in, stride
-from distlab.parallel.division import Kind, Order, check_division, check_sharing
+from distlab.parallel.division import Kind, Order, check_division, check_sharing, padded_length
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (
     AUTO,
@@ -210,10 +210,12 @@ def default_split(model: Model, stages: int) -> Split:
 
 
 def _divides(model: Model, tp: int, cp: int, kind: Kind) -> bool:
+    sizes = model.sizes
+    is_padded = padded_length(sizes.seq_len, cp, RunLayout.cp_order) > sizes.seq_len
     try:
-        check_division(model.sizes.num_heads, model.sizes.num_kv_heads, tp)
-        check_sharing(model.sizes.seq_len, model.sizes.num_heads // tp, cp, kind)
-        require(model.sizes.vocab_size >= tp, "")
+        check_division(sizes.num_heads, sizes.num_kv_heads, tp)
+        check_sharing(sizes.seq_len, sizes.num_heads // tp, cp, kind)
+        require(sizes.vocab_size >= tp and not (sizes.experts and is_padded), "")
     except InputError:
         return False
     return True

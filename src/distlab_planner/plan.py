@@ -135,6 +135,8 @@ class PlanRequest:
         for name in ("dp", "pp", "tp", "cp", "ep", "micro_batches"):
             for number in getattr(self, name):
                 require(number > 0, f"{as_flag(name)} {number}: must be greater than 0")
+        most = max(self.ep, default=1)
+        require(most == 1 or self.experts > 0, f"--ep {most}: there are no experts to share; give --experts")
         known = [name for name in schedule_names() if name != AUTO]
         for name in self.schedule:
             why = "its order is not known before the run; " * (name == AUTO)
@@ -168,7 +170,9 @@ def plan(request: PlanRequest) -> None:
         threads=asked_threads(),
     )
     what = f"--ranks {request.ranks} with --global-batch {request.global_batch}"
-    require(found.layouts > 0, f"{what}: no layout divides the batch, the heads and the layers; change one of them")
+    divided = f"the batch, {'the experts, ' * bool(request.experts)}the heads and the layers"
+    whole = ", and compiles whole blocks" * request.compile
+    require(found.layouts > 0, f"{what}: no layout divides {divided}{whole}; change one of them")
     require(
         bool(found.rows),
         f"{what}: no layout fits into {most_bytes / 1e6:,.0f} MB a rank; the smallest needs "

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from support.planner_machines import MODEL, cluster
 
-from distlab.axes.layout import neighbors_of
+from distlab.axes.layout import neighbors_of, replicas_in
 from distlab.comm.link import Link
 from distlab.settings.stages import HybridSettings
 from distlab_planner.layouts import Choices, RunLayout, default_split, divisors, layouts
@@ -82,6 +82,20 @@ def test_sequences_are_shared_where_a_plan_asks_for_it() -> None:
     assert kinds == {(1, "ring"), (2, "ring"), (2, "gather"), (2, "heads"), (4, "ring"), (4, "gather")}, "6 heads"
     without = Choices(micro_batches=(1,), recompute=("none",))
     assert [one for one in found if one.size("cp") == 1] == list(layouts(SMALL, RANKS, SEQUENCES, without))
+
+
+@pytest.mark.parametrize(("seq_len", "shares"), [(8, {1, 2}), (10, {1})])
+def test_experts_are_shared_as_a_run_can(seq_len: int, shares: set[int]) -> None:
+    """Where ranks share sequences, these must not be padded."""
+    model = replace(SMALL, sizes=replace(SIZES, experts=4, seq_len=seq_len))
+    few = Choices({"cp": (1, 2), "ep": (1, 2, 3, 4)}, micro_batches=(1,), recompute=("none",))
+    found = list(layouts(model, RANKS, SEQUENCES, few))
+    for layout in found:
+        asked = replace(settings(layout), seq_len=seq_len, experts=4, ep=layout.size("ep"), dp=replicas_in(layout.axes))
+        asked.check()
+        assert asked.layout == dict(layout.axes)
+    assert {layout.size("cp") for layout in found} == shares
+    assert {layout.size("ep") for layout in found} == {1, 2, 4}
 
 
 def test_choices_narrow_the_layouts() -> None:

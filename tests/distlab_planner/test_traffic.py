@@ -170,6 +170,18 @@ def test_ranks_that_share_the_memory_of_their_hosts_send_a_tensor_once_from_each
     assert eight.all_reduce(eight.replicas, 4e6, "shared").seconds == pytest.approx(4e-3 + 2 * SLOW.seconds(4e6))
 
 
+def test_rows_are_exchanged_in_memory_or_in_messages_and_over_the_card_of_a_host() -> None:
+    four = RankGroup(4, 1)
+    messages = placement(4, 4)
+    assert messages.all_to_all(four, 4e6) == messages.half(four, 4e6)
+    memory = placement(4, 4, all_reduces=(AllReduce(4, "shared", (1e6, 4e6), (1e-3, 4e-3)),))
+    assert memory.all_to_all(four, 4e6) == memory.all_reduce(four, 4e6, "shared")
+    assert memory.all_to_all(four, 4e6).seconds == pytest.approx(4e-3)
+    # A part for the other rank of the host, and two for those of the other host, while that rank sends two as well.
+    across = placement(4, 2).all_to_all(four, 4e6)
+    assert across.seconds == pytest.approx(FAST.seconds(1e6) + 2 * SLOW.seconds(2e6))
+
+
 def test_the_planner_shares_memory_where_runs_do() -> None:
     assert context.SMALLEST_SHARED_BYTES == SMALLEST_SHARED_BYTES
     assert context.SMALLEST_OF_HOSTS_BYTES == SMALLEST_OF_HOSTS_BYTES
