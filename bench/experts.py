@@ -63,7 +63,7 @@ class Settings:
     hidden_dim: int = 576
     """width of an expert"""
     batch_size: int = 4
-    """sequences of 256 tokens, of all ranks together"""
+    """sequences of 256 tokens, of all ranks together; with --counts, of 16 tokens, of each rank"""
     rounds: int = 8
     """measured steps of each variant"""
     counts: int = 0

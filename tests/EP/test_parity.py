@@ -147,8 +147,13 @@ def own_norm(parameters: Sequence[Tensor], *_: object) -> NormSum:
     return NormSum(torch.stack([grad.double().square().sum() for grad in grads]).sum(), None)
 
 
-@pytest.mark.parametrize("fault", ["", "not exchanged", "averages", "norm of a rank"])
-def test_faults_show(fault: str, alone: dict[str, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("", ""), ("not exchanged", "^grad_norm"), ("averages", "^grad_norm"), ("norm of a rank", "the ranks agree$")],
+)
+def test_faults_show(
+    fault: str, told: str, alone: dict[str, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three steps are enough, and a thousand million times the tolerance."""
     right = expert_parallel.exchange_rows
     if fault == "norm of a rank":
@@ -156,7 +161,7 @@ def test_faults_show(fault: str, alone: dict[str, Run], tmp_path: Path, monkeypa
     elif fault:
         wrong = left_here if fault == "not exchanged" else partial(as_averages, right=right)
         monkeypatch.setattr(expert_parallel, "exchange_rows", wrong)
-    with pytest.raises(AssertionError) if fault else contextlib.nullcontext():
+    with pytest.raises(AssertionError, match=told) if fault else contextlib.nullcontext():
         assert_same_run(run_beside("--dp 2 --pp 1 --ep 2", "--steps 3", tmp_path), alone[""], 1e-4)
 
 

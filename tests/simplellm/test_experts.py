@@ -117,7 +117,7 @@ def test_validation_is_not_counted() -> None:
     assert net.load.sum() == 0
 
 
-@pytest.mark.parametrize("recompute", ["blocks", "all"])
+@pytest.mark.parametrize("recompute", ["except-attention", "blocks", "all"])
 def test_recomputation_keeps_the_routes(recompute: Recompute) -> None:
     """Also if the router has changed its mind, as it may on another number of threads; and it counts once."""
     sizes: dict[str, Any] = {"dmodel": 8, "num_heads": 2, "n_layers": 2, "hidden_dim": 12, "experts": 6, "ctx_size": 16}

@@ -55,9 +55,11 @@ def equal_loads(nets: Iterable[nn.Module]) -> Iterator[None]:
 
     for mixture in mixtures:
         mixture.routes = partial(in_turn, experts=mixture.sizes.experts)
-    yield
-    for mixture in mixtures:
-        mixture.routes = None
+    try:
+        yield
+    finally:
+        for mixture in mixtures:
+            mixture.routes = None
 
 
 def share_experts(nets: Iterable[nn.Module], axis: Axis) -> None:
