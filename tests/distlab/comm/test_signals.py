@@ -179,7 +179,7 @@ def wait_for_a_silent_rank(rank: int, port: int, silent: int) -> tuple[str, floa
     dist.all_reduce(buffer)
     context.waits.timeout_seconds = 0.3
     if rank == silent:
-        time.sleep(1.5)
+        time.sleep(2)
         return "", 0.0
     started = time.monotonic()
     with pytest.raises(TrafficError) as caught, named("a sum", "gradients"):
@@ -191,7 +191,7 @@ def wait_for_a_silent_rank(rank: int, port: int, silent: int) -> tuple[str, floa
 def test_of_two_ranks_each_names_the_other_when_it_does_not_answer(silent: int) -> None:
     sentence, seconds = run_ranks(2, wait_for_a_silent_rank, free_port(), silent)[1 - silent]
     assert f"for a sum from rank {silent}: no answer" in sentence
-    assert seconds < 1.2
+    assert seconds < 1.8
 
 
 @pytest.mark.parametrize("killed_is_first", [True, False])
