@@ -48,7 +48,7 @@ class Gate:
     """Keeps forks from running until all have been made.
 
     A store in this process has a thread that looks up the name of each process that connects. A fork that is made
-    meanwhile inherits the C library's locks as they are, and some of them stay locked: it could never look up a name.
+    during such a look-up inherits a lock of the C library that nobody will release, and can never look up a name.
     """
 
     def __init__(self) -> None:
@@ -58,6 +58,7 @@ class Gate:
         """In a fork, wait until the gate is open, or the forking process has exited."""
         os.close(self._outside)
         os.read(self._inside, 1)
+        os.close(self._inside)
 
     def open(self) -> None:
         """Let the forks run."""
