@@ -26,7 +26,7 @@ from distlab.run.starting import identity, start_alone
 from distlab.run.steps import Steps
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
-from distlab.settings.folders import CONFIG, Claim
+from distlab.settings.folders import Claim, write_config
 from distlab.settings.resume import ResumePolicy, marked
 from distlab.settings.training import page_writer
 from simplellm.errors import InputError, require
@@ -134,7 +134,7 @@ class Run(Generic[SettingsT]):
         config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
         config |= {"script": str(self._script.resolve())}
         config |= {name: value for name, value in self.decided.items() if name != "out"} | provenance(self.device)
-        (self.out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_config(self.out, config)
 
     def _introduce(self, script: Path) -> None:
         ranks, threads = "one process", counted(torch.get_num_threads(), "threads")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from distlab.checkpoints import FOLDER
 from simplellm.errors import InputError
@@ -30,6 +31,13 @@ def is_run(folder: Path) -> bool:
         return False
 
 
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write a run's settings and layout, so that others see the whole file or none."""
+    unfinished = folder / f".{CONFIG}"
+    unfinished.write_text(json.dumps(config, indent=2) + "\n")
+    unfinished.replace(folder / CONFIG)
+
+
 def check_out(folder: Path) -> None:
     """Raise `InputError` for a folder with somebody else's files, which a run would replace or mix with its own.
 
@@ -37,9 +45,9 @@ def check_out(folder: Path) -> None:
     that are not files, such as a link to a device.
     """
     try:
-        if is_run(folder):
-            return
         others = [name for name in sorted(os.listdir(folder)) if not NOT_IN_THE_WAY.fullmatch(name)]
+        if is_run(folder):  # asked last: its first rank may be writing the first files right now
+            return
     except FileNotFoundError:
         return
     except OSError as error:

@@ -1,6 +1,7 @@
 """A run's folder: what a run does not write into, and what it says that it replaces."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from support.small_models import saved_model
 from support.terminals import fork_python
 
 from distlab.settings.common import parse
+from distlab.settings.folders import check_out, write_config
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 from simplellm.export import export
@@ -49,6 +51,20 @@ def test_an_empty_folder_is_fine_also_with_what_is_hidden_or_empty(tmp_path: Pat
     (tmp_path / "log.txt").touch()  # to which a shell directs the output of the run
     (tmp_path / "lost+found").mkdir()
     parse(TrainSettings(), "", ["--out", str(tmp_path)])
+
+
+def test_a_run_that_begins_while_its_folder_is_looked_at_is_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = os.listdir
+
+    def begins_and_is_listed(folder: Path) -> list[str]:
+        write_config(folder, {"settings": {}, "layout": {}})
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", begins_and_is_listed)
+    check_out(tmp_path)
+    assert listed(tmp_path) == ["config.json"]
 
 
 @pytest.mark.parametrize("args", [["--out", ""], ["--out="], ["--resume", ""], ["--data", ""], ["--tokenizer="]])
