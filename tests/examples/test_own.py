@@ -1,12 +1,13 @@
 """A model and a schedule of one's own: the run of one process in five ways, saved in one and resumed in another."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.chapters import State, assert_equal, train_on
-from support.processes import LAB, Ended, finish, free_port, run, start
+from support.processes import LAB, Ended, finish, free_port, start
 from support.terminals import fork_launcher
 
 from distlab.parallel.tensor import shard
@@ -119,6 +120,7 @@ def test_an_own_schedule_under_torchrun(tmp_path: Path) -> None:
     script = LAB / "PP/microbatches/intro_PP_microbatches.py"
     started = start(*torchrun, script, "--schedule", LAB / OWN_SCHEDULE, *TINY, "--out", tmp_path)
     assert len(steps_of(finish(started, deadline=90))) == 2
+    assert json.loads((tmp_path / "config.json").read_text())["world_size"] == 2, "torchrun's, not the usual 3"
 
 
 @pytest.mark.parametrize(
@@ -152,4 +154,4 @@ def test_a_schedule_that_cannot_run_says_why(tmp_path: Path) -> None:
 
 
 def test_plain_ddp_still_runs() -> None:
-    assert run("./launch.sh", "examples/plain_ddp.py", "--world-size", "2", deadline=90).status == 0
+    assert fork_launcher("examples/plain_ddp.py", "--world-size", "2").finish(90).status == 0

@@ -67,7 +67,7 @@ def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tupl
     Returns:
         Its parameters, and its gradients of the last step.
     """
-    module = load(script)
+    module, settings = prepared(script, tuple(flags))
     if exact:
         torch.set_default_dtype(torch.float64)  # of parameters, and of what is received
     built: list[nn.Module] = []
@@ -89,7 +89,7 @@ def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tupl
         return sharded[-1]
 
     module.ShardedDP = shard  # type: ignore[attr-defined]
-    run: TrainingRun[Any] = TrainingRun(dataclasses.replace(settings_of(script, tuple(flags)), rank=rank), LAB / script)
+    run: TrainingRun[Any] = TrainingRun(dataclasses.replace(settings, rank=rank), LAB / script)
     module.train(run)
     if sharded:
         result = whole(sharded)
@@ -102,9 +102,10 @@ def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tupl
 
 
 @functools.lru_cache(1)
-def settings_of(script: str, flags: tuple[str, ...]) -> Any:
-    """The settings of a chapter's ranks; parsed before they are forked, each of them need not take the time."""
-    return parse(load(script).DEFAULTS, "", ["0", *MODEL, *TRAINING, *flags])
+def prepared(script: str, flags: tuple[str, ...]) -> tuple[ModuleType, Any]:
+    """A chapter's script and settings; if they are read before its ranks are forked, none of them takes the time."""
+    module = load(script)
+    return module, parse(module.DEFAULTS, "", ["0", *MODEL, *TRAINING, *flags])
 
 
 def whole(sharded: list[ShardedDP]) -> tuple[State, State]:
@@ -126,7 +127,7 @@ def train_on(
     """A chapter on several ranks: each rank's parameters and gradients, and the run's losses."""
     arguments = ["--out", str(out), *flags, "--master-port", str(free_port())]
     with contextlib.suppress(InputError):  # each rank raises it itself
-        settings_of(script, tuple(arguments))
+        prepared(script, tuple(arguments))
     ended = run_ranks(world_size, train, script, arguments, exact, deadline=deadline)
     return [parameters for parameters, _ in ended], [gradients for _, gradients in ended], losses(out)
 

@@ -4,6 +4,7 @@ import functools
 import gc
 import io
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,8 +62,10 @@ def before_forks() -> None:
 
     import distlab.run.main  # noqa: F401
     from distlab.run.joining import PACKAGES, code_of_packages
+    from distlab.run.provenance import revision
 
     code_of_packages(PACKAGES)
+    revision()
     parse(TrainSettings(), "", ["--data", "sample"])
 
 
@@ -97,6 +101,14 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, deadline: f
                     raise AssertionError(f"rank {rank} died") from None
                 assert not error, f"rank {rank}:\n{error}"
     return [results[rank] for rank in range(world_size)]
+
+
+def meeting_of(world_size: int) -> Barrier:
+    """Where forked ranks, with `.wait(seconds)`, wait for each other without their process group.
+
+    A rank that is silent, or late, is so until the others have found it out, however long that takes.
+    """
+    return multiprocessing.get_context("fork").Barrier(world_size)
 
 
 def make_group_of_one() -> None:

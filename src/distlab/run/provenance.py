@@ -1,6 +1,7 @@
 """Where the records of a run come from: its command, the revision of the lab, the machine."""
 
 import contextlib
+import functools
 import platform
 import subprocess
 from datetime import datetime
@@ -24,6 +25,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {"command": own_command(), "began": began, "revision": revision(), "machine": machine}
 
 
+@functools.cache
 def revision() -> str:
     """Return git's name of the lab's checkout, with "-dirty" if files differ from it; else the installed version."""
     if (LAB / ".git").exists():

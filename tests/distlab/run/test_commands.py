@@ -3,11 +3,13 @@
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.chapters import load
 from support.processes import LAB, Ended, run
+from support.terminals import fork_command
 
 from distlab.run import commands
 from distlab.run.commands import next_commands
@@ -51,7 +53,7 @@ def test_the_commands_of_a_launched_run_work(tmp_path: Path) -> None:
     story = typed(after["tell a story"], tmp_path)
     assert story.status == 0, story.err
     assert story.out.splitlines()[1].startswith("Once upon a time")
-    longer = typed(after["train longer"], tmp_path)
+    longer = fork_command(shlex.split(after["train longer"]), partial(os.chdir, tmp_path)).finish(180)
     assert longer.status == 0, longer.err
     assert [line.split()[0] for line in longer.out.splitlines() if not line.startswith("#")] == ["3", "4", "5"]
     assert "parameters after 6 steps" in longer.out
@@ -59,7 +61,7 @@ def test_the_commands_of_a_launched_run_work(tmp_path: Path) -> None:
 
 def test_a_run_that_saves_nothing_says_how_to(tmp_path: Path) -> None:
     script = LAB / "primer/intro.py"
-    first = run(sys.executable, script, *TINY, "--steps", "2", cwd=tmp_path, deadline=180)
+    first = fork_command([sys.executable, str(script), *TINY, "--steps", "2"], partial(os.chdir, tmp_path)).finish()
     assert first.status == 0, first.err
     after = told(first.out)
     assert list(after) == [*DRAW, "save the model next time"]
