@@ -82,16 +82,16 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(world_size: int, tp:
 
 def test_learns_as_well_whatever_the_ranks_share(tmp_path: Path) -> None:
     flags = "--samples 1024 --layers 1 --dim 32 --epochs 3 --bsz 64 --lr 1e-2".split()
-    shares = [train(tmp_path / str(tp), 4, tp, *flags)[-1][-1] / 256 for tp in (1, 4)]
+    shares = [train(tmp_path / str(tp), 2, tp, *flags)[-1][-1] / 256 for tp in (1, 2)]
     assert min(shares) > 0.85
     assert max(shares) - min(shares) < 0.01
 
 
-@pytest.mark.waits
 def test_the_time_of_validation_is_no_steps(tmp_path: Path) -> None:
     def work() -> list[float]:
-        script = load("tp_tensor_parallel")
-        script.validate = lambda *_: time.sleep(0.5)
+        script, clock, spent = load("tp_tensor_parallel"), time.perf_counter, list[float]()
+        time.perf_counter = lambda: clock() + sum(spent)  # only in this fork
+        script.validate = lambda *_: spent.append(1000)
         flags = [*SAMPLE, "--world-size", "1", "--tp", "1", "--master-port", str(free_port()), "--out", str(tmp_path)]
         current: Run[Any] = Run(parse(script.DEFAULTS, "", ["0", *flags]), Path(script.__file__))
         script.train(current)
@@ -99,7 +99,7 @@ def test_the_time_of_validation_is_no_steps(tmp_path: Path) -> None:
 
     seconds = in_a_fork(work)
     assert len(seconds) == 8
-    assert max(seconds) < 0.5
+    assert max(seconds) < 1000
 
 
 def test_launch_prints_losses_and_accuracy(tmp_path: Path) -> None:

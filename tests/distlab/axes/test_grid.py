@@ -3,11 +3,12 @@
 import re
 import time
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, join, process_group, run_ranks
+from support.processes import free_port, join, meeting_of, process_group, run_ranks
 
 from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_flags, layout_size
@@ -108,21 +109,20 @@ def test_groups_are_those_of_the_layout_and_have_the_runs_deadline() -> None:
     assert run_ranks(3, groups_of, {"dp": 3}, free_port()) == [[[0, 1, 2], [rank]] for rank in range(3)]
 
 
-def make_groups_without_rank_1(rank: int, port: int) -> tuple[str, float]:
+def make_groups_without_rank_1(rank: int, port: int, end: Barrier) -> tuple[str, float]:
     join(rank, 4, port).waits.timeout_seconds = 1
-    if rank == 1:
-        time.sleep(3)
-        return "", 0
-    started = time.monotonic()
-    with pytest.raises(TrafficError) as caught:
-        Grid(rank, {"dp": 2, "tp": 2}).make_groups()
-    seconds = time.monotonic() - started
-    time.sleep(1)  # the store where the others still wait ends with rank 0
-    return str(caught.value), seconds
+    said = "", 0.0
+    if rank != 1:
+        started = time.monotonic()
+        with pytest.raises(TrafficError) as caught:
+            Grid(rank, {"dp": 2, "tp": 2}).make_groups()
+        said = str(caught.value), time.monotonic() - started
+    end.wait(20)  # the store where the others still wait ends with rank 0
+    return said
 
 
 def test_a_rank_that_does_not_come_ends_the_others_at_the_deadline_with_a_sentence() -> None:
-    for rank, (sentence, seconds) in enumerate(run_ranks(4, make_groups_without_rank_1, free_port())):
+    for rank, (sentence, seconds) in enumerate(run_ranks(4, make_groups_without_rank_1, free_port(), meeting_of(4))):
         if rank != 1:
             assert sentence.startswith(f"rank {rank} waited ")
             assert re.search(" s for all ranks to create the groups along (dp|tp):", sentence)  # rank 1 is in both

@@ -137,7 +137,7 @@ def test_keys_and_values_that_heads_share_make_layers_cheaper() -> None:
 
 
 def test_a_thousand_layers_on_hundreds_of_stages() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     split = balance(1000, 300, multiply_adds(vocab_size=4096, dmodel=288, seq_len=256))
     assert (len(split), sum(split)) == (300, 1000)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
