@@ -37,8 +37,7 @@ class Run:
     def __init__(self, ranks: int, script: str, out: Path, *flags: str, exact: bool = True, steps: int = STEPS) -> None:
         settings = [*MODEL, "--steps", str(steps), *flags]
         parameters, gradients, self.losses = train_on(ranks, script, out, *settings, exact=exact)
-        self.sliced = "--tp" in flags  # parameters
-        self.parameters, self.gradients = (State(), State()) if self.sliced else (merged(parameters), merged(gradients))
+        self.parameters, self.gradients = merged(parameters), merged(gradients)
         lines = (out / "rank0.log").read_text().splitlines()
         self.table = [line for line in lines if line.startswith(("# memory, MB", "# rank"))]  # the first two
         self.records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -69,7 +68,7 @@ def assert_same_run(own: Run, expected: Run, tolerance: float = 1e-13) -> None:
         if name in expected.records[0]:
             rel = tolerance * (1 + 9 * (name == "grad_norm"))  # the loss is least where its gradient is not
             assert own.of(name) == pytest.approx(expected.of(name)[: len(own.records)], rel=rel, abs=0), name
-    if own.sliced or len(own.records) < len(expected.records):
+    if len(own.records) < len(expected.records):
         return
     assert_close(own.parameters, expected.parameters, tolerance)
     assert_close(own.gradients, expected.gradients, tolerance)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.axes.placement import place, placement_of
+from distlab.checkpoints.slices import Slice, as_held
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
@@ -65,7 +67,7 @@ def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tupl
     """Run a chapter's own `train` in this process; with `exact`, in float64.
 
     Returns:
-        Its parameters, and its gradients of the last step.
+        Its parameters, and its gradients of the last step; a slice has its placement.
     """
     module, settings = prepared(script, tuple(flags))
     if exact:
@@ -98,7 +100,10 @@ def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tupl
     run.close()
     parameters = {name: p for net in built for name, p in net.named_parameters()}
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-    return {name: p.detach().clone() for name, p in parameters.items()}, gradients
+    copies = {name: p.detach().clone() for name, p in parameters.items()}
+    for name, tensor in [*copies.items(), *gradients.items()]:
+        place(tensor, placement_of(parameters[name]))
+    return copies, gradients
 
 
 @functools.lru_cache(1)
@@ -171,10 +176,16 @@ def assert_equal(own: State, expected: State, rtol: float = 0) -> None:
 
 
 def merged(states: list[State]) -> State:
-    """Return the parameters of all ranks; those that hold the same ones agree bit for bit."""
+    """Return the whole tensors of all ranks; where several hold the same elements, they agree bit for bit."""
     found: State = {}
     for state in states:
         for name, tensor in state.items():
-            assert name not in found or found[name].equal(tensor), f"{name}: the ranks agree"
-            found[name] = tensor
+            held, shape, views = as_held(tensor, tensor), tensor.shape, {torch.Size([0] * tensor.dim()): tensor}
+            if isinstance(held, Slice):
+                shape, views = held.whole, held.views
+            whole = found.setdefault(name, tensor.new_full(shape, torch.nan))
+            for offsets, view in views.items():
+                region = whole[tuple(slice(a, a + n) for a, n in zip(offsets, view.shape, strict=True))]
+                assert region.isnan().all() or region.equal(view), f"{name}: the ranks agree"
+                region.copy_(view)
     return found
