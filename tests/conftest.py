@@ -5,7 +5,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["SIMPLELLM_CACHE"] = tempfile.mkdtemp(prefix="lab-tokens-")  # commands that tests start inherit it
+    if not hasattr(config, "workerinput"):
+        os.environ["LAB_TESTS_LOCK"] = str(Path(os.environ["SIMPLELLM_CACHE"], "lock"))
     if not config.getoption("gpu"):  # before anything can initialize CUDA; commands that tests start inherit it
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif not hasattr(config, "workerinput"):  # of several processes, the one that prints
@@ -85,6 +87,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     needs_gpu = GPU_TESTS in (collection_path, *collection_path.parents)
     is_other = GPU_TESTS.parent in collection_path.parents and not needs_gpu
     return True if (is_other if config.getoption("gpu") else needs_gpu) else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from support.scheduling import InOrder
+
+    return InOrder(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from support.scheduling import put_in_order
+
+        put_in_order(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    from support.scheduling import beside_others
+
+    with beside_others(item):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

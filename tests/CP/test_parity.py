@@ -90,7 +90,6 @@ IN_THE_RING = """
 """
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_ends_in_the_middle_of_a_ring_is_named(sent: str, tmp_path: Path) -> None:
     """It has passed on a block, and computes with the one that has come."""

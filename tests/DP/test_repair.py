@@ -11,8 +11,6 @@ from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
 
-pytestmark = pytest.mark.waits
-
 LESSON = "DP/repair/intro_DP_repair.py"
 FLAGS = f"--n-layers 2 --steps {STEPS} --batch-size 2 --micro-batches 2 --optimizer sgd --lr 0.5".split()
 

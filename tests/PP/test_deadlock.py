@@ -53,7 +53,6 @@ def check(case: str, ended: Ended) -> None:
     assert not re.search(r"rank (\d+): rank \1 ", ended.out), "a rank's name once in a line"
 
 
-@pytest.mark.waits
 def test_under_the_launcher_one_rank_shows_who_waits_for_whom(tmp_path: Path) -> None:
     started = time.monotonic()
     flags = ["--case", "order", "--device", "cpu", "--timeout", str(TIMEOUT), "--out", tmp_path]
@@ -63,7 +62,6 @@ def test_under_the_launcher_one_rank_shows_who_waits_for_whom(tmp_path: Path) ->
     assert "# checked before the run: deadlock: stage 0, before B0, waits for" in ended.out
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("case", ["both-send", "skipped"])
 def test_in_separate_terminals_every_rank_shows_it(case: str, tmp_path: Path) -> None:
     with terminals(SCRIPT, 3, tmp_path, "--case", case, "--device", "cpu", "--timeout", str(TIMEOUT)) as ranks:

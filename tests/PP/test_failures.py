@@ -48,7 +48,6 @@ def last_line(ended: Ended) -> str:
     return ended.err.splitlines()[-1]
 
 
-@pytest.mark.waits
 def test_a_stopped_rank(tmp_path: Path) -> None:
     """In terminals, with two schedules, and under the launcher: three runs at once, as they do nothing but wait."""
     with contextlib.ExitStack() as stack:
@@ -85,7 +84,6 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
         assert not Path(f"/proc/{launched_rank}").exists()
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize(
     ("script", "flags", "world_size", "killed"),
     [
@@ -139,7 +137,6 @@ AVERAGE = """
 """
 
 
-@pytest.mark.waits
 def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(tmp_path: Path) -> None:
     """Four runs at once, as they do nothing but wait."""
     cases = list(itertools.product({"chain": CHAIN, "average": AVERAGE}.items(), (signal.SIGKILL, signal.SIGSTOP)))
@@ -163,7 +160,6 @@ def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(tmp_
                 assert last_line(end).startswith(f"# rank 1 {state}"), (end.out, end.err)
 
 
-@pytest.mark.waits
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, tmp_path: Path) -> None:
     with training(MICRO_BATCHES, 3, tmp_path) as ranks:
@@ -173,7 +169,6 @@ def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, tmp_path: Path) 
             assert re.match(r"# rank 0 \(stage 0\) (has exited|does not answer)", sentence), sentence
 
 
-@pytest.mark.waits
 def test_the_store_goes_while_it_is_asked(tmp_path: Path) -> None:
     with training(NAIVE, 3, tmp_path) as ranks:
         os.kill(ranks[0].pid, signal.SIGSTOP)
@@ -206,7 +201,6 @@ def launched(tmp_path: Path, victim: int, *command: str) -> Iterator[tuple[Start
             launcher.communicate()
 
 
-@pytest.mark.waits
 def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path, 3) as (launcher, rank):
         os.kill(rank, signal.SIGKILL)
@@ -216,7 +210,6 @@ def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
         assert sentence == "# rank 3 (stage 1 of replica 1) failed: it was terminated by SIGKILL"
 
 
-@pytest.mark.waits
 def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DDP)
     with launched(tmp_path, 1, *torchrun) as (launcher, rank):
@@ -227,7 +220,6 @@ def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
         assert "frame #" not in end.err
 
 
-@pytest.mark.waits
 def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", DDP)
     with launched(tmp_path, 0, *torchrun) as (launcher, rank):

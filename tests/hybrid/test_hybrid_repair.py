@@ -12,8 +12,6 @@ from support.terminals import fork_launcher
 from distlab_page.contents import contents
 from distlab_page.records import read
 
-pytestmark = pytest.mark.waits
-
 LESSON = "hybrid/intro_hybrid_repair.py"
 FLAGS = f"--n-layers 4 --steps {STEPS} --optimizer sgd --lr 0.5".split()
 LAYOUT = "--dp 2 --pp 3 --batch-size 3".split()

@@ -20,7 +20,6 @@ def test_ranks_send_receive_and_add_up(ranks: int) -> None:
     assert "rank 0 sent 12 B of send in 1 message" in ended.out
 
 
-@pytest.mark.waits
 def test_sends_that_wait_for_each_other_are_told_with_their_lines() -> None:
     ended = fork_launcher("hello", "--deadlock").finish()
     assert ended.status == 1

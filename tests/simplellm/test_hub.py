@@ -26,8 +26,6 @@ from simplellm.errors import InputError
 from simplellm.sources import choose_source, hub
 from simplellm.tokenizers import SPTokenizer
 
-pytestmark = pytest.mark.waits
-
 TOKENIZER = SPTokenizer()
 TEXTS = [f"Story {index} is short.\n\nIt has two parts, and it ends." for index in range(45)]
 

@@ -15,9 +15,7 @@ from distlab.checkpoints.format import latest_valid
 from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
 
-pytestmark = pytest.mark.waits
-
-TIMEOUT, LONG = 1.5, 4.0  # seconds
+TIMEOUT, LONG = 1.5, 2.5  # seconds
 
 # A run of which one rank is slow: `SLOW` is "<rank> <what it does>".
 SLOW_RANK = f"""

@@ -20,8 +20,6 @@ from distlab.comm.group import all_gather_single, empty, open_queues, reduce_sca
 from distlab.comm.names import counted_as, named
 from distlab.comm.waits import TrafficError
 
-pytestmark = pytest.mark.waits
-
 
 def exchange(rank: int, world_size: int, port: int) -> tuple[dict[str, int], dict[str, int]]:
     with process_group(rank, world_size, port) as context:

@@ -21,7 +21,6 @@ from distlab.comm.names import named
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
 
-pytestmark = pytest.mark.waits
 SIZES = [100_001, 70_000, 300_007]
 DTYPES = [torch.float32, torch.bfloat16]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX]

@@ -24,7 +24,6 @@ from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
 from simplellm.errors import InputError
 
-pytestmark = pytest.mark.waits
 LARGEST = 70_001  # elements
 
 

@@ -25,8 +25,6 @@ from distlab.rendezvous.store import StoreError, listen_at, listens
 from distlab.settings.common import RunSettings
 from simplellm.errors import InputError
 
-pytestmark = pytest.mark.waits
-
 LAYOUT = {"dp": 2, "pp": 3, "tp": 1}
 ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737)
 

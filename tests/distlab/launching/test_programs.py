@@ -86,7 +86,6 @@ def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
         assert ended.err.splitlines()[-1].endswith("failed: TypeError: a fault")
 
 
-@pytest.mark.waits
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     launcher = fork_launcher(written(tmp_path, PLAIN.format(steps=10**9)))
     ranks: dict[str, int] = {}
@@ -102,7 +101,6 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
 
 
-@pytest.mark.waits
 def test_a_deadlock_is_told_with_both_lines(tmp_path: Path) -> None:
     ended = fork_launcher(written(tmp_path, DEADLOCK)).finish()
     lines = (ended.out + ended.err).splitlines()

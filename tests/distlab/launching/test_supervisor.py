@@ -97,7 +97,6 @@ def test_half_a_record_is_none(tmp_path: Path) -> None:
         assert failure.timestamp >= before
 
 
-@pytest.mark.waits
 def test_a_rank_that_does_not_react_ends_in_seconds(tmp_path: Path) -> None:
     ignores = """
 if os.environ["RANK"] == "3":

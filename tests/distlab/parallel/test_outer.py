@@ -12,8 +12,6 @@ from distlab.comm.context import Options
 from distlab.parallel.division import Compression
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 
-pytestmark = pytest.mark.waits
-
 
 def merge_early(rank: int, port: int, merged: Barrier, compress: Compression) -> list[float]:
     """The weights after a merge, which rank 0 has done before rank 1 comes to the end of its inner steps."""

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from support.chapters import losses, train_on
 from support.hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
-from support.processes import LAB, Ended, Started, finish, parent, process_of, start, steps_taken, wait_for
+from support.processes import Ended, Started, finish, parent, process_of, start, steps_taken, wait_for
 from support.terminals import fork_launcher
 
 from distlab.launching.nodes import SECONDS_OF_SILENCE
 
 WHY_NOT = why_not()
-pytestmark = [pytest.mark.waits, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 # As SGD: Adam hides a wrong scale of the gradients.
 MODEL = (
@@ -95,12 +95,12 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
     steps, shape = 6, layout.split()
     flags = [*shape, "--out", tmp_path / "two"]
     commands = [[name, *command(node, *flags, master=a.address, steps=steps)[1:]] for node in range(2)]
-    nodes = [start(*host.command(LAB / "launch.sh", *args)) for host, args in zip(hosts, commands, strict=True)]
+    nodes = [fork_launcher(*args, namespace=host.namespace) for host, args in zip(hosts, commands, strict=True)]
     listened_at: dict[Host, set[str]] = {a: set(), b: set()}
     while any(node.poll() is None for node in nodes):
         for host in hosts:
             listened_at[host] |= host.listening()
-        time.sleep(0.01)
+        time.sleep(0.1)
     ended = [finish(node) for node in nodes]
     assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
     assert listened_at == {a: {a.address}, b: {b.address}}

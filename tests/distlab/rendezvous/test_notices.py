@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.processes import free_port, join, run_ranks
@@ -11,8 +10,6 @@ from distlab.comm.context import Options, Transport
 from distlab.comm.group import empty, shares
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.groups import world_group
-
-pytestmark = pytest.mark.waits
 
 
 def wait_in_another_order(rank: int, port: int, transport: Transport) -> tuple[bool, str]:

@@ -89,7 +89,6 @@ def test_a_host_that_does_not_exist_is_not_waited_for(address: str) -> None:
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.waits
 def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
     with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
         started = time.monotonic()
@@ -98,7 +97,6 @@ def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
         assert time.monotonic() - started < 5
 
 
-@pytest.mark.waits
 def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> None:
     port = free_port()
     holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
@@ -116,7 +114,6 @@ def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> 
         holder.join()
 
 
-@pytest.mark.waits
 def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
     """Within seconds, whatever the timeout."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored if a shell runs pytest with &

@@ -19,6 +19,7 @@ from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import measure
 
 WORKERS, MICRO_BATCHES, ROWS = 2, 6, 2
+SLOW = 0.1  # seconds that stage 2 takes: far more than any other, on a machine with other work
 
 
 def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts, list[float], int]:
@@ -27,12 +28,12 @@ def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts
         torch.manual_seed(rank)
         options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
         nets = build_stages(placement(WORKERS, 2)[rank], (1, 2, 1, 0), VOCAB, **options)
-        for stage, net in nets.items():
-            if stage == 2:
-                net.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+        hooks = [nets[2].register_forward_pre_hook(lambda *_: time.sleep(SLOW))] if 2 in nets else []
         grid = Grid(rank, {"pp": WORKERS})
         state = torch.random.get_rng_state()
         costs = measure(nets, 4, grid, LOSS, (ROWS, SEQ), WIDTH, torch.device("cpu"), recompute)
+        for hook in hooks:
+            hook.remove()
         assert torch.equal(torch.random.get_rng_state(), state)
         assert all(parameter.grad is None for net in nets.values() for parameter in net.parameters())
         programs = all_stages("auto", WORKERS, MICRO_BATCHES, 2, costs, Limit(2.5), recompute)
@@ -49,13 +50,13 @@ def test_all_ranks_know_what_passes_take_and_keep_what_was_planned(recompute: bo
     (costs, planned, own), (others_costs, _, others) = run_ranks(WORKERS, rehearse_and_run, free_port(), recompute)
     assert costs == others_costs
     each: Any = costs
-    assert 0.03 <= each.forward[2] < 0.2
-    assert max(each.forward[0], each.forward[1], each.forward[3]) < 0.03
+    assert SLOW <= each.forward[2] < 10 * SLOW
+    assert max(each.forward[0], each.forward[1], each.forward[3]) < SLOW
     assert all(0 < share < 1 for share in (*each.weight_share, *each.weight_bytes_share))
-    assert 0 < each.transfer < 0.03
+    assert 0 < each.transfer < SLOW
     assert each.activation_bytes[1] > 1.8 * each.activation_bytes[2] > 0
     assert [own, others] == pytest.approx(planned, rel=0.05)
     if recompute:
         assert all(0 < share < 1 for share in each.input_bytes_share)
         assert each.input_bytes_share[1] < 0.05 < each.input_bytes_share[3], "two layers, and the head alone"
-        assert 0.03 <= each.measured["R", 2] < 0.2
+        assert SLOW <= each.measured["R", 2] < 10 * SLOW

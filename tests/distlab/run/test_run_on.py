@@ -5,13 +5,14 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.chapters import losses, train, train_on
-from support.processes import free_port, run_ranks
+from support.processes import free_port, meeting_of, run_ranks
 from torch import Tensor, nn
 
 from distlab.checkpoints.format import latest_valid
@@ -64,29 +65,35 @@ def test_the_numbers_are_those_of_the_usual_run_bit_for_bit(
     assert_same(train_on(ranks, script, tmp_path / "resumed", "--resume", checkpoint, *flags, "--run-on"), expected)
 
 
-def time_the_end_of_a_step(rank: int, flags: list[str]) -> float:
-    """Rank 1 comes to the end of step 2 a second late; the seconds that this rank then takes to log its step."""
-    seconds, log = dict[int, float](), TrainingRun.log
+def time_the_end_of_a_step(rank: int, flags: list[str], logged: Barrier | None) -> tuple[float, float]:
+    """When this rank begins to log step 2, to which rank 1 comes late, and when it has: by a clock of all ranks.
+
+    Rank 1 is a second late, or, where the ranks meet at `logged`, until rank 0 has logged the step.
+    """
+    times, log = dict[int, tuple[float, float]](), TrainingRun.log
 
     def timed(run: TrainingRun[Any], step: int, losses: Any) -> None:
+        meets = logged if step == 2 else None
         if step == 2 and rank == 1:
-            time.sleep(1)
+            meets.wait(20) if meets else time.sleep(1)
         started = time.monotonic()
         log(run, step, losses)
-        seconds[step] = time.monotonic() - started
+        times[step] = started, time.monotonic()
+        if meets and rank == 0:
+            meets.wait(20)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingRun, "log", timed)
         train(rank, PIPELINE, flags)
-    return seconds[2]
+    return times[2]
 
 
-@pytest.mark.waits
 def test_nobody_waits_at_the_end_of_a_step(tmp_path: Path) -> None:
     flags = [*ZB_V, *ADAM, "--out", str(tmp_path)]
-    for more, waits in ([], True), (["--run-on"], False):
-        first, _ = run_ranks(2, time_the_end_of_a_step, [*flags, *more, "--master-port", str(free_port())])
-        assert (first > 0.8) == waits, f"{first} s {more}"
+    for more, logged in ([], None), (["--run-on"], meeting_of(2)):
+        flags_of_both = [*flags, *more, "--master-port", str(free_port())]
+        (_, first_ended), (second_started, _) = run_ranks(2, time_the_end_of_a_step, flags_of_both, logged)
+        assert (first_ended > second_started) == (logged is None), more
 
 
 def train_badly(rank: int, bad: list[int], flags: list[str]) -> tuple[Any, Any]:

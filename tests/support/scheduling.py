@@ -1,0 +1,52 @@
+"""The order in which pytest's workers run the tests: each file by one of them; last, one by one, those that are alone.
+
+So the workers share one start, and no test that measures time, kills at a moment or fills the machine meets others.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
+
+LOCK = "LAB_TESTS_LOCK"  # environment variable: the file that the workers of a session lock
+# Files whose few tests take long: they come first, and then those with most tests, so that all workers end together.
+LONG = "test_compiling", "test_executor", "test_faults", "test_over_nccl", "test_page", "test_hybrid_repair"
+
+
+class InOrder(LoadGroupScheduling):
+    """Hands out files in the order of `put_in_order`, and all tests of a group together."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        group = super()._split_scope(nodeid)
+        return nodeid.partition("::")[0] if group == nodeid else group
+
+
+def is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+def put_in_order(items: list[pytest.Item]) -> None:
+    of_file = Counter(item.path for item in items)
+    items.sort(key=lambda item: (is_alone(item), item.path.stem not in LONG, -of_file[item.path], item.path))
+    for item in filter(is_alone, items):
+        item.add_marker(pytest.mark.xdist_group("alone"))
+
+
+@contextlib.contextmanager
+def beside_others(item: pytest.Item) -> Iterator[None]:
+    """Run a test inside; one that has to be alone begins when no other runs, and none begins before its end."""
+    with open(os.environ[LOCK], "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if is_alone(item) else fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # also for processes that the test has left behind
