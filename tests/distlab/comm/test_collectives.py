@@ -212,7 +212,8 @@ def compare(rank: int, world_size: int, port: int, transport: Transport) -> list
     """Compare in the group of all ranks and in others; what the ranks of each group have in the end."""
     found, everyone = [], list(range(world_size))
     if world_size in (1, 3):
-        cases = [(everyone, SIZES, DTYPES), (everyone[::2], [0, 1000, 300_001], DTYPES[:1])]
+        cases = [(everyone, SIZES, DTYPES[:1]), (everyone, SIZES[:-1], DTYPES[1:])]
+        cases += [(everyone[::2], [0, 1000, 300_001], DTYPES[:1])]
     else:
         cases = [(everyone, [3, 300_001], DTYPES[:1]), (everyone[1::2], [0, 1000], DTYPES[1:])]
     memory = (False, True) if transport == "shared" else (False,)

@@ -117,7 +117,7 @@ def reopen(rank: int, port: int, transport: Transport, times: int) -> list[tuple
         return [held[0], holdings()]
 
 
-@pytest.mark.parametrize(("transport", "times"), [("auto", 50), ("gloo", 10)])
+@pytest.mark.parametrize(("transport", "times"), [("auto", 20), ("gloo", 10)])
 def test_links_that_are_closed_and_opened_many_times_leave_nothing(transport: Transport, times: int) -> None:
     for before, after in run_ranks(2, reopen, free_port(), transport, times, deadline=120):
         assert (before[0] > 0) == (transport == "auto")
