@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from distlab.machine.supervision import name_process, open_descriptors
+from distlab.machine.supervision import adopt_orphans, name_process, open_descriptors
 
 FIRST_OTHER_DESCRIPTOR = 3  # after stdin, stdout and stderr
 SECONDS_BETWEEN_LOOKS = 0.01
@@ -44,56 +46,110 @@ class Forked:
         return self.returncode
 
 
-class Gate:
-    """Keeps forks from running until all have been made.
+class ForkServer:
+    """A fork of this process that forks ranks, which then are children of this process; on Linux.
 
-    A store in this process has a thread that looks up the name of each process that connects. A fork that is made
-    during such a look-up inherits a lock of the C library that nobody will release, and can never look up a name.
+    Make it before this process has connections or threads: a store, for example, has a thread that looks up the name of
+    each process that connects. A fork during a look-up would inherit a lock of the C library that nobody will release,
+    and could never look up a name. Nor must there be computing threads or CUDA, because a fork has neither.
     """
 
     def __init__(self) -> None:
-        self._inside, self._outside = os.pipe()
-
-    def wait(self) -> None:
-        """In a fork, wait until the gate is open, or the forking process has exited."""
-        os.close(self._outside)
-        os.read(self._inside, 1)
-        os.close(self._inside)
-
-    def open(self) -> None:
-        """Let the forks run."""
-        for descriptor in (self._outside, self._inside):
-            os.close(descriptor)
-
-
-class ForkedScript(Forked):
-    """A script in a separate session.
-
-    The forking process must not have started computing threads or CUDA, because a fork has neither.
-
-    Args:
-        script: a file, and its arguments.
-        environment: all of its environment variables.
-        gate: keeps the script from running until it is open.
-    """
-
-    def __init__(self, script: Sequence[str], environment: Mapping[str, str], gate: Gate | None = None) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or both processes would write the rest of the buffer
         gc.freeze()  # the collector would write to every object, and thus copy the memory shared with the forks
-        begun, has_session = os.pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the fork has its own handlers
+        adopt_orphans(True)
+        self._server, requests = Pipe()
+        with _signals_blocked() as before:  # until the fork has its own handlers
+            self._process = Forked(os.fork())
+            if self._process.pid == 0:
+                self._server.close()
+                _serve(requests, before)
+        requests.close()
+
+    def start(self, script: Sequence[str], environment: Mapping[str, str]) -> Forked:
+        """Run a script, given with its arguments, in a separate session and with all of its environment variables.
+
+        Raises:
+            OSError: the system cannot start it; or `EOFError`, `ConnectionError`: the server was killed.
+        """
+        with _signals_blocked():
+            self._server.send(([*script], {**environment}))
+            answer = self._server.recv()
+            if isinstance(answer, OSError):
+                raise answer
+            return Forked(answer)
+
+    def close(self) -> None:
+        """End the server; what it has started goes on."""
+        self._server.close()
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        adopt_orphans(False)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[set[int]]:
+    """Block all signals; yields those that are blocked outside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield {int(number) for number in before}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve(requests: Connection, blocked: Collection[int]) -> NoReturn:
+    """Start what is asked for, with these signals blocked, until the asking process has closed its end, or exited."""
+    try:
+        os.setsid()  # Ctrl-C is for the launcher
+        name_process("fork server")
+        _have_the_signals_of_an_interpreter()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        while True:
+            script, environment = requests.recv()
+            try:
+                requests.send(_fork_for_the_launcher(script, environment))
+            except OSError as error:
+                requests.send(error)
+    finally:
+        os._exit(1)
+
+
+def _fork_for_the_launcher(script: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Return the process that runs a script. Its parent exits, and so the launcher adopts it."""
+    told, tell = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        parent = os.getpid()
         try:
-            super().__init__(os.fork())
-            if self.pid == 0:
-                os.setsid()
-                os.close(has_session)
-                _become(script, environment, before, gate)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(has_session)
-        os.read(begun, 1)  # returns when the fork has closed its end: from now on its process group can be killed
-        os.close(begun)
+            if os.fork():
+                os._exit(0)
+        except OSError as error:
+            os.write(tell, str(-(error.errno or 1)).encode())
+            os._exit(1)
+        os.setsid()
+        while os.getppid() == parent:
+            time.sleep(0.0001)
+        os.write(tell, str(os.getpid()).encode())  # from now on it can be waited for, and its process group killed
+        _become(script, environment)
+    os.close(tell)
+    os.waitpid(parent, 0)
+    answer = int(os.read(told, 20))
+    os.close(told)
+    if answer < 0:
+        raise OSError(-answer, os.strerror(-answer))
+    return answer
+
+
+def _have_the_signals_of_an_interpreter() -> None:
+    for number in signal.Signals:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a signal that nohup ignores stays ignored
+            with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
+                signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _disconnect() -> None:
@@ -118,28 +174,15 @@ def _own(stream: TextIO | None, number: int) -> TextIO:
     return os.fdopen(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
 
-def _become(
-    script: Sequence[str], environment: Mapping[str, str], signals: Collection[int], gate: Gate | None
-) -> NoReturn:
-    """Run a script in this process, as a new interpreter would, with these signals blocked, and exit."""
+def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run a script in this process, as a new interpreter would, and exit."""
     status = 1
     try:
-        if gate is not None:
-            gate.wait()
         _disconnect()
         os.environ.clear()
         os.environ.update(environment)
         if "RANK" in environment:
             name_process(f"rank {environment['RANK']}")
-        for number in signal.Signals:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a signal that nohup ignores stays ignored
-                with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
-                    signal.signal(number, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         sys.stdout, sys.stderr = (
             _own(stream, number) for number, stream in enumerate((sys.__stdout__, sys.__stderr__), 1)
         )

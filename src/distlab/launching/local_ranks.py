@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from distlab.axes.grid import Grid
+from distlab.launching.forks import ForkServer
 from distlab.launching.launcher_flags import Nodes
 from distlab.launching.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
 from distlab.launching.processes import SECONDS_TO_END, RankFailure
@@ -53,6 +54,7 @@ def run_ranks(
     Terminal(0, has_own=True)  # so that it prints above a status line that a rank may have left
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # None until this launcher has found the one of node 0
+    server: ForkServer | None = None
     kills, (status, sentence, cause) = memory_kills(), (0, "", "")  # the cause is reported to the other machines
     with temporary_folder() as errors:
         note = errors / "folder"
@@ -60,13 +62,14 @@ def run_ranks(
         try:
             for sent in ending:
                 signal.signal(sent, raise_signal)
+            if may_fork and can_fork(settings.device):
+                if getattr(settings, "compile", False):
+                    import_compiler()  # once, instead of in each rank
+                server = ForkServer()
             rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
-            forks = may_fork and can_fork(settings.device)
-            if forks and getattr(settings, "compile", False):
-                import_compiler()  # once, instead of in each rank
             try:
                 repairs = Repairs(settings, spares) if settings.can_repair else None
-                failures = supervise([str(script), *args], rendezvous, max_restarts, errors, forks, repairs)
+                failures = supervise([str(script), *args], rendezvous, max_restarts, errors, server, repairs)
             finally:
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
@@ -90,6 +93,8 @@ def run_ranks(
         if sentence and note.exists():  # for the run's page: a rank that is killed cannot report it
             with contextlib.suppress(OSError), (Path(os.fsdecode(note.read_bytes())) / LAUNCHER_LOG).open("a") as log:
                 log.write(f"# {sentence}\n")
+    if server:
+        server.close()
     if sentence:
         tell(sentence)
     if rendezvous:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.launching.forks import ForkedScript, Gate
+from distlab.launching.forks import Forked, ForkServer
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import is_stopped
 from simplellm.errors import TOO_MANY_PROCESSES, InputError
@@ -20,7 +20,7 @@ from simplellm.errors import TOO_MANY_PROCESSES, InputError
 SECONDS_STOPPED = 1.0  # after which a stopped rank is killed, if the others can go on without it
 SECONDS_TO_END = 4.0  # after SIGTERM, when a rank has failed; a stopped process does not react to it
 
-Process = ForkedScript | subprocess.Popen[bytes]
+Process = Forked | subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Ranks:
     Args:
         script: its path and its arguments.
         errors: a folder to be made, for the record of each rank.
-        forks: whether ranks are forks of this process.
+        server: forks the ranks; without it, they are new interpreters.
     """
 
-    def __init__(self, script: Sequence[str], errors: Path, forks: bool) -> None:
-        self._script, self._errors, self._forks = script, errors, forks
+    def __init__(self, script: Sequence[str], errors: Path, server: ForkServer | None) -> None:
+        self._script, self._errors, self._server = script, errors, server
         self.processes: dict[int, Process] = {}  # running ones, by rank
         self.failures: dict[int, RankFailure] = {}  # by rank, in the order in which they were found
         self.ended: list[int] = []  # those that have exited, for whatever reason
@@ -78,12 +78,8 @@ class Ranks:
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         self._errors.mkdir()
-        gate = Gate()
-        try:
-            for own in environments:
-                self.processes[int(own["RANK"])] = self._start(self.environment_of(own), f"rank {own['RANK']}", gate)
-        finally:
-            gate.open()
+        for own in environments:
+            self.processes[int(own["RANK"])] = self._start(self.environment_of(own), f"rank {own['RANK']}")
 
     def environment_of(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a rank, with the file for the record of its failure."""
@@ -108,14 +104,16 @@ class Ranks:
         (self._errors / str(rank)).unlink(missing_ok=True)  # of the rank before it
         self.processes[rank] = self._spares.pop(number)
 
-    def _start(self, own: Mapping[str, str], who: str, gate: Gate | None = None) -> Process:
+    def _start(self, own: Mapping[str, str], who: str) -> Process:
         environment = {**os.environ, **own}
         try:
-            if self._forks:
-                return ForkedScript(self._script, environment, gate)
+            if self._server is not None:
+                return self._server.start(self._script, environment)
             return subprocess.Popen([sys.executable, "-u", *self._script], env=environment, start_new_session=True)
         except BlockingIOError:
             raise InputError(f"{who} cannot be started: {TOO_MANY_PROCESSES}") from None
+        except (ConnectionError, EOFError):
+            raise InputError(f"{who} cannot be started: the process that forks the ranks was killed") from None
 
     def look(self) -> None:
         """Collect the ranks that have exited."""

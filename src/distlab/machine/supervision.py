@@ -108,7 +108,7 @@ def leaving_no_process() -> Iterator[None]:
     Linux gives them to this process when their parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
     """
     before = _children()
-    _adopt(True)
+    adopt_orphans(True)
     try:
         yield
     finally:
@@ -117,12 +117,13 @@ def leaving_no_process() -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
-        _adopt(False)
+        adopt_orphans(False)
 
 
-def _adopt(orphans: bool) -> None:
+def adopt_orphans(does: bool) -> None:
+    """On Linux, have the processes below this one become its children when their parents exit, or no longer."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(36, int(orphans))  # PR_SET_CHILD_SUBREAPER
+        ctypes.CDLL(None).prctl(36, int(does))  # PR_SET_CHILD_SUBREAPER
 
 
 def _children() -> set[int]:

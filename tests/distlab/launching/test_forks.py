@@ -8,24 +8,32 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import wait_for
+from support.processes import children, name, wait_for
 
-from distlab.launching.forks import ForkedScript
+from distlab.launching.forks import Forked, ForkServer
 from distlab.launching.processes import Ranks
 from distlab.launching.supervisor import raise_signal
+from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 
 
-def fork(folder: Path, text: str, *args: str, **environment: str) -> ForkedScript:
+def fork(folder: Path, text: str, *args: str, **environment: str) -> Forked:
     script = folder / "script.py"
     script.write_text(text)
-    return ForkedScript([str(script), *args], {**os.environ, **environment})
+    return start([str(script), *args], {**os.environ, **environment})
+
+
+def start(script: list[str], environment: dict[str, str]) -> Forked:
+    server = ForkServer()
+    try:
+        return server.start(script, environment)
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +93,7 @@ open(sys.argv[1], "w").write(repr((found, os.getpid() == os.getsid(0))))
     told = str(tmp_path / "told")
     script = tmp_path / "script.py"
     script.write_text(text)
-    assert ForkedScript([str(script), told, "-x"], {"RANK": "7"}).wait(20) == 0
+    assert start([str(script), told, "-x"], {"RANK": "7"}).wait(20) == 0
     assert Path(told).read_text() == repr((["__main__", told, "-x", "beside", "7", None, "rank 7\n"], True))
     assert "beside" not in sys.modules
 
@@ -132,21 +140,26 @@ for number, file in enumerate(files):
     assert (tmp_path / "log").read_text() == ""
 
 
-def test_a_rank_begins_when_all_of_this_machine_have_been_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that connected to the launcher's store before could leave a lock of the C library in a later one."""
-    script, made, fork_process = tmp_path / "script.py", list[float](), os.fork
-    text = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(time.monotonic()))"
-    script.write_text(text)
+def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's thread may hold a lock of the C library, which a later fork would inherit."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.exit(hasattr(sys, 'has_store'))")
+    server = ForkServer()
+    try:
+        monkeypatch.setattr(sys, "has_store", True, raising=False)
+        ranks = Ranks([str(script)], tmp_path / "errors", server)
+        ranks.start([{"RANK": "0"}, {"RANK": "1"}])
+        ranks.start_spare(1, {})
+        assert [process.wait(20) for process in ranks.processes.values()] == [0, 0]
+        assert wait_for(lambda: ranks.exited_spares() == {1: 0})
+    finally:
+        server.close()
 
-    def note_and_fork() -> int:
-        time.sleep(0.2)  # so that the ranks before it could begin
-        made.append(time.monotonic())
-        return fork_process()
 
-    monkeypatch.setattr(os, "fork", note_and_fork)
-    ranks = Ranks([str(script), f"{tmp_path}/"], tmp_path / "errors", forks=True)
-    ranks.start([{"RANK": str(rank)} for rank in range(4)])
-    assert [process.wait(20) for process in ranks.processes.values()] == [0] * 4
-    begun = [float((tmp_path / str(rank)).read_text()) for rank in range(4)]
-    assert len(made) == 4
-    assert min(begun) > max(made)
+def test_a_server_that_was_killed_is_named(tmp_path: Path) -> None:
+    server = ForkServer()
+    assert wait_for(lambda: "fork server" in map(name, children(os.getpid())))
+    os.kill(next(pid for pid in children(os.getpid()) if name(pid) == "fork server"), signal.SIGKILL)
+    with pytest.raises(InputError, match="rank 0 cannot be started: the process that forks the ranks was killed"):
+        Ranks(["a"], tmp_path / "errors", server).start([{"RANK": "0"}])
+    server.close()

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from support.processes import wait_for
 
+from distlab.launching.forks import ForkServer
 from distlab.launching.nodes import NodeRendezvous
 from distlab.launching.processes import RankFailure
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
@@ -50,7 +51,12 @@ def run(
     script, errors = folder / "program.py", folder / "errors"
     script.write_text("import json, os, pathlib, signal, sys, time\nfolder = pathlib.Path(sys.argv[1])\n" + program)
     errors.mkdir()
-    return supervise([str(script), str(folder)], cast(NodeRendezvous, rounds), max_restarts, errors, forks)
+    server = ForkServer() if forks else None
+    try:
+        return supervise([str(script), str(folder)], cast(NodeRendezvous, rounds), max_restarts, errors, server)
+    finally:
+        if server is not None:
+            server.close()
 
 
 @pytest.mark.parametrize("forks", [True, False])
