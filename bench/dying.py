@@ -5,7 +5,8 @@ the sum of the gradients (4, 5), `run.log` (6, 7), and the completion of a check
 a point before each action of the rank's program; then the same six. In step -1, a rank dies at its start (point 0), or
 a spare that waits (rank -1), whose number is the point. `how` is the name of a signal, or "exception"; or "lost": the
 rank does not die, but takes its connections for lost when the others have gone on; or "corrupt": one of its weights
-changes; or "replaced": it dies when a spare without weights has joined. With LEAVE_OUT, nobody computes the
+changes; or "replaced": it dies when a spare without weights has joined; or "agree", "groups": it dies within the next
+repair, before it has told the others how far it is, or after that. With LEAVE_OUT, nobody computes the
 micro-batches of the dead. At the end, each rank writes what it held at each step.
 """
 
@@ -20,10 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from distlab.checkpoints import saving
 from distlab.comm.waits import TrafficError
 from distlab.pipeline.rerouting import side_by_side
-from distlab.rendezvous.survivors import NewsError
+from distlab.rendezvous.survivors import NewsError, Survivor
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import RepairSettings
@@ -33,6 +36,7 @@ sys.path.insert(0, str(LESSON.parent))
 lesson: Any = importlib.import_module(LESSON.stem)
 DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
+WITHIN: dict[str, tuple[Any, str]] = {"agree": (Survivor, "agree"), "groups": (dist, "init_process_group")}
 starting = os.environ.get("RANK") if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
 for rank, step, number, how in DEATHS:
     if step < 0 and starting == str(rank) and os.environ.get("LAB_NEWCOMER", "0") == str(number):
@@ -78,6 +82,9 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                             run.repair.survivor.check()
                             time.sleep(0.01)
                     how = "SIGKILL"
+                if how in WITHIN:
+                    setattr(*WITHIN[how], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+                    continue
                 os.kill(os.getpid(), getattr(signal, how))
         at["point"] += 1
 

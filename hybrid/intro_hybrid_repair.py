@@ -81,6 +81,7 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
                     pipelines=pipelines,
                     cores=cores and cores * pipelines,
                     costs=costs,
+                    run_on=args.run_on,
                     dtype=run.message_dtype,
                 )
                 gradients = GradientRows(nn.ModuleList(nets.values()), sums, pipelines * parts // sums, peers)

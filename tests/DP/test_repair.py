@@ -10,6 +10,8 @@ from support.repairs import DIES_IN, SHAPE, STEPS, run_with
 from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
+from distlab.settings.common import parse
+from distlab.settings.replicas import RepairSettings
 
 LESSON = "DP/repair/intro_DP_repair.py"
 FLAGS = f"--n-layers 2 --steps {STEPS} --batch-size 2 --micro-batches 2 --optimizer sgd --lr 0.5".split()
@@ -49,9 +51,18 @@ def test_the_losses_are_those_of_the_undisturbed_run(
         assert all(min(late) <= max(early) for early, late in zip(before, after, strict=True)), counts
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_exact_is_bit_for_bit_the_same_run(transport: str, tmp_path: Path) -> None:
-    flags = [*FLAGS, "--repair", "exact", "--transport", transport]
+@pytest.mark.parametrize(("within", "transport"), [("agree", "shared"), ("groups", "gloo")])
+def test_a_death_within_the_repair(within: str, transport: str, expected: list[float], tmp_path: Path) -> None:
+    """Before a rank has told how far it is, and when the others know it, and make their groups."""
+    deaths = [(0, DIES_IN, 5, "SIGKILL"), (1, DIES_IN, 0, within)]
+    printed = run_with(deaths, tmp_path / "run", LESSON, *FLAGS, "--transport", transport)
+    assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
+    assert "# rank 0 was terminated by SIGKILL; rank 1 was terminated by SIGKILL: rank 2 goes on with step 2" in printed
+
+
+@pytest.mark.parametrize(("transport", "more"), [("shared", []), ("gloo", ["--run-on"])])
+def test_exact_is_bit_for_bit_the_same_run(transport: str, more: list[str], tmp_path: Path) -> None:
+    flags = [*FLAGS, "--repair", "exact", "--transport", transport, *more]
     run_with([], tmp_path / "undisturbed", LESSON, *flags)
     run_with([(0, DIES_IN, 5, "SIGKILL"), (2, DIES_IN + 1, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
@@ -76,6 +87,29 @@ def test_without_the_rows_of_the_dead_the_losses_differ(expected: list[float], t
 def test_after_a_death_before_the_first_step_all_ranks_start_again(expected: list[float], tmp_path: Path) -> None:
     run_with([(1, -1, 0, "SIGKILL")], tmp_path / "run", LESSON, *FLAGS)
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
+
+
+def test_after_the_last_rank_has_died_all_start_again_from_the_checkpoint(
+    expected: list[float], tmp_path: Path
+) -> None:
+    """They die the second death again."""
+    flags = [*FLAGS, *"--world-size 2 --batch-size 3 --micro-batches 3 --save-every 2 --max-restarts 1".split()]
+    printed = run_with([(1, 1, 1, "SIGKILL"), (0, 5, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
+    assert "# resuming from " in printed
+    assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "alive", "cores", "slower"),
+    [
+        ([], [0, 1], 8, 3 / 2),  # six micro-batches on two ranks, instead of two on each
+        ([], [2], 8, 3),
+        ([], [0, 1], 2, 1),  # two cores had as much to do before
+        (["--repair", "exact"], [0, 1], 8, 2),  # one of them does all work of the dead one
+    ],
+)
+def test_the_plan_of_a_death(flags: list[str], alive: list[int], cores: int, slower: float) -> None:
+    assert parse(RepairSettings(), "", [*FLAGS, *flags]).slowdown(alive, cores) == pytest.approx(slower)
 
 
 def test_the_usual_time_of_a_step_is_one_with_all_ranks(tmp_path: Path) -> None:

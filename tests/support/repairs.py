@@ -23,4 +23,6 @@ def run_with(
     assert not children(launcher.pid)
     recorded = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert recorded == list(range(steps)), "each step once"
+    printed = {line.partition(" ")[0] for line in ended.out.splitlines()}
+    assert printed >= {str(step) for step in range(steps)}, "whichever rank prints them"
     return ended.out

@@ -113,10 +113,16 @@ class LabGroup(ContextGroup):
         if check is None or size == 1:
             return dist.ProcessGroupGloo(store, rank, size, self._timeout)
         before, lock, has_left = open_sockets(), threading.Lock(), False
-        own_store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
-        self._sockets = open_sockets() - before
+
+        def note_sockets() -> None:
+            with lock:
+                if has_left:
+                    raise RuntimeError
+                self._sockets = open_sockets() - before
 
         def connect() -> dist.ProcessGroupGloo:
+            own_store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
+            note_sockets()
             group = dist.ProcessGroupGloo(own_store, rank, size, self._timeout)
             with lock:
                 if not has_left:

@@ -63,6 +63,24 @@ class Position(NamedTuple):
 NOWHERE = Position(-1, TAKE)
 
 
+class Answer(NamedTuple):
+    """A rank's part of the agreement."""
+
+    position: Position
+    known: int  # it knows the losses of the steps before this one: of all that it has taken, unless with `--run-on`
+    late: tuple[int, float, float | None] | None = None  # with `--run-on`: the last of them, as in `run_on.Arrived`
+
+
+def common_position(answers: Collection[Answer]) -> Position:
+    """Return where ranks go on that are no more than one update apart; whoever has taken a further one undoes it.
+
+    A step whose loss nobody knows does not count: the dead may have computed a part of it. With `--run-on`, that is at
+    most the last update of the rank that is least far, and then nobody has replaced the copy of the state before it.
+    """
+    known = max(answer.known for answer in answers)
+    return min(Position(known, TAKE), *(answer.position for answer in answers))
+
+
 class NewsError(Exception):
     """There are later news from the launcher."""
 
@@ -149,8 +167,8 @@ class Survivor:
         if news is not None and news.epoch > self.epoch:
             raise NewsError
 
-    def agree(self, news: News, own: Position, timeout_seconds: float) -> dict[int, Position]:
-        """Return the positions of all ranks; all go on from that of the rank that is least far.
+    def agree(self, news: News, own: Answer, timeout_seconds: float) -> dict[int, Answer]:
+        """Return the answers of all ranks.
 
         Raises:
             NewsError: another rank has died.
@@ -164,7 +182,8 @@ class Survivor:
             if time.monotonic() > deadline:
                 raise TrafficError("a rank that is left does not take part in the repair", TimeoutError())
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        return {keys[key]: Position(*json.loads(text)) for key, text in self._store.read(*keys).items()}
+        answers = {keys[key]: json.loads(text) for key, text in self._store.read(*keys).items()}
+        return {rank: Answer(Position(*position), *more) for rank, (position, *more) in answers.items()}
 
     def _read(self) -> News | None:
         text = self._store.read(NEWS).get(NEWS)

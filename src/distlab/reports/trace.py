@@ -6,6 +6,7 @@ messages, an arrow from each message's sender to its receiver, and the bytes of 
 
 import bisect
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -77,9 +78,8 @@ class Trace:
 
     def repairs(self) -> list[Event]:
         """Return the repairs after deaths, as the oldest rank has recorded them."""
-        events = self.oldest.events
-        deaths = [event.end for event in events if event.kind == DEATH]
-        return [e for e in events if e.kind == REPAIR and any(e.start - 1 <= death <= e.end for death in deaths)]
+        pairs = itertools.pairwise(self.oldest.events)  # a rank records deaths, and then their repair
+        return [event for before, event in pairs if (before.kind, event.kind) == (DEATH, REPAIR)]
 
     def workers(self) -> list[tuple[int, ...]]:
         """Return the ranks that follow the programs together, of each pipeline or of several."""

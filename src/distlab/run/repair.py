@@ -4,8 +4,8 @@ What a survivor does when one of its waits has failed:
 
 1. It closes its own connections, so that nobody waits for it: ranks that have none to the dead one leave their waits.
 2. It asks the launcher who is left, and tells these how far it is. Step k counts only if all of them have taken
-   its update: whoever has, while another has not, undoes it with the copy of the state before it. No two ranks are
-   further apart, as each needs the others' gradients for its next update.
+   its update, and one of them knows its loss: otherwise, whoever has taken it undoes it with the copy of the state
+   before it. No two ranks are further apart, as each needs the others' gradients for its next update.
 3. It makes the process groups again, of the ranks that are left, and they do again what had failed.
 
 With `--spares`, a newcomer takes a dead rank's place at the end of a step: the others notice the launcher's news, make
@@ -39,18 +39,22 @@ from distlab.rendezvous.survivors import (
     MEET,
     NOWHERE,
     TAKE,
+    Answer,
     News,
     NewsError,
     Position,
     Survivor,
+    common_position,
     describe_change,
     ended_since,
 )
 from distlab.run.handing_over import ChangedError, HandedOver
+from distlab.run.run_on import Arrived
 from distlab.run.starting import Joined
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
+    from distlab.run.run_on import RunningOn
     from distlab.run.state_copy import StateCopy
 
 
@@ -60,6 +64,7 @@ class Repaired:
 
     position: Position
     sentence: str
+    arrived: "list[Arrived]"  # with `--run-on`: losses that some of the ranks know
 
 
 class Repair:
@@ -74,6 +79,7 @@ class Repair:
     copy: "StateCopy | None" = None  # of the state before the last update; set by the run when there is an optimizer
     received: dict[str, Any] | None = None  # by a newcomer, beside the state
     state: HandedOver | None = None  # what a newcomer gets; set by the run before its first step
+    running_on: "RunningOn | None" = None  # set by the run
 
     def __init__(self, joined: Joined, timeout_seconds: float, first_step: int) -> None:
         self._joined, self._timeout_seconds, self._rank = joined, timeout_seconds, joined.grid.rank
@@ -102,6 +108,8 @@ class Repair:
         if not is_death(error):
             raise error
         recorder, started = self._joined.context.recorder, time.perf_counter()
+        if self.running_on is not None and self.running_on.unsettled == self.position.updates - 1:
+            self.running_on.keep_arrived()
         while True:
             self._joined.context.abandon()
             if dist.is_initialized():
@@ -109,11 +117,11 @@ class Repair:
             number_groups_from_zero()
             news = self.survivor.await_news(error)
             try:
-                positions = self.survivor.agree(news, self.position, self._timeout_seconds)
-                known = {rank: position for rank, position in positions.items() if position != NOWHERE}
+                answers = self.survivor.agree(news, self._answer(), self._timeout_seconds)
+                known = {rank: answer for rank, answer in answers.items() if answer.position != NOWHERE}
                 if not known and FINISHED in news.gone.values():
                     leave(0)
-                position = min(known.values(), default=NOWHERE)
+                position = common_position(known.values()) if known else NOWHERE
                 self._make_groups(news)
                 if self.position.updates > position.updates:
                     assert self.copy is not None, "an update was made without a copy of the state before it"
@@ -129,7 +137,8 @@ class Repair:
                     raise
         before, self._processes = self._processes, news.processes()
         self.alive, self.position = news.alive, position
-        self.done = Repaired(position, self._sentence(news, before, position))
+        arrived = [Arrived(*answer.late) for answer in known.values() if answer.late is not None]
+        self.done = Repaired(position, self._sentence(news, before, position), arrived)
         for rank in ended_since(news, before):
             recorder.add_death(f"{self._joined.grid.describe(rank)} {news.gone[str(rank)]}", news.timestamp)
         recorder.add(REPAIR, self.done.sentence, started)
@@ -152,6 +161,12 @@ class Repair:
             raise ChangedError(f"the weights of {who} differ, and nobody knows which are right; resume a checkpoint")
         if of_same[self._rank] != usual:
             raise ChangedError(f"its weights are not those that most of {who} have")
+
+    def _answer(self) -> Answer:
+        known, late = self.position.updates, self.running_on
+        if late is None:
+            return Answer(self.position, known)
+        return Answer(self.position, known if late.unsettled is None else min(known, late.unsettled), late.last)
 
     def _same(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of the layout with the same weights as one of them."""

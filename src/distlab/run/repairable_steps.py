@@ -54,7 +54,8 @@ class RepairableSteps(Steps[BatchT]):
                     yield from self._take(step)
                 else:
                     timed = step
-                following = Position(step, EVALUATE)
+                is_undone = repair.done is None and self._has_undone()
+                following = Position(step - 1, TAKE) if is_undone else Position(step, EVALUATE)
             elif phase == EVALUATE:
                 with run.surviving():
                     if (step + 1) % getattr(run.settings, "compare_every", 1) == 0:
@@ -146,4 +147,7 @@ class RepairableSteps(Steps[BatchT]):
         if self._run.is_first:
             checkpointer.discard_unfinished(step + 1)
         self._run.meet()
-        return checkpointer.has(step + 1)
+        is_saved = checkpointer.has(step + 1)
+        if is_saved:
+            checkpointer.saved = step + 1
+        return is_saved

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from distlab.run.checkpointer import Batches, Checkpointer
     from distlab.run.repair import Repair
     from distlab.run.run_on import RunningOn
+    from distlab.run.state_copy import StateCopy
 
 STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
@@ -49,6 +50,7 @@ class Run(Generic[SettingsT]):
     checkpointer: "Checkpointer | None" = None  # of a run that saves checkpoints, or resumes from one
     recording: "Recording | None" = None  # with `--record-gradients`
     repair: "Repair | None" = None  # with `--repair`
+    copy: "StateCopy | None" = None  # of the state before the last update, with `--run-on` or `--repair`
 
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings, self._script = settings, script
@@ -318,8 +320,7 @@ class Run(Generic[SettingsT]):
 
     def _collect(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """Return the memory that each rank held and, on the first rank, their traces."""
-        copies = self.running_on, self.repair and self.repair.copy
-        copied_bytes = sum(copy.size_bytes for copy in copies if copy)
+        copied_bytes = self.copy.size_bytes if self.copy else 0
         held = self.memory.collect(self.context, copied_bytes) if self.memory else []
         if not self.recorder.enabled:
             return held, []

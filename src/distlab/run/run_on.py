@@ -7,35 +7,37 @@ Parallelism", arXiv 2401.10241, §4, undo the update by inverting it; restoring 
 
 import contextlib
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-
-from torch.optim import Optimizer
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from distlab.parallel.clipping import NormSum, is_too_long
 from distlab.run.loss_sum import LossSum
 from distlab.run.state_copy import StateCopy
 
 
+class Arrived(NamedTuple):
+    """A step that turned out to be valid, its loss, and the norm of its gradients if that is limited."""
+
+    step: int
+    loss: float
+    norm: float | None
+
+
 class RunningOn:
-    """The step whose loss is still unknown, and a copy of the state before its update.
+    """The step whose loss is still unknown.
 
     Args:
-        optimizer: of all parameters of this rank; a copy of the parameters and of its state is kept.
+        copy: of the state before its update; taken by the run.
         arrived: called with a step, its loss, and the norm of its gradients if that is limited, once it is known that
             the step is valid: the loss is finite, and the gradients did not have to be clipped.
         most: the largest norm of gradients that are not clipped; None for no limit.
-        changing: a context in which the weights are restored.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        arrived: Callable[[int, float, float | None], None],
-        most: float | None = None,
-        changing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, copy: StateCopy, arrived: Callable[[int, float, float | None], None], most: float | None = None
     ) -> None:
-        self._arrived, self._most, self._copy = arrived, most, StateCopy(optimizer, changing)
+        self._copy, self._arrived, self._most = copy, arrived, most
+        self.last: Arrived | None = None
         self._open: LossSum | None = None
         self._open_norm: NormSum | None = None  # of the same step
         self._waits_in: int | None = None  # the step that has to end with the usual wait
@@ -44,7 +46,6 @@ class RunningOn:
     def leave_open(self, loss: LossSum) -> None:
         """End a step, before its update, without waiting for its loss."""
         self._open = loss
-        self._copy.take()
 
     def leave_norm_open(self, norm: NormSum) -> None:
         """Also leave open the norm of the step's gradients, which are used without clipping."""
@@ -56,17 +57,23 @@ class RunningOn:
         Sets `must_undo` if the loss is not finite or the gradients had to be clipped. Any further check of a
         step belongs here.
         """
-        before, self._open = self._open, None
-        norm_before, self._open_norm = self._open_norm, None
-        if before is None:
+        if self._open is None:
             return
-        loss = before.wait()
-        norm = None if norm_before is None else norm_before.wait()
+        step, loss = self._open.step, self._open.wait()
+        norm = None if self._open_norm is None else self._open_norm.wait()
+        self._open = self._open_norm = None
         is_clipped = norm is not None and self._most is not None and is_too_long(norm, self._most)
         if math.isfinite(loss) and not is_clipped:
-            self._arrived(before.step, loss, norm)
+            self._tell(Arrived(step, loss, norm))
         else:
-            self._waits_in, self.must_undo = before.step, True
+            self._waits_in, self.must_undo = step, True
+
+    @property
+    def unsettled(self) -> int | None:
+        """The step whose loss is still unknown, or that has to be undone; None if there is no such step."""
+        if self.must_undo:
+            return self._waits_in
+        return None if self._open is None else self._open.step
 
     def waits_in(self, step: int) -> bool:
         """Return whether a step has to end with the usual wait: it is repeated, or the previous step was clipped."""
@@ -82,6 +89,16 @@ class RunningOn:
         self._copy.restore()
         self.must_undo = False
 
+    def go_on_with(self, step: int, on_others: Iterable[Arrived]) -> None:
+        """After a repair, go on with a step, which waits: some ranks may know that it has to, and others not.
+
+        `on_others` are losses that have arrived on other ranks: also that of the step before, if it is unknown here.
+        """
+        if self.unsettled == step - 1:
+            self._tell(next(arrived for arrived in on_others if arrived.step == step - 1))
+        self._open = self._open_norm = None
+        self._waits_in, self.must_undo = step, False
+
     def keep_arrived(self) -> None:
         """Record the loss of the open step if it has arrived: for a run that ends early, when no rank may wait."""
         transfers = [waited.transfer for waited in (self._open, self._open_norm) if waited is not None]
@@ -89,7 +106,6 @@ class RunningOn:
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of the copy."""
-        return self._copy.size_bytes
+    def _tell(self, arrived: Arrived) -> None:
+        self.last = arrived
+        self._arrived(*arrived)

@@ -77,19 +77,26 @@ class Steps(Generic[BatchT]):
         self._progress = Progress(steps, tell, done=run.first_step, speed=speed, status=status)
 
     def __iter__(self) -> Iterator[tuple[int, BatchT]]:
-        run, step = self._run, self._run.first_step
+        step = self._run.first_step
         while step < self._steps:
             yield from self._take(step)
-            if run.running_on is not None and run.running_on.must_undo:
-                run.running_on.undo()
-                run.records.take_back(2)
-                self._progress.take_back()
+            if self._has_undone():
                 step -= 1
                 continue
             self._evaluate(step)
             self._save(step)
             self._progress.advance()
             step += 1
+
+    def _has_undone(self) -> bool:
+        """With `--run-on`, undo the step before, and the current one, if the step before was not valid."""
+        late = self._run.running_on
+        if late is None or not late.must_undo:
+            return False
+        late.undo()
+        self._run.records.take_back(2)
+        self._progress.take_back()
+        return True
 
     def _take(self, step: int) -> Iterator[tuple[int, BatchT]]:
         """Yield a step and its batch, once, and time what the script does with it."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from distlab.parallel.gradient_compression import Compressor
     from distlab.parallel.outer import OuterState
     from distlab.run.checkpointer import Batches
+    from distlab.run.state_copy import StateCopy
     from distlab.run.validation import Validator
     from simplellm.compiler import Compiler
 
@@ -44,6 +45,7 @@ class TrainingRun(Run[TrainSettingsT]):
     _parts: ModelParts
     _outer: "OuterState | None" = None
     _step: int  # the current one
+    _line = ""  # the last one with a loss
     _batch: Tensor  # its token ids
 
     @property
@@ -139,12 +141,11 @@ class TrainingRun(Run[TrainSettingsT]):
         if getattr(args, "run_on", False):
             from distlab.run.run_on import RunningOn
 
-            self.running_on = RunningOn(optimizer, self._loss_arrived, args.clip_norm, parts.changing_shards)
+            self.running_on = RunningOn(self._copy_of(optimizer), self._loss_arrived, args.clip_norm)
         if self.repair is not None:
             from distlab.run.handing_over import HandedOver
-            from distlab.run.state_copy import StateCopy
 
-            self.repair.copy = StateCopy(optimizer, parts.changing_shards)
+            self.repair.copy, self.repair.running_on = self._copy_of(optimizer), self.running_on
             self.repair.state = HandedOver(optimizer)
         if args.eval_every:
             from distlab.run.validation import Validator
@@ -152,6 +153,12 @@ class TrainingRun(Run[TrainSettingsT]):
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
             self.validator = Validator(parts, sequences, rows=max(1, args.batch_size // args.micro_batches))
+
+    def _copy_of(self, optimizer: Optimizer) -> "StateCopy":
+        from distlab.run.state_copy import StateCopy
+
+        self.copy = self.copy or StateCopy(optimizer, self._parts.changing_shards)
+        return self.copy
 
     def _rows_bytes(self) -> int:
         """Return the bytes that the largest pass through this rank's experts has kept."""
@@ -247,7 +254,12 @@ class TrainingRun(Run[TrainSettingsT]):
         self._parts.wait_for_weights()
 
     def _take_over(self, alive: tuple[int, ...]) -> None:
+        was_first, late = self.is_first, self.running_on
+        if late is not None and self.repair is not None and self.repair.done is not None:
+            late.go_on_with(self.repair.done.position.updates, self.repair.done.arrived)
         super()._take_over(alive)
+        if self._line and late is not None and self.is_first and not was_first:
+            print(self._line, flush=True)  # the rank before it may not have got to it
         if self.validator is not None:
             self.validator.divide(alive.index(self.rank), len(alive))
 
@@ -300,19 +312,19 @@ class TrainingRun(Run[TrainSettingsT]):
         With `--report-every N`, the ranks add it up only after every N-th step; the records of other steps have no
         loss. Call this before the update, which a non-finite loss prevents or, with `--run-on`, undoes.
         """
-        if self.repair is not None and self.repair.copy is not None:
-            self.repair.copy.take()
-        if (step + 1) % getattr(self.settings, "report_every", 1) and not self._waits_after(step):
-            return
         late = self.running_on
         if late is not None:
-            late.settle()
+            late.settle()  # as long as that may fail, the copy is one of the state before
             if late.must_undo:
                 return
-            if not (late.waits_in(step) or self._waits_after(step)):
-                late.leave_open(self.sum_loss(step, losses))
-                self.records.loss_is_late = True
-                return
+        if self.copy is not None:
+            self.copy.take()
+        if (step + 1) % getattr(self.settings, "report_every", 1) and not self._waits_after(step):
+            return
+        if late is not None and not (late.waits_in(step) or self._waits_after(step)):
+            late.leave_open(self.sum_loss(step, losses))
+            self.records.loss_is_late = True
+            return
         self._print_loss(step, self.global_loss(step, losses))
 
     def _loss_arrived(self, step: int, loss: float, norm: float | None) -> None:
@@ -321,11 +333,11 @@ class TrainingRun(Run[TrainSettingsT]):
         self.records.arrived({"loss": loss} if norm is None else {"loss": loss, "grad_norm": norm})
 
     def _print_loss(self, step: int, loss: float) -> None:
-        line = f"{step} {loss:.8f}{self.records.speed()}"
+        self._line = f"{step} {loss:.8f}{self.records.speed()}"
         if self.has_terminal:
-            print(line, flush=True)
+            print(self._line, flush=True)
         elif isinstance(sys.stdout, RankOutput):
-            sys.stdout.keep(line + "\n")  # on a shared terminal, only rank 0 prints it
+            sys.stdout.keep(self._line + "\n")  # on a shared terminal, only rank 0 prints it
 
 
 def perplexity(loss: float) -> float:

@@ -213,7 +213,14 @@ class RepairFlag(TrainSettings):
 class RepairSettings(DataParallelSettings, RepairFlag):
     """A data-parallel training run that goes on when a rank dies."""
 
+    run_on: bool = False
+    """ranks do not wait for the loss at the end of a step; it is printed a step later"""
+
     lacks: ClassVar[Mapping[str, object]] = {"compress": "none"}
+
+    def check(self) -> None:
+        super().check()
+        check_reports(self.report_every, self.run_on)
 
     def slowdown(self, alive: Collection[int], cores: int) -> float:
         replicas = layout_size(self.layout)
@@ -238,6 +245,12 @@ class ShardedSettings(DataParallelSettings):
     no_repair = NO_COPY
     shard: Sharded = "weights"
     """tensors that the replicas shard: the optimizer's state; also the gradients; also the weights (ZeRO 1, 2, 3)"""
+
+
+def check_reports(report_every: int, run_on: bool) -> None:
+    """Raise `InputError` if steps that run on would not be checked."""
+    late = f"--report-every {report_every} with --run-on: a step that ran on is checked when its loss arrives"
+    require(report_every == 1 or not run_on, f"{late}; leave one of them out")
 
 
 def check_no_clipping(norm: float | None) -> None:

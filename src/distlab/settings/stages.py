@@ -26,7 +26,7 @@ from distlab.pipeline.schedules import (
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
 from distlab.settings.common import WorldSize, as_flag, require_positive, shown_as
 from distlab.settings.experts import ExpertSettings
-from distlab.settings.replicas import OuterSettings, RepairFlag, check_no_clipping
+from distlab.settings.replicas import OuterSettings, RepairFlag, check_no_clipping, check_reports
 from distlab.settings.resume import ResumePolicy
 from distlab.settings.resuming import require_same
 from distlab.settings.sequences import SharedSequences
@@ -270,17 +270,21 @@ class ThreeAxesSettings(ThreeAxes, WrittenScheduleSettings):
     """A run of several equal pipelines, with `--batch-size` sequences each, whose gradients are averaged."""
 
     lacks: ClassVar[Mapping[str, object]] = {"outer": "none"}
+    may_run_on: ClassVar[bool] = False
 
     def check(self) -> None:
         super().check()
         check_division(self.num_heads, self.num_kv_heads, self.tp)
         require(self.schedule != AUTO, f"--schedule {AUTO}: this script runs written schedules; give another one")
-        require(not self.run_on, "--run-on: this script's ranks wait for each other at the end of a step; leave it out")
+        given = "--run-on: this script's ranks wait for each other at the end of a step; leave it out"
+        require(self.may_run_on or not self.run_on, given)
 
 
 @dataclass
 class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
     """A run of several equal pipelines that goes on when a rank dies."""
+
+    may_run_on = True
 
     def check(self) -> None:
         super().check()
@@ -422,8 +426,7 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
 
     def _check_outer(self) -> None:
         require_positive(self, "report_every")
-        late = f"--report-every {self.report_every} with --run-on: a step that ran on is checked when its loss arrives"
-        require(self.report_every == 1 or not self.run_on, f"{late}; leave one of them out")
+        check_reports(self.report_every, self.run_on)
         if self.outer == "none":
             if self.resume is None:  # a checkpoint of a different script may have these settings
                 self._refuse_outer_steps({})

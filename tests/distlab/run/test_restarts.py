@@ -12,8 +12,8 @@ from support.terminals import fork_launcher
 
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 150".split()
 FLAGS = ["--world-size", "2", *SHAPE, "--optimizer", "adam", "--lr", "1e-3"]
-SCRIPT = "DP/gradient_aggr/intro_DP_GA.py"
-LAUNCH = ("dp-ga", *FLAGS)
+SCRIPT = "DP/zero/intro_DP_ZeRO.py"  # sharded replicas cannot do without a restart
+LAUNCH = ("dp-zero", *FLAGS)
 
 
 @pytest.fixture(scope="module")

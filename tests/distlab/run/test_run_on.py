@@ -19,6 +19,7 @@ from distlab.checkpoints.format import latest_valid
 from distlab.pipeline.executor import Pipeline
 from distlab.run.loss_sum import NotFiniteError
 from distlab.run.run_on import LossSum, RunningOn
+from distlab.run.state_copy import StateCopy
 from distlab.run.training import TrainingRun
 
 PIPELINE = "PP/schedules/intro_PP_schedules.py"
@@ -192,7 +193,9 @@ class Arrives:
 )
 def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, told: list[tuple[int, float]]) -> None:
     found: list[tuple[int, float]] = []
-    late = RunningOn(torch.optim.SGD(nn.Linear(1, 1).parameters()), lambda step, loss, _: found.append((step, loss)))
+    late = RunningOn(
+        StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), lambda step, loss, _: found.append((step, loss))
+    )
     late.keep_arrived()
     late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), transfer, counted=2))
     late.keep_arrived()
