@@ -209,7 +209,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_there(tmp
     assert len(losses(out)) == 10
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "rank0.log"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".config.json", "rank0.log"])  # the second becomes config.json
 def test_a_full_disk_is_told_in_one_sentence(name: str, tmp_path: Path) -> None:
     (tmp_path / name).symlink_to("/dev/full")
     ended = fork_python(PRIMER, *SHAPE, "--steps", "3", "--out", tmp_path).finish()
@@ -218,7 +218,7 @@ def test_a_full_disk_is_told_in_one_sentence(name: str, tmp_path: Path) -> None:
         assert (ended.status, ended.err, len(losses(tmp_path))) == (0, "", 3)
         assert ended.out.splitlines()[0] == lost
         return
-    advice = {"metrics.jsonl": "make room", "config.json": "give another folder"}[name]
+    advice = {"metrics.jsonl": "make room", ".config.json": "give another folder"}[name]
     sentence = f"--out {tmp_path}: cannot write there (No space left on device); {advice}"
     assert (ended.status, ended.err) == (2, f"# {sentence}\n")
 
