@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import LAB
+from support.terminals import fork_launcher
 
 from distlab.launch import launch
 from distlab_exercises.catalogue import EXERCISES
@@ -221,15 +222,9 @@ def test_the_command_that_runs_a_file_runs_what_is_not_written_yet(name: str, tm
     path.write_text(write_out(EXERCISES[name], path))
     [command] = re.findall(r"^    run it      \./launch\.sh (.+)$", path.read_text(), re.MULTILINE)
     flags = "--steps 1 --seq-len 16 --dmodel 16 --num-heads 2 --n-layers 3 --data sample --device cpu --micro-batches 3"
-    run = subprocess.run(
-        [sys.executable, "-m", "distlab.launch", *shlex.split(command), *flags.split(), "--out", tmp_path / "run"],
-        env=os.environ | {"PYTHONPATH": str(LAB / "src")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode != 0
-    assert "NotImplementedError: write " in run.stderr
+    ended = fork_launcher(*shlex.split(command), *flags.split(), "--out", tmp_path / "run").finish()
+    assert ended.status != 0
+    assert "NotImplementedError: write " in ended.err
 
 
 def test_exercises_are_written_without_torch() -> None:

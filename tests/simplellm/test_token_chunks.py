@@ -6,16 +6,17 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
-from support.processes import LAB, run
+from support.processes import LAB, meeting_of, run, run_ranks
 
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
@@ -156,33 +157,25 @@ def test_a_broken_file_is_encoded_again(damage: object, cache: Path, capsys: pyt
     assert path.read_bytes() == content
 
 
-COUNTING = """
-import sys
-from simplellm import dataloaders, tokenizers
-encode, count = tokenizers.SPTokenizer.encode_part, 0
-def counting(*arguments):
-    global count
-    ids, end = encode(*arguments)
-    count += len(ids) + 1
-    return ids, end
-tokenizers.SPTokenizer.encode_part = counting
-loader = dataloaders.TinyStories(tokenizers.SPTokenizer(), 8, 256, data="sample")
-sys.stdin.read()
-total = sum(int(next(loader).sum()) for _ in range(60))
-print(total, count)
-"""
+def encode_beside_others(rank: int, begin: Barrier) -> tuple[int, int]:
+    """The sum of all ids of 60 batches, and how many of their tokens this process has encoded itself."""
+    encode, counts = SPTokenizer.encode_part, list[int]()
+
+    def counting(*arguments: Any) -> tuple[list[int], int]:
+        ids, end = encode(*arguments)
+        counts.append(len(ids) + 1)
+        return ids, end
+
+    SPTokenizer.encode_part = counting  # type: ignore[method-assign, assignment]
+    loader = TinyStories(SPTokenizer(), 8, 256, data="sample")
+    begin.wait(20)
+    return sum(int(next(loader).sum()) for _ in range(60)), sum(counts)
 
 
 def test_processes_that_start_together_encode_once(cache: Path) -> None:
-    command = [sys.executable, "-c", COUNTING]
-    env = {**os.environ, "PYTHONPATH": str(LAB / "src")}
-    pipe = subprocess.PIPE
-    ranks = [subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
-    printed = [rank.communicate(timeout=60)[0].split() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    assert len({total for total, _ in printed}) == 1
-    kept = sum(map(tokens_in, files_of(cache)))
-    assert sum(int(count) for _, count in printed) == kept > 60 * 8 * 256
+    totals, counts = zip(*run_ranks(3, encode_beside_others, meeting_of(3)), strict=True)
+    assert len(set(totals)) == 1
+    assert sum(counts) == sum(map(tokens_in, files_of(cache))) > 60 * 8 * 256
 
 
 def test_a_stuck_process_does_not_stop_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

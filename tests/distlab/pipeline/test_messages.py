@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from multiprocessing.synchronize import Barrier
 from random import Random
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support.held import mappings
 from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, grad_of, louder
-from support.processes import free_port, process_group, run_ranks
+from support.processes import free_port, meeting_of, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
@@ -182,41 +183,40 @@ def test_no_worker_waits_for_a_slot(schedule: str) -> None:
         assert waits == 0
 
 
-def run_ahead(rank: int, port: int, transport: Transport) -> float:
-    """Stage 1 begins a second late; the seconds that stage 0 took for its forward passes, 8 MB of activations each."""
+def run_ahead(rank: int, port: int, transport: Transport, ended: Barrier) -> None:
+    """Stage 1 begins when stage 0 has ended its forward passes, of 8 MB of activations each."""
     width, micro_batches = 4096, 6
 
-    class Timed(nn.Module):
+    class Counted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(width))
-            self.ended = 0.0
+            self.passes = 0
 
         def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            if rank == 0 and self.passes == 2 * micro_batches:
+                ended.wait(20)
             y = self.weight.expand(*x.shape[:2], width) if x.dim() == 2 else x * self.weight
-            self.ended = time.monotonic()
             return y * 1.0
 
     with process_group(rank, 2, port, options=Options(transport=transport)) as context:
-        net = Timed()
+        net = Counted()
         programs = all_stages("gpipe", 2, micro_batches)
         pipeline = Pipeline(net, programs, Grid(rank, {"pp": 2}), lambda y, _: y.mean(), width)
         batch = torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches)
         pipeline.step(batch)  # in which the stages agree on the memory that they share
         assert context.shares_memory == (transport == "auto")
-        torch.distributed.barrier()
-        started = time.monotonic()
-        time.sleep(float(rank))
+        if rank == 1:
+            ended.wait(20)
         pipeline.step(batch)
         assert net.weight.grad is not None
-        return net.ended - started
+        assert net.passes == 2 * micro_batches
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_sends_do_not_hold_up_the_stage_that_sends(transport: Transport) -> None:
-    first, second = run_ranks(2, run_ahead, free_port(), transport)
-    assert first < 0.8 < 1.0 < second
+    run_ranks(2, run_ahead, free_port(), transport, meeting_of(2))
 
 
 def grow(rank: int, port: int) -> list[int]:
