@@ -8,14 +8,17 @@ import fcntl
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
 LOCK = "LAB_TESTS_LOCK"  # environment variable: the file that the workers of a session lock
-# Files whose few tests take long: they come first, and then those with most tests, so that all workers end together.
-LONG = "test_compiling", "test_executor", "test_faults", "test_over_nccl", "test_page", "test_hybrid_repair"
+# Files test_… whose few tests take long: they come first, then those with most tests, so that all workers end together.
+LONG = (
+    "compiling page executor faults over_nccl hosts hybrid_repair commands sentiment lessons follow intro auto wheel"
+).split()
 
 
 class InOrder(LoadGroupScheduling):
@@ -36,7 +39,12 @@ def is_alone(item: pytest.Item) -> bool:
 
 def put_in_order(items: list[pytest.Item]) -> None:
     of_file = Counter(item.path for item in items)
-    items.sort(key=lambda item: (is_alone(item), item.path.stem not in LONG, -of_file[item.path], item.path))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
+        is_long = item.path.stem.removeprefix("test_") in LONG
+        return is_alone(item), not is_long, -of_file[item.path], item.path
+
+    items.sort(key=place)
     for item in filter(is_alone, items):
         item.add_marker(pytest.mark.xdist_group("alone"))
 
