@@ -4,31 +4,27 @@ A table is a caption, heads, rows, and the heads of columns in percent. Bytes, s
 units; `page.html` formats them.
 """
 
-import math
-import re
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 from distlab.axes.layout import WORDS, coordinate, replica_of, replicas_in
 from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
-from distlab.pipeline.rerouting import hosts_of
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
+from distlab_page.beside_plans import ledger, memory, prediction
+from distlab_page.ends import ended
 from distlab_page.passes import ring, time_spent, timeline
-from distlab_page.planned import TIMES, costs_of, memory_of, sent_by
-from distlab_page.records import Records, name_of
-from distlab_page.tables import Json, evenly_spaced, table
+from distlab_page.planned import TIMES
+from distlab_page.records import Records, in_words, name_of
+from distlab_page.tables import MOST_ROWS, Json, evenly_spaced, shown_of, table
+from distlab_page.verdict import verdict
 from simplellm.errors import InputError
 
-MOST_POINTS, MOST_ROWS = 4000, 60  # of a curve; of a table beside it
-SAME_LOSS = 1e-3  # relative; larger differences are not rounding
-WITHOUT = "activations without recomputation"  # counted as well, but not held: `distlab.reports.memory.WITHOUT`
+MOST_POINTS = 4000  # of a curve
 IN_A_ROW, MOST_PASSES = 10, 600  # steps of a schedule whose ranks do not wait at the end of a step; their passes
 NO_BUBBLE = 0.02  # what the first and the last of several steps leave
-WARM_UP = 3  # steps that the planner's comparison leaves out, as `distlab_planner.prediction` does
 CURVES = {
     "loss": "loss of the global batch",
     "validation_loss": "validation loss",
@@ -36,21 +32,6 @@ CURVES = {
     "grad_norm": "norm of the gradients",
 }
 LOAD, LOAD_WORDS = "max_over_mean_load", "tokens of the fullest expert, relative to the mean"
-BYTES = "bytes", "bytes a step", "by formula", "formula"
-# The settings that make a training run what it is, whatever the layout. One that a script lacks counts as None.
-TRAINING = (
-    "seed lr optimizer betas weight_decay warmup_steps lr_schedule min_lr clip_norm dmodel num_heads num_kv_heads "
-    "hidden_dim n_layers seq_len dtype document_mask tokenizer"
-).split()
-# Others that not every script and every older run has, with the value that those then have.
-OTHERS: dict[str, Any] = {"outer": "none", "compress": "none", "residual": "float32"}
-OTHERS |= {"experts": 0, "experts_per_token": 2, "shared_expert": False, "router_scores": "softmax", "qk_norm": False}
-OTHERS |= {"capacity": 0, "balance_rate": 0.003}
-CAUSE = re.compile(
-    r"failed|has exited|deadlock|interrupted|terminated|lost its connection|not answer|^rank \d+( \(.*?\))? waited|"
-    r"is not finite|is (nan|inf)|goes? on with step|but has not reached|out of memory|killed"
-)
-GOES_ON = re.compile(r"ranks? (\d[\d, and]*) goe?s? on with step (\d+)")
 
 
 def contents(run: Records, other: Records | None = None, is_live: bool = False) -> Json:
@@ -73,12 +54,26 @@ def contents(run: Records, other: Records | None = None, is_live: bool = False) 
         "experts": experts(run),
         "ring": ring(run.trace) if run.trace else None,
         "ended": ended(run),
+        "missing": missing(run),
     }
 
 
-def in_words(run: Records) -> str:
-    """Return a layout in words: "2 dp x 3 pp", "one process"."""
-    return " x ".join(f"{size} {axis}" for axis, size in run.layout.items() if size > 1) or "one process"
+def missing(run: Records) -> dict[str, str]:
+    """Return, by panel, why it is empty if it is."""
+    if run.is_running:
+        why = dict.fromkeys(("timeline", "memory"), "The ranks report this at the end of the run.")
+    else:
+        why = dict.fromkeys(("timeline", "memory"), "The run ended before its ranks reported this.")
+    if run.repairs and status(run)["state"] == "complete":
+        why["timeline"] = "No step came after the last repair, so the run has no trace of one."
+    if not run.settings.get("trace"):
+        why["timeline"] = "The run has no trace: it needs --trace."
+    if run.memory:
+        why["memory"] = f"The counts of {len(run.memory)} ranks are recorded, but not which ranks these are."
+    elif status(run)["state"] == "complete":
+        why["memory"] = "The run did not count its memory."
+    sent = "One process sends nothing." if run.ranks == 1 else "The run has no records of it yet."
+    return why | {"time": "The run has no records of its time.", "ledger": sent}
 
 
 def title_of(run: Records) -> str:
@@ -99,55 +94,6 @@ def status(run: Records) -> Json:
             "steps": done,
         }
     return {"state": "complete", "text": f"The run is complete: {of}.", "steps": done}
-
-
-def verdict(run: Records, other: Records) -> Json:
-    """Return whether two runs are the same training run, by their settings, their batches and their losses."""
-    who = "one process" if other.ranks == 1 else f"{other.name} ({in_words(other)})"
-    reasons = [f"{name} {ours} and {theirs}" for name, ours, theirs in _different_settings(run, other)]
-    if reasons:
-        return {"is_same": None, "text": f"Not the same training run as {who}: {'; '.join(reasons)}.", "table": None}
-    theirs = {record["step"]: record["loss"] for record in other.metrics}
-    pairs = [(r["step"], r["loss"], theirs[r["step"]]) for r in run.metrics if r["step"] in theirs]
-    pairs = [pair for pair in pairs if pair[1] is not None and pair[2] is not None]
-    if not pairs:
-        return {"is_same": None, "text": f"Nothing to compare with {who}: the runs share no step.", "table": None}
-    step, ours, its = max(pairs, key=lambda pair: abs(pair[1] - pair[2]))
-    most, is_same = abs(ours - its), all(math.isclose(a, b, rel_tol=SAME_LOSS) for _, a, b in pairs)
-    differ = (
-        f"losses differ by at most {most:.2g} over {len(pairs):,} steps"
-        if most
-        else f"equal losses over {len(pairs):,} steps"
-    )
-    text = (
-        f"The same run as {who}: {differ}." if is_same else f"Not the same losses as {who}: {differ}, in step {step}."
-    )
-    rows = [(step, a, b, a - b) for step, a, b in evenly_spaced(pairs, MOST_ROWS)]
-    shown = table(f"Losses of both runs, {_shown(rows, pairs)}", ("step", run.name, other.name, "difference"), rows)
-    return {"is_same": is_same, "text": text, "most": most, "steps": len(pairs), "table": shown}
-
-
-def _different_settings(run: Records, other: Records) -> Iterator[tuple[str, Any, Any]]:
-    for name in TRAINING:
-        if run.settings.get(name) != other.settings.get(name):
-            yield name, run.settings.get(name), other.settings.get(name)
-    for name, usual in OTHERS.items():
-        pair = run.settings.get(name, usual), other.settings.get(name, usual)
-        if pair[0] != pair[1]:
-            yield name, *pair
-    if run.sync_every != other.sync_every:
-        yield "sync_every", run.sync_every, other.sync_every
-    if run.config.get("data") != other.config.get("data"):
-        yield "data", run.config.get("data"), other.config.get("data")
-    batches = _per_step(run), _per_step(other)
-    if None not in batches and batches[0] != batches[1]:
-        yield f"{run.unit} in a step", *batches
-
-
-def _per_step(run: Records) -> int | None:
-    """Return the size of the global batch."""
-    counts = [record[run.unit] for record in run.metrics[:2] if run.unit in record]
-    return counts[1] - counts[0] if len(counts) == 2 else None
 
 
 def about(run: Records) -> Json:
@@ -235,15 +181,11 @@ def curves(runs: Sequence[Records]) -> Json:
             run.unit: [r.get(run.unit) for r in records],
             "seconds": [r["so_far"] for r in records],
         }
-        shown.append({"name": run.name, "at": at, "values": values, "caption": _shown(records, steps)})
+        shown.append({"name": run.name, "at": at, "values": values, "caption": shown_of(records, steps)})
     return {
         "runs": shown,
         "words": {name: words for name, words in CURVES.items() if any(name in r["values"] for r in shown)},
     }
-
-
-def _shown(some: Sequence[Any], every: Sequence[Any]) -> str:
-    return f"{len(some):,} of {len(every):,} steps" if len(some) < len(every) else f"all {len(every):,} steps"
 
 
 def schedules(run: Records) -> Json:
@@ -291,119 +233,6 @@ def _simulated(schedule: str, workers: int, micro_batches: int, steps: int) -> P
     return simulate(in_a_row(programs, steps), ActionCosts(forward=1 / stages, backward=2 / stages))
 
 
-def ledger(run: Records) -> Json | None:
-    """Return the bytes that each rank sent, by kind with their formulas, and from rank to rank.
-
-    A collective's bytes are divided equally between the other ranks that took part.
-    """
-    if len(run.ledger) < 2:
-        return _ledger_of_rank_0(run)
-    costs, names = costs_of(run), [account["name"] for account in run.ledger]
-    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # the ranks with the same row
-    kinds: list[list[list[Any]]] = [[[] for _ in names] for _ in names]
-    for account in run.ledger:
-        rank, count = account["rank"], account["steps"]
-        formulas = sent_by(costs, rank) if costs else {}
-        by_kind: dict[str, list[Any]] = defaultdict(lambda: [0, 0, None, []])
-        for sent in account["sent"]:
-            kind, peers, total = sent["kind"], sent["peers"], by_kind[sent["kind"]]
-            to = coordinate(run.layout, peers[0], "pp") if sent["way"] == "send" else None
-            formula = formulas.get((kind, to))
-            total[0] += sent["messages"]
-            total[1] += sent["bytes"]
-            if formula:
-                total[2] = (total[2] or 0) + formula.bytes
-                total[3].append(formula.words)
-            for peer in peers:
-                expected = formula.bytes * count / len(peers) if formula else None
-                kinds[rank][peer].append([kind, sent["bytes"] / len(peers), expected])
-        for kind, (messages, size, expected, words) in by_kind.items():
-            each = size / count if count else None
-            alike[kind, messages, size, each, expected, " + ".join(words)].append(rank)
-    most = {kind: max(row[2] for row in alike if row[0] == kind) for kind, *_ in alike}
-    rows = [(row[0], ", ".join(map(str, ranks)), *row[1:]) for row, ranks in alike.items()]
-    rows.sort(key=lambda row: (-most[row[0]], row[0]))
-    head = ("kind", "ranks", "messages", *BYTES)
-    pairs = [
-        (name, names[peer], *sent)
-        for name, line in zip(names, kinds, strict=True)
-        for peer, here in enumerate(line)
-        for sent in here
-    ]
-    steps = f"in {run.ledger[0]['steps']:,} steps"
-    return {
-        "table": table(f"Bytes that each of these ranks sent {steps}, by kind", head, rows),
-        "matrix": [[sum(size for _, size, _ in here) for here in line] for line in kinds],
-        "kinds": kinds,
-        "ranks": names,
-        "pairs": table(f"Bytes from rank to rank {steps}", ("from", "to", "kind", "bytes", "by formula"), pairs),
-        "has_formulas": costs is not None,
-    }
-
-
-def _ledger_of_rank_0(run: Records) -> Json | None:
-    """Return the bytes that rank 0 sent in the recorded steps: all that a run has that did not reach its end."""
-    totals: dict[str, int] = defaultdict(int)
-    for record in run.metrics:
-        for kind, size in record.get("sent_bytes", {}).items():
-            totals[kind] += size
-    if not totals:
-        return None
-    costs, planned = costs_of(run), dict[str, tuple[int, str]]()
-    for (kind, _), formula in sent_by(costs, 0).items() if costs else ():
-        size, words = planned.get(kind, (0, ""))
-        planned[kind] = size + formula.bytes, " + ".join(filter(None, (words, formula.words)))
-    rows = [(kind, size, size / len(run.metrics), *planned.get(kind, (None, ""))) for kind, size in totals.items()]
-    caption = "Bytes that rank 0 sent (the other ranks report theirs at the end)"
-    return {"table": table(caption, ("kind", *BYTES), rows), "matrix": None}
-
-
-def memory(run: Records) -> Json | None:
-    """Return the bytes that each rank held, by kind, beside the plan."""
-    if not run.memory or len(run.memory) != run.ranks:
-        return None
-    costs = costs_of(run)
-    kinds = [kind for kind in run.memory[0] if kind != WITHOUT and any(rank.get(kind) for rank in run.memory)]
-    planned = [memory_of(costs, rank) for rank in range(run.ranks)] if costs else None
-    names = [name_of(run, rank) for rank in range(run.ranks)]
-    rows = [
-        (names[rank], kind, held[kind], planned[rank].get(kind) if planned else None)
-        for rank, held in enumerate(run.memory)
-        for kind in kinds
-    ]
-    bars = {kind: [held[kind] for held in run.memory] for kind in kinds}
-    plan = {kind: [held.get(kind, 0) for held in planned] for kind in kinds} if planned else None
-    return {
-        "ranks": names,
-        "bars": bars,
-        "plan": plan,
-        "table": table("Bytes held at the peak", ("rank", "kind", "held", "by the plan"), rows),
-    }
-
-
-def prediction(run: Records) -> Json | None:
-    """Return the predicted and the measured time of a step on rank 0, with `--machine`."""
-    predicted = run.config.get("predicted_seconds")
-    records = [record for record in run.metrics if "waited_seconds" in record]
-    records = records[WARM_UP:] or records
-    if not predicted or not records:
-        return None
-    seconds, waited, collective = (
-        statistics.fmean(record[name] for record in records)
-        for name in ("seconds", "waited_seconds", "collective_seconds")
-    )
-    measured = {
-        "step": seconds,
-        "computing": seconds - waited,
-        "collectives": collective,
-        "waiting for messages": waited - collective,
-    }
-    rows = [(what, predicted[what], measured[what], predicted[what] - measured[what]) for what in measured]
-    head = ("of a step", "predicted", "measured", "difference")
-    caption = f"Seconds of a step on rank 0, mean of {len(records):,} steps"
-    return {"table": table(caption, head, rows), "parts": [row[:3] for row in rows]}
-
-
 def experts(run: Records) -> Json | None:
     """Return the load of the fullest expert in each step."""
     records = [record for record in run.metrics if LOAD in record]
@@ -412,48 +241,5 @@ def experts(run: Records) -> Json | None:
     shown = evenly_spaced(records, MOST_POINTS)
     steps, loads = [r["step"] + 1 for r in shown], [r[LOAD] for r in shown]
     rows = evenly_spaced([*zip(steps, loads, strict=True)], MOST_ROWS)
-    caption = f"Load, {_shown(rows, records)}"
+    caption = f"Load, {shown_of(rows, records)}"
     return {"steps": steps, "loads": loads, "table": table(caption, ("step", LOAD_WORDS), rows)}
-
-
-def detours(run: Records) -> Json | None:
-    """Return who has done the work of dead ranks of pipelines, and from which step on."""
-    workers, parts, pipelines = run.layout.get("pp", 1), run.settings.get("micro_batches", 1), run.layout.get("dp", 1)
-    given, rows = run.settings.get("repair", "off"), dict[tuple[int, str, str], list[int]]()
-    slices = run.layout.get("tp", 1)  # ranks with the same layers: they die together, and count as one worker
-    repairs = {found.groups() for lines in run.logs.values() for line in lines if (found := GOES_ON.search(line))}
-    for names, step in repairs if given != "off" and workers > 1 else ():
-        alive = {int(number) // slices for number in re.findall(r"\d+", names)}
-        for (worker, part), host in hosts_of(workers, parts, pipelines, alive, given == "exact").items():
-            own = part // parts * workers + worker
-            for number in range(slices if own != host else 0):
-                dead, other = (name_of(run, one * slices + number) for one in (own, host))
-                rows.setdefault((int(step), dead, other), []).append(part % parts)
-    shown = [(step, own, ", ".join(map(str, numbers)), host) for (step, own, host), numbers in sorted(rows.items())]
-    head = ("from step", "work of", "micro-batches", "done by")
-    return table("Detours around dead ranks", head, shown) if shown else None
-
-
-def ended(run: Records) -> Json:
-    """Return what the launcher and the ranks report about deaths and waits, and their last lines."""
-    causes, waits = dict[str, None](), list[str]()
-    for who, lines in run.logs.items():
-        for number, line in enumerate(lines):
-            if line.startswith("who waits for whom"):
-                block = [line, *(later for later in _while_indented(lines[number + 1 :]))]
-                waits = max(waits, block, key=len)
-            elif who == "launcher" or (CAUSE.search(line) and not line.startswith(" ")):
-                causes[line] = None
-    return {
-        "causes": [*causes],
-        "waits": waits,
-        "detours": detours(run),
-        "logs": [[who, *lines[-200:]] for who, lines in run.logs.items() if lines],
-    }
-
-
-def _while_indented(lines: Sequence[str]) -> Iterator[str]:
-    for line in lines:
-        if not line.startswith(" "):
-            return
-        yield line

@@ -130,7 +130,8 @@ def time_spent(run: Records) -> Json | None:
     if run.trace is not None:
         rows = [_spent(run.trace, rank) for rank in range(len(run.trace.ranks))]
         head = ("computing", "waiting", "sending", "other work")
-        caption, source = "Seconds in all steps of the trace but the first, by rank", "trace.json"
+        which = "the steps after the last repair" if run.repairs else "all steps of the trace but the first"
+        caption, source = f"Seconds in {which}, by rank", "trace.json"
     elif run.ledger:
         rows = [
             (r["seconds"] - r["waited_seconds"], r["waited_seconds"] - r["collective_seconds"], r["collective_seconds"])
@@ -144,7 +145,7 @@ def time_spent(run: Records) -> Json | None:
         )
         rows = [(whole - waited, waited - collective, collective)]
         head = ("computing", "waiting for messages", "in collectives")
-        caption, source = "Seconds in all steps of rank 0 (the other ranks report theirs at the end)", "metrics.jsonl"
+        caption, source = f"Seconds in all steps of {run.reporter} ({run.why_alone})", "metrics.jsonl"
     else:
         return None
     names = [run.trace.describe(rank) if run.trace else name_of(run, rank) for rank in range(len(rows))]

@@ -23,7 +23,7 @@ from simplellm.errors import InputError
 TIMES = "\N{MULTIPLICATION SIGN}"
 # Settings that the planner's formulas do not count, with the values for which they hold.
 WITHOUT: dict[str, tuple[Any, ...]] = {
-    "dtype": ("float32",),
+    "residual": ("float32",),
     "document_mask": (False,),
     "experts": (0,),
     "outer": ("none",),
@@ -37,6 +37,16 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
 NEEDED = (
     "dmodel num_heads num_kv_heads hidden_dim seq_len n_layers batch_size micro_batches recompute optimizer".split()
 )
+WAYS = {"R": "again", **dict.fromkeys("Ff", "forward"), **dict.fromkeys("BbIi", "backward")}  # actions by letter
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a message or of a collective's tensor."""
+
+    numbers: int
+    words: str
+    number_bytes: int = NUMBER_BYTES
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,10 @@ def costs_of(run: Records) -> Costs | None:
     link = Link(0.0, 1.0)
     device: Literal["cpu", "cuda"] = "cuda" if "gpu" in run.config.get("machine", {}) else "cpu"
     machine = Machine("", device, 1, run.ranks, run.ranks, 1.0, link, link, 1.0)
-    return Costs(machine, Model(sizes, settings["n_layers"]), own, optimizer=settings["optimizer"])
+    # Scripts with whole passes only send activations in float32 (`StageSettings.casts_messages`).
+    casts = "tp" in settings or "chunks_per_stage" in settings
+    model = Model(sizes, settings["n_layers"])
+    return Costs(machine, model, own, optimizer=settings["optimizer"], casts_messages=casts)
 
 
 def memory_of(costs: Costs, rank: int) -> dict[str, int]:
@@ -99,50 +112,68 @@ def sent_by(costs: Costs, rank: int) -> Formulas:
     layout, sizes, tokens, attention = costs.layout, costs.model.sizes, costs.tokens, costs.attention
     worker, programs, formulas = coordinate(layout.axes, rank, "pp"), layout.programs(), Formulas()
 
-    def add(kind: str, to: int | None, count: int | Fraction, times: str, numbers: int, words: str) -> None:
+    def add(kind: str, to: int | None, count: int | Fraction, times: str, size: Size) -> None:
         if count:
-            before, words = formulas.get((kind, to)), f"{times} {TIMES} {words} {TIMES} {NUMBER_BYTES} B"
-            size = int(count * numbers * NUMBER_BYTES)
+            before, words = formulas.get((kind, to)), f"{times} {TIMES} {size.words} {TIMES} {size.number_bytes} B"
+            total = int(count * size.numbers * size.number_bytes)
             formulas[kind, to] = (
-                Formula(before.bytes + size, f"{before.words} + {words}") if before else Formula(size, words)
+                Formula(before.bytes + total, f"{before.words} + {words}") if before else Formula(total, words)
             )
 
-    def add_ring(kind: str, ranks: int, count: int, rounds: int, numbers: int, words: str) -> None:
+    def add_ring(kind: str, ranks: int, count: int, rounds: int, size: Size) -> None:
         """Add collectives: an all-reduce is two rounds around a ring, an all-gather or a reduce-scatter is one."""
         times = f"{count} {TIMES} " * (count > 1) + f"{rounds} " * (rounds > 1) + f"({ranks} - 1) / {ranks}"
-        add(kind, None, Fraction(count * rounds * (ranks - 1), ranks), times, numbers, words)
+        add(kind, None, Fraction(count * rounds * (ranks - 1), ranks), times, size)
 
-    activations = tokens * sizes.dmodel, f"{tokens:,} tokens {TIMES} {sizes.dmodel} wide"
+    def activations(number_bytes: int) -> Size:
+        return Size(tokens * sizes.dmodel, f"{tokens:,} tokens {TIMES} {sizes.dmodel} wide", number_bytes)
+
+    messages = activations(sizes.inner_bytes if costs.casts_messages else NUMBER_BYTES)
     for (sender, receiver, kind), sent in simulate(programs).messages.items():
         if sender == worker:
-            add(kind, receiver, len(sent), f"{len(sent)} messages", *activations)
+            add(kind, receiver, len(sent), f"{len(sent)} messages", messages)
 
-    weights, parts = sum(map(costs.weights, stages_of(programs[worker]))), layout.micro_batches
+    count, parts = sum(map(costs.weights, stages_of(programs[worker]))), layout.micro_batches
+    weights = Size(count, f"{count:,} weights")
     counts = {"none": (1, 0), "optimizer": (1, 1), "gradients": (parts, 1), "weights": (parts, 2 * parts)}
-    for kind, count in zip(("gradients", "weights"), counts[layout.shard], strict=True):
-        add_ring(kind, layout.copies, count, 2 if layout.shard == "none" else 1, weights, f"{weights:,} weights")
+    for kind, times in zip(("gradients", "weights"), counts[layout.shard], strict=True):
+        add_ring(kind, layout.copies, times, 2 if layout.shard == "none" else 1, weights)
     for kind in ("loss", "gradient norm"):
-        add_ring(kind, layout.ranks, 1, 2, LOSS_BYTES // NUMBER_BYTES, "2 numbers")
+        add_ring(kind, layout.ranks, 1, 2, Size(LOSS_BYTES // NUMBER_BYTES, "2 numbers"))
 
-    if layout.recompute != "none":  # then collectives of forward passes run again, if the output needs them
-        return formulas
-    passes: Counter[tuple[str, str]] = Counter()  # through parts of the model, forward and backward
+    passes: Counter[tuple[str, str]] = Counter()  # through parts of the model: forward, forward again, backward
+    unneeded = 0  # products of blocks that run again, which only the output needs
     for action in programs[worker]:
-        for part, count in costs.parts(action.stage).items():
-            passes[action.letter.replace("I", "B"), part] += count
-    forward, backward = passes["F", "block"], passes["B", "block"]
-    slices, others, keys = layout.size("tp"), layout.size("cp") - 1, attention.keys_bytes // NUMBER_BYTES
-    for kind, count, size in (
-        ("layer activations", 2 * forward, activations),
-        ("layer gradients", 2 * backward, activations),
-        ("vocabulary activations", passes["F", "embedding"], activations),
-        ("vocabulary activations", passes["F", "head"], (3 * tokens, f"3 {TIMES} {tokens:,} tokens")),
-        ("vocabulary gradients", passes["B", "head"], activations),
+        held = costs.parts(action.stage)
+        for part, number in held.items():
+            passes[WAYS.get(action.letter, ""), part] += number
+        if action.letter in "bi" or (action.letter in "BI" and layout.recomputes_blocks):
+            passes["again", "block"] += held["block"]
+            unneeded += held["block"]
+        unneeded += action.letter == "R" and not held["head"]
+    forward, backward, again = (passes[way, "block"] for way in ("forward", "backward", "again"))
+    embeddings, logits = (passes["forward", part] + passes["again", part] for part in ("embedding", "head"))
+    inner, whole = activations(sizes.inner_bytes), activations(NUMBER_BYTES)
+    for kind, times, size in (
+        ("layer activations", 2 * (forward + again) - unneeded, inner),
+        ("layer gradients", 2 * backward, inner),
+        ("vocabulary activations", embeddings, whole),
+        ("vocabulary activations", logits, Size(3 * tokens, f"3 {TIMES} {tokens:,} tokens")),
+        ("vocabulary gradients", passes["backward", "head"], inner),
     ):
-        add_ring(kind, slices, count, 2, *size)
-    if layout.cp_kind != "heads":
-        is_ring = layout.cp_kind == "ring"
-        to, visits = (worker, forward + backward) if is_ring else (None, forward)  # they travel again for gradients
-        for kind, count in (("keys and values", visits), ("gradients of keys and values", backward)):
-            add(kind, to, others * count, f"{others * count} messages", keys, f"{keys:,} numbers")
+        add_ring(kind, layout.size("tp"), times, 2, size)
+
+    ranks, forward = layout.size("cp"), forward + again * (layout.recompute != "except-attention")
+    if layout.cp_kind == "heads":
+        numbers = round(4 * ranks * attention.message_bytes / sizes.inner_bytes)  # of queries, keys, values, results
+        exchanged = Size(numbers, f"{numbers:,} numbers", sizes.inner_bytes)
+        add_ring("heads", ranks, forward + backward, 1, exchanged)
+        return formulas
+    is_ring = layout.cp_kind == "ring"
+    to, visits = (worker, forward + backward) if is_ring else (None, forward)  # they travel again for gradients
+    number_bytes = NUMBER_BYTES if is_ring else sizes.inner_bytes
+    numbers = attention.keys_bytes // number_bytes
+    for kind, times in (("keys and values", visits), ("gradients of keys and values", backward)):
+        count = (ranks - 1) * times
+        add(kind, to, count, f"{count} messages", Size(numbers, f"{numbers:,} numbers", number_bytes))
     return formulas

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from simplellm.errors import InputError, require
 
 NOT_COMPLETE = "this is not a complete record of a run; remove it, or wait until the run has written it"
 STEP = {"step", "loss", "seconds"}  # what each line of metrics.jsonl has at least
+GOES_ON = re.compile(r"ranks? (\d[\d, and]*) goe?s? on with step (\d+)")  # after a repair, in the log of each rank
 ACCOUNT = {"name", "rank", "steps", "seconds", "waited_seconds", "collective_seconds", "sent"}  # each of ledger.json
 
 
@@ -29,7 +31,7 @@ class Records:
     metrics: list[dict[str, Any]]  # by step
     trace: Trace | None
     ledger: list[dict[str, Any]]  # by rank
-    memory: list[dict[str, int]]  # by rank, bytes by kind
+    memory: list[dict[str, int]]  # by rank, bytes by kind; after a repair, of the ranks that are left
     logs: dict[str, list[str]]  # by their names, "rank 0", the lines that begin with "#"; first "launcher"
 
     @property
@@ -56,6 +58,31 @@ class Records:
         return layout_size(self.layout)
 
     @property
+    def repairs(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The repairs after deaths: the step with which ranks went on, and their numbers in the layout."""
+        told = {found.groups() for lines in self.logs.values() for line in lines if (found := GOES_ON.search(line))}
+        return sorted((int(step), tuple(map(int, re.findall(r"\d+", names)))) for names, step in told)
+
+    @property
+    def alive(self) -> tuple[int, ...] | None:
+        """The numbers of the ranks that `memory` has counts of; None if the records do not say which these are."""
+        sets = [(*range(self.ranks),), self.trace.alive if self.trace else (), *(who for _, who in self.repairs[::-1])]
+        return next((tuple(who) for who in sets if len(who) == len(self.memory)), None)
+
+    @property
+    def reporter(self) -> str:
+        """The rank whose steps `metrics` has: rank 0 or, after its death, the first rank that is left."""
+        firsts = {min(who) for _, who in self.repairs}
+        return "rank 0" if firsts <= {0} else "rank 0 and, after it died, the first rank that was left"
+
+    @property
+    def why_alone(self) -> str:
+        """The reason why there are no records of the other ranks."""
+        if self.is_running:
+            return "the other ranks report theirs at the end"
+        return "after a repair, no other rank reports" if self.repairs else "the other ranks ended before they reported"
+
+    @property
     def unit(self) -> str:
         """The unit in which the run counts its input: "tokens", "reviews"."""
         names = [name.removesuffix("_per_second") for name in (self.metrics or [{}])[0] if name.endswith("_per_second")]
@@ -74,14 +101,15 @@ def read(folder: Path, has_ended: bool = False) -> Records:
     """
     folder = newest_run(folder)
     require(is_run(folder), f"{folder}: this is not a run's folder; give one that has a {CONFIG}, such as runs/intro")
-    config, trace = _read_json(folder / CONFIG), folder / "trace.json"
+    config, events = _read_json(folder / CONFIG), folder / "trace.json"
+    trace = read_chrome(events) if events.exists() else None  # without steps, after a repair in the last one
     ledger, memory = (_of_ranks(folder / name, keys) for name, keys in (("ledger.json", ACCOUNT), ("memory.json", ())))
     return Records(
         folder=folder,
         is_running=not has_ended and _is_claimed(folder),
         config=config,
         metrics=_of_steps(folder / "metrics.jsonl"),
-        trace=read_chrome(trace) if trace.exists() else None,
+        trace=trace if trace and trace.steps() else None,
         ledger=ledger,
         memory=memory,
         logs={
@@ -143,3 +171,8 @@ def name_of(run: Records, rank: int) -> str:
     if run.ledger:
         return str(run.ledger[rank]["name"])
     return run.trace.describe_number(rank) if run.trace else describe_rank(run.layout, rank)
+
+
+def in_words(run: Records) -> str:
+    """Return a layout in words: "2 dp x 3 pp", "one process"."""
+    return " x ".join(f"{size} {axis}" for axis, size in run.layout.items() if size > 1) or "one process"

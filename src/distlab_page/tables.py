@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Json = dict[str, Any]
+MOST_ROWS = 60  # of a table beside a curve
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]], shares: Sequence[str] = ()) -> Json:
@@ -18,3 +19,8 @@ def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
     if most == 1:
         return [items[len(items) // 2]]
     return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+
+
+def shown_of(some: Sequence[Any], every: Sequence[Any]) -> str:
+    """Return how many of all steps are shown, in words."""
+    return f"{len(some):,} of {len(every):,} steps" if len(some) < len(every) else f"all {len(every):,} steps"

@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from distlab_page import drawing_library
 from distlab_page.contents import contents
 from distlab_page.records import Records, read
 from simplellm.errors import InputError, require_package
@@ -36,26 +37,13 @@ def write(folder: Path, other: Path | None = None, to: Path | None = None, has_e
 
 
 def html(run: Records, other: Records | None = None, is_live: bool = False) -> str:
-    """Return the page, with plotly's script inside."""
+    """Return the page, with the drawing library inside."""
     require_package("plotly", "a page")
-    from plotly.offline import get_plotlyjs
-
     data = contents(run, other, is_live)
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     before, _, after = template.partition("/*DATA*/")
     scripts, _, end = after.partition("/*PLOTLY*/")
-    return "".join([before, as_script(data), scripts, _unwrapped(get_plotlyjs()), end])
-
-
-def _unwrapped(plotly: str) -> str:
-    """Return plotly's script without the function around it, which is for other loaders than a script element.
-
-    A browser parses all of the function first to find its end, and once more to run it: a quarter of a page's time.
-    """
-    head, start, rest = plotly.partition("(\n function(root, factory)")
-    _, start, rest = rest.partition('"use strict";var Plotly=(()=>{')
-    body, end, _ = rest.rpartition("window.Plotly = Plotly;")
-    return head + start + body if end else plotly
+    return "".join([before, as_script(data), scripts, drawing_library.script(), end])
 
 
 def as_script(data: Any) -> str:

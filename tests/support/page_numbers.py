@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distlab.pipeline.schedules import all_stages
+from simplellm.errors import InputError
+
 CURVES = "loss", "validation_loss", "lr", "grad_norm"
 Pass = tuple[int, str]  # a worker, and the name of a pass: "F2"
 
@@ -256,3 +259,43 @@ class Expected:
                 "table": {"rows": [("", share) for share in shares]},
             },
         }
+
+
+def of_schedule(name: str, workers: int, micro_batches: int, steps: int) -> tuple[float, float, float] | None:
+    """The mean bubble of a schedule's workers, its time, and the micro-batches that a worker keeps at once, at most.
+
+    Messages are free; all stages of a worker together take 1 for a forward pass, 2 for a backward pass. None if there
+    is no such schedule.
+    """
+    try:
+        programs = all_stages(name, workers, micro_batches)
+    except InputError:
+        return None
+    each = len({action.stage for action in programs[0]})
+    todo = [
+        [(a.letter, a.stage, a.micro_batch + step * micro_batches) for step in range(steps) for a in program]
+        for program in programs
+    ]
+    done, clocks, busy, kept = dict[tuple[str, int, int], float](), [0.0] * workers, [0.0] * workers, [1] * workers
+    alive: list[set[tuple[int, int]]] = [set() for _ in programs]
+    while any(todo):
+        for worker, program in enumerate(todo):
+            while program:
+                letter, stage, part = program[0]
+                way = "F" if letter == "F" else "B"
+                source = stage - 1 if way == "F" else stage + 1
+                is_free = letter == "W" or source in (-1, workers * each)
+                if not is_free and (way, source, part) not in done:
+                    break
+                program.pop(0)
+                seconds = {"F": 1, "B": 2, "I": 1, "W": 1}[letter] / each
+                busy[worker] += seconds
+                clocks[worker] = max(clocks[worker], 0.0 if is_free else done[way, source, part]) + seconds
+                if letter != "W":
+                    done[way, stage, part] = clocks[worker]
+                if letter == "F":
+                    alive[worker].add((stage, part))
+                elif letter != "I":  # the weights' gradients need some of them
+                    alive[worker].discard((stage, part))
+                kept[worker] = max(kept[worker], len(alive[worker]))
+    return statistics.fmean(1 - own / max(clocks) for own in busy), max(clocks), max(kept) / each

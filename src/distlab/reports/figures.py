@@ -176,7 +176,10 @@ def _named(runs: list[str]) -> list[tuple[str, Path]]:
 
 
 def _read_trace(run: Path) -> Trace:
-    return read_chrome(run / "trace.json" if run.is_dir() else run)
+    path = run / "trace.json" if run.is_dir() else run
+    trace = read_chrome(path)
+    require(bool(trace.steps()), f"{path}: no step came after the last repair, so there is none to draw")
+    return trace
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -244,7 +244,10 @@ def _arrows(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def read_chrome(path: Path) -> Trace:
-    """Read a file of `write_chrome`; raises `InputError` if it is missing or is not the trace of a run."""
+    """Read a file of `write_chrome`; raises `InputError` if it is missing or is not the trace of a run.
+
+    After a repair in the last step, the trace has no `steps`.
+    """
     try:
         content = json.loads(path.read_text())
         about = content["otherData"]
@@ -262,7 +265,9 @@ def read_chrome(path: Path) -> Trace:
         layout = about["layout"] if "layout" in about else _layout_of_older(about)
         run_on, pipelines, alive = (about.get(name) for name in ("run_on", "pipelines", "alive"))
         trace = Trace(ranks, layout, programs, bool(run_on), pipelines or 1, alive or ())
-        trace.typical_step()
+        if not all(any(event.kind == STEP for event in rank.events) for rank in ranks):
+            raise ValueError("a rank without steps")
+        trace.steps()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: this is not the trace of a run; --trace records one") from error
     return trace

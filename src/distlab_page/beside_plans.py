@@ -1,0 +1,126 @@
+"""The panels with records beside the planner's numbers: bytes sent, bytes held, seconds of a step."""
+
+import statistics
+from collections import defaultdict
+from typing import Any
+
+from distlab.axes.layout import coordinate
+from distlab_page.planned import costs_of, memory_of, sent_by
+from distlab_page.records import Records, name_of
+from distlab_page.tables import Json, table
+
+WITHOUT = "activations without recomputation"  # counted as well, but not held: `distlab.reports.memory.WITHOUT`
+WARM_UP = 3  # steps that the planner's comparison leaves out, as `distlab_planner.prediction` does
+BYTES = "bytes", "bytes a step", "by formula", "formula"
+
+
+def ledger(run: Records) -> Json | None:
+    """Return the bytes that each rank sent, by kind with their formulas, and from rank to rank.
+
+    A collective's bytes are divided equally between the other ranks that took part.
+    """
+    if len(run.ledger) < 2:
+        return _ledger_of_rank_0(run)
+    costs, names = costs_of(run), [account["name"] for account in run.ledger]
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # the ranks with the same row
+    kinds: list[list[list[Any]]] = [[[] for _ in names] for _ in names]
+    for account in run.ledger:
+        rank, count = account["rank"], account["steps"]
+        formulas = sent_by(costs, rank) if costs else {}
+        by_kind: dict[str, list[Any]] = defaultdict(lambda: [0, 0, None, []])
+        for sent in account["sent"]:
+            kind, peers, total = sent["kind"], sent["peers"], by_kind[sent["kind"]]
+            to = coordinate(run.layout, peers[0], "pp") if sent["way"] == "send" else None
+            formula = formulas.get((kind, to))
+            total[0] += sent["messages"]
+            total[1] += sent["bytes"]
+            if formula:
+                total[2] = (total[2] or 0) + formula.bytes
+                total[3].append(formula.words)
+            for peer in peers:
+                expected = formula.bytes * count / len(peers) if formula else None
+                kinds[rank][peer].append([kind, sent["bytes"] / len(peers), expected])
+        for kind, (messages, size, expected, words) in by_kind.items():
+            each = size / count if count else None
+            alike[kind, messages, size, each, expected, " + ".join(words)].append(rank)
+    most = {kind: max(row[2] for row in alike if row[0] == kind) for kind, *_ in alike}
+    rows = [(row[0], ", ".join(map(str, ranks)), *row[1:]) for row, ranks in alike.items()]
+    rows.sort(key=lambda row: (-most[row[0]], row[0]))
+    head = ("kind", "ranks", "messages", *BYTES)
+    pairs = [
+        (name, names[peer], *sent)
+        for name, line in zip(names, kinds, strict=True)
+        for peer, here in enumerate(line)
+        for sent in here
+    ]
+    steps = f"in {run.ledger[0]['steps']:,} steps"
+    return {
+        "table": table(f"Bytes that each of these ranks sent {steps}, by kind", head, rows),
+        "matrix": [[sum(size for _, size, _ in here) for here in line] for line in kinds],
+        "kinds": kinds,
+        "ranks": names,
+        "pairs": table(f"Bytes from rank to rank {steps}", ("from", "to", "kind", "bytes", "by formula"), pairs),
+        "has_formulas": costs is not None,
+    }
+
+
+def _ledger_of_rank_0(run: Records) -> Json | None:
+    """Return the bytes that rank 0 sent in the recorded steps: all that a run has without `ledger.json`."""
+    totals: dict[str, int] = defaultdict(int)
+    for record in run.metrics:
+        for kind, size in record.get("sent_bytes", {}).items():
+            totals[kind] += size
+    if not totals:
+        return None
+    costs, planned = costs_of(run), dict[str, tuple[int, str]]()
+    for (kind, _), formula in sent_by(costs, 0).items() if costs else ():
+        size, words = planned.get(kind, (0, ""))
+        planned[kind] = size + formula.bytes, " + ".join(filter(None, (words, formula.words)))
+    rows = [(kind, size, size / len(run.metrics), *planned.get(kind, (None, ""))) for kind, size in totals.items()]
+    caption = f"Bytes that {run.reporter} sent ({run.why_alone})"
+    return {"table": table(caption, ("kind", *BYTES), rows), "matrix": None}
+
+
+def memory(run: Records) -> Json | None:
+    """Return the bytes that each rank held, by kind, beside the plan."""
+    if not run.memory or run.alive is None:
+        return None
+    costs, names = costs_of(run), [name_of(run, rank) for rank in run.alive]
+    kinds = [kind for kind in run.memory[0] if kind != WITHOUT and any(rank.get(kind) for rank in run.memory)]
+    planned = [memory_of(costs, rank) for rank in run.alive] if costs else None
+    rows = [
+        (name, kind, held[kind], planned[index].get(kind) if planned else None)
+        for index, (name, held) in enumerate(zip(names, run.memory, strict=True))
+        for kind in kinds
+    ]
+    bars = {kind: [held[kind] for held in run.memory] for kind in kinds}
+    plan = {kind: [held.get(kind, 0) for held in planned] for kind in kinds} if planned else None
+    return {
+        "ranks": names,
+        "bars": bars,
+        "plan": plan,
+        "table": table("Bytes held at the peak", ("rank", "kind", "held", "by the plan"), rows),
+    }
+
+
+def prediction(run: Records) -> Json | None:
+    """Return the predicted and the measured time of a step on rank 0, with `--machine`."""
+    predicted = run.config.get("predicted_seconds")
+    records = [record for record in run.metrics if "waited_seconds" in record]
+    records = records[WARM_UP:] or records
+    if not predicted or not records:
+        return None
+    seconds, waited, collective = (
+        statistics.fmean(record[name] for record in records)
+        for name in ("seconds", "waited_seconds", "collective_seconds")
+    )
+    measured = {
+        "step": seconds,
+        "computing": seconds - waited,
+        "collectives": collective,
+        "waiting for messages": waited - collective,
+    }
+    rows = [(what, predicted[what], measured[what], predicted[what] - measured[what]) for what in measured]
+    head = ("of a step", "predicted", "measured", "difference")
+    caption = f"Seconds of a step on rank 0, mean of {len(records):,} steps"
+    return {"table": table(caption, head, rows), "parts": [row[:3] for row in rows]}
