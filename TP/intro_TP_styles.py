@@ -20,7 +20,7 @@ from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.main import main
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
-from distlab.settings.stages import SlicesPerRank
+from distlab.settings.slices import SlicesPerRank
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

@@ -15,7 +15,7 @@ from typing import Any
 
 from distlab.run.progress import each
 from distlab.settings.common import parse
-from distlab.settings.stages import HybridSettings
+from distlab.settings.hybrid import HybridSettings
 from distlab_planner.machine import Machine, read_machine, write_machine
 from distlab_planner.model import Sizes
 from simplellm.errors import require

@@ -115,7 +115,7 @@ def compare(run: Run[CollectivesSettings]) -> None:
             if run.rank == 0:
                 show(measured, run.world_size, fitted)
     if run.rank == 0:
-        from distlab.reports.figures import collectives as draw
+        from distlab_figures.runs import collectives as draw
 
         (run.out / "collectives.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
         draw(run.out / "collectives.png", run.out)

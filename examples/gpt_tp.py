@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from distlab.parallel.tp_group import LAYERS, TPGroup, copy_to, reduce_from
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
-from distlab.settings.stages import TensorParallelSettings
+from distlab.settings.slices import TensorParallelSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

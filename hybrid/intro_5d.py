@@ -46,7 +46,7 @@ from distlab.run.auto_schedule import find_schedule
 from distlab.run.main import main
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
-from distlab.settings.stages import HybridSettings
+from distlab.settings.hybrid import HybridSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.tokenizers import SPTokenizer
 

@@ -26,7 +26,7 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.stages import build_stages
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
-from distlab.settings.stages import ThreeAxesSettings
+from distlab.settings.hybrid import ThreeAxesSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.tokenizers import SPTokenizer
 

@@ -27,7 +27,7 @@ from distlab.pipeline.rerouting import reroute
 from distlab.pipeline.stages import build_stages
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
-from distlab.settings.stages import HybridRepairSettings
+from distlab.settings.hybrid import HybridRepairSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.tokenizers import SPTokenizer
 

@@ -25,10 +25,10 @@ from typing import Any
 from support.chapters import load
 from support.processes import LAB, free_port, run_ranks
 
-from distlab.compare import Request, compare
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from distlab.settings.folders import temporary_folder
+from distlab_compare.command import Request, compare
 
 STEPS = 4
 FLAGS = f"--dmodel 32 --num-heads 4 --n-layers 3 --seq-len 24 --device cpu --steps {STEPS} --data sample".split()

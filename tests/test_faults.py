@@ -8,8 +8,8 @@ import pytest
 from faults import KINDS, ONE, PP, RECIPES, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
 from support.processes import LAB
 
-from distlab.compare import Request
-from distlab.comparison.recording import MOST_BYTES, file_of
+from distlab.run.recording import MOST_BYTES, file_of
+from distlab_compare.command import Request
 from simplellm.errors import InputError
 
 SEED = 0

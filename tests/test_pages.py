@@ -11,7 +11,7 @@ from support.quoted_commands import FENCE, OURS, check, commands
 
 from distlab.launch import TOPOLOGIES
 from distlab.settings.common import WorldSize
-from distlab.settings.stages import HybridSettings
+from distlab.settings.hybrid import HybridSettings
 from distlab.settings.training import TrainSettings
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError

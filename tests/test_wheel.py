@@ -22,11 +22,13 @@ USER_SCRIPT = """
 from distlab.run.main import main
 from distlab.settings.training import TrainSettings
 from distlab.run.training import TrainingRun
-import distlab, distlab_exercises, distlab_page, distlab_planner, distlab_playground, simplellm
+import distlab, distlab_compare, distlab_exercises, distlab_figures, distlab_page, distlab_planner
+import distlab_playground, simplellm, sys
 DEFAULTS = TrainSettings(steps=1)
 def work(run):
-    for package in (distlab, distlab_exercises, distlab_page, distlab_planner, distlab_playground, simplellm):
-        print("#", package.__file__)
+    for name, module in [*sys.modules.items()]:
+        if name == "simplellm" or name.startswith("distlab") and "." not in name:
+            print("#", module.__file__)
 if __name__ == "__main__":
     main(work, DEFAULTS, __doc__)
 """
@@ -99,5 +101,5 @@ def test_a_script_of_a_user_imports_what_is_installed(installed: Installed) -> N
         ended = installed.run(program, script, "--data", "sample")
         assert ended.status == 0, ended.err
         modules = [line[2:] for line in ended.out.splitlines() if line.endswith("__init__.py")]
-        assert len(modules) == 6
+        assert len(modules) == 8
         assert all(Path(module).is_relative_to(installed.python.parents[1]) for module in modules), modules

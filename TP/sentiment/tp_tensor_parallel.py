@@ -30,7 +30,8 @@ from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
 from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, WorldSize, require_positive
-from distlab.settings.resume import ResumePolicy, file_identity
+from distlab.settings.resume import ResumePolicy
+from distlab.settings.resuming import file_identity
 from distlab.settings.training import MOST_LAYERS
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler

@@ -18,7 +18,7 @@ from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
-from distlab.settings.stages import ThreeAxesSettings
+from distlab.settings.hybrid import ThreeAxesSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer

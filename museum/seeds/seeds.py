@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from distlab.parallel.tp_group import TPGroup, copy_to, place_slice, reduce_from
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
-from distlab.settings.stages import TensorParallelSettings
+from distlab.settings.slices import TensorParallelSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss

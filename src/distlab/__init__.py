@@ -3,7 +3,7 @@
 The docstring of each package states its purpose and the other packages that it may import; `lint-imports` checks this.
 The layers, from the bottom up: `machine`; `comm`; `axes`; `collectives`, `parallel`, `pipeline`, `checkpoints` and
 `rendezvous`; `reports`; `settings`; `run`; `launching`; `exchange`. `distlab` imports `simplellm`, but none of
-`distlab_planner`, `distlab_exercises` and `distlab_page`. These import it; `subcommands` has their commands, and
+the packages beside it, such as `distlab_planner`. These import it; `subcommands` has their commands, and
 `settings.training` the prediction of `--machine` and the page of `--page`, by name.
 
 The modules next to the packages are commands (`python -m distlab.show_schedule`), except `registration`, which makes

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from distlab.launching.launcher_flags import FLAGS, refuse_to_tell
+from distlab.machine.limits import BINDING, binding
 from distlab.machine.processes import leave
-from distlab.machine.threads import BINDING, binding
 from distlab.run.commands import LAB, LAUNCHER
 from distlab.subcommands import FUNCTIONS, SUBCOMMANDS, run_subcommand
 from simplellm.errors import InputError, require, status_of

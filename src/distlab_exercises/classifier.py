@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distlab.comparison.shares import differs, name_gradient
 from distlab.settings.common import RunSettings
+from distlab_compare.shares import differs, name_gradient
 from distlab_exercises.loading import join, load
 from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.verdict import Wrong, expect

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distlab.axes.layout import replica_of
-from distlab.comparison import shares
-from distlab.comparison.differences import Difference, tell
-from distlab.comparison.shares import Mistake
+from distlab_compare import shares
+from distlab_compare.differences import Difference, tell
+from distlab_compare.shares import Mistake
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.ranks import Facts, Report
 from distlab_exercises.verdict import Wrong, expect

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distlab.comparison.shares import differs
 from distlab.run.commands import LAB
 from distlab.settings.common import RunSettings, WorldSize
+from distlab_compare.shares import differs
 from distlab_exercises.loading import join, load
 from distlab_exercises.ranks import Facts, Submission
 from distlab_exercises.verdict import Wrong, expect, where

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distlab.axes.grid import Grid
-from distlab.comparison import shares
+from distlab_compare import shares
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.exhibits import Exhibit
 from distlab_exercises.ranks import Report, Submission, raise_trouble

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from distlab.machine.threads import asked_threads
+from distlab.machine.limits import asked_threads
 from distlab.parallel.division import Kind
 from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.run.commands import LAUNCHER, lab_command

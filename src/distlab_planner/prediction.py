@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distlab.comm.recorder import StepTime
 from distlab.machine.devices import pick_device_type
-from distlab.machine.threads import asked_threads
+from distlab.machine.limits import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
 from distlab.settings.common import as_flag
 from distlab.settings.replicas import LocalStepsSettings, WrappedSettings

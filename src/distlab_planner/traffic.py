@@ -4,7 +4,7 @@ A collective is a ring (Patarasuk and Yuan, 2009): an all-reduce among n ranks i
 of the tensor. On its way, a number passes the links of the ring one after another, and each link carries 2 (n - 1)
 messages; the ring takes the longer of both times. Where all links are equal, both are 2 (n - 1) (latency + size /
 n / bandwidth), the simulated world's time. Ranks that share memory sum inside each host first, and then in a ring of
-hosts (`distlab.comm.hosts`).
+hosts (`distlab.comm.context.Hosts`).
 """
 
 import functools

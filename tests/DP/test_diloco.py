@@ -15,8 +15,8 @@ from distlab.parallel.compression import decode, encode, encoded_bytes
 from distlab.parallel.division import Compression
 from distlab.run.optimizers import build_optimizer
 from distlab.settings.common import parse
+from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import StreamingSettings
-from distlab.settings.stages import HybridSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

@@ -40,14 +40,24 @@ def test_a_topology_may_follow_the_word_launch(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("usage: ./launch.sh primer ")
 
 
-@pytest.mark.parametrize("module", ["plan", "calibrate", "collective_costs"])
+@pytest.mark.parametrize("module", ["plan", "calibrate", "collective_costs", "figures"])
 def test_earlier_names_still_work(module: str) -> None:
     ended = fork_python("-m", f"distlab.{module}", "--help").finish()
     assert ended.status == 0, ended.err
     assert ended.out.startswith("usage: ")
 
 
-@pytest.mark.parametrize("package", ["distlab_planner", "distlab_exercises", "distlab_page", "distlab_playground"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "distlab_planner",
+        "distlab_exercises",
+        "distlab_page",
+        "distlab_playground",
+        "distlab_compare",
+        "distlab_figures",
+    ],
+)
 def test_what_a_missing_package_would_do_is_said_in_a_sentence(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.processes import alive, wait_for
 
-from distlab.comparison.shares import name_loss, name_ratios, name_weights
+from distlab_compare.shares import name_loss, name_ratios, name_weights
 from distlab_exercises.ranks import Facts, Patience, Report, Submission, raise_trouble
 from distlab_exercises.verdict import Wrong
 

@@ -7,7 +7,7 @@ from support.planner_machines import MODEL, cluster
 
 from distlab.axes.layout import neighbors_of, replicas_in
 from distlab.comm.link import Link
-from distlab.settings.stages import HybridSettings
+from distlab.settings.hybrid import HybridSettings
 from distlab_planner.layouts import Choices, RunLayout, default_split, divisors, layouts
 from distlab_planner.model import Model, Sizes
 from distlab_planner.prediction import layout_of

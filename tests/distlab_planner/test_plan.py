@@ -18,7 +18,7 @@ from support.terminals import fork_launcher, fork_python
 from distlab.launch import find_script, launch
 from distlab.launching.launcher_flags import assign_ranks, read_flags
 from distlab.launching.start import read_script
-from distlab.settings.stages import HybridSettings
+from distlab.settings.hybrid import HybridSettings
 from distlab_planner import calibrate, plan, search
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import Choices, layouts

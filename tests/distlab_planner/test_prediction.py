@@ -12,8 +12,9 @@ from distlab.launch import find_script
 from distlab.launching.start import read_script_for
 from distlab.pipeline.schedules import all_stages
 from distlab.settings.common import parse
+from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import BucketSettings, ZeRO1Settings
-from distlab.settings.stages import HybridSettings, PipelineSettings, StageSettings
+from distlab.settings.stages import PipelineSettings, StageSettings
 from distlab.settings.training import TrainSettings
 from distlab_planner.machine import AllReduce, write_machine
 from distlab_planner.prediction import Prediction

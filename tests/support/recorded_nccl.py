@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.comm.context import Context, context_of
-from distlab.comm.group import LabGroup
+from distlab.comm.lab_group import LabGroup
 from distlab.machine.devices import Place
 from distlab.machine.torch_patches import group_of_one, without_compiler
 from distlab.pipeline.actions import KINDS, Action
@@ -193,8 +193,8 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
             patched.enter_context(mock.patch(target, stand_in, create=True))  # torch for the CPU has no NCCL
 
         patch("torch.distributed.ProcessGroupNCCL", nccl)
-        patch("distlab.comm.group.LabGroup.__init__", nccl.noting_ranks(LabGroup.__init__))
-        patch("distlab.comm.group.LabGroup._register_backend", register)
+        patch("distlab.comm.lab_group.LabGroup.__init__", nccl.noting_ranks(LabGroup.__init__))
+        patch("distlab.comm.lab_group.LabGroup._register_backend", register)
         for kind in KINDS.values():
             patched.enter_context(mock.patch.object(kind, "run", nccl.noting_loads(kind.run)))
         patch("torch.allclose", lambda *_, **__: True)

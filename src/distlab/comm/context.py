@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from distlab.comm.hosts import Hosts
 from distlab.comm.recorder import Ledger, Recorder
 from distlab.machine import devices
 from distlab.machine.devices import Place, cores
@@ -46,6 +45,26 @@ class Options:
     remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
     check: Callable[[], object] | None = None  # called while ranks connect; an exception that it raises ends that
     previous: "Context | None" = None  # of groups that were abandoned; its ledger and its recorder are used further
+
+
+class Hosts:
+    """The hosts of the ranks, and the store in which the ranks can meet.
+
+    Args:
+        of_ranks: the host's name, by rank.
+    """
+
+    def __init__(self, of_ranks: Sequence[str], store: dist.Store) -> None:
+        self.of_ranks, self.store = of_ranks, store
+        self._split: dict[tuple[int, ...], list[list[int]]] = {}  # needed at every sum of tensor parallelism
+
+    def split(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Return the ranks on each host, hosts in the order of their first ranks."""
+        key = tuple(ranks)
+        if key not in self._split:
+            names = dict.fromkeys(self.of_ranks[rank] for rank in ranks)
+            self._split[key] = [[rank for rank in ranks if self.of_ranks[rank] == name] for name in names]
+        return self._split[key]
 
 
 @dataclass
@@ -129,7 +148,7 @@ class Context:
 
 
 class ContextGroup(dist.ProcessGroup):
-    """The part of this backend's process group that its context uses; see `distlab.comm.group`."""
+    """The part of this backend's process group that its context uses; see `distlab.comm.lab_group`."""
 
     context: Context
     key: str

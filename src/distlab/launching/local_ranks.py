@@ -17,8 +17,8 @@ from distlab.launching.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
 from distlab.launching.processes import SECONDS_TO_END, RankFailure
 from distlab.launching.repairs import Repairs
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
-from distlab.machine.cgroups import memory_kills
 from distlab.machine.compilers import import_compiler
+from distlab.machine.limits import memory_kills
 from distlab.machine.processes import require_open_files
 from distlab.rendezvous.store import StoreError
 from distlab.run.commands import LAUNCHED_AS, NOTE_OF_FOLDER

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.axes.grid import Axis, all_ranks
-from distlab.comm.group import empty, overlapping
+from distlab.comm.group import empty
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
+from distlab.comm.transports.transport import overlapping
 from distlab.parallel.compression import start_mean
 from distlab.parallel.division import Compression
 

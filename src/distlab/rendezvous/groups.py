@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distlab.comm.context import Context, ContextGroup, Options, first_context
-from distlab.comm.group import LabGroup
+from distlab.comm.lab_group import LabGroup
 from distlab.machine.processes import is_store_in_launcher
 from distlab.rendezvous.notices import NoticeBoard
 

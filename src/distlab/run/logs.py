@@ -238,6 +238,11 @@ def tensorboard_writer() -> "type[SummaryWriter]":
     return SummaryWriter
 
 
+def remove_records_of_the_end(out: Path) -> None:
+    for name in AT_THE_END:
+        (out / name).unlink(missing_ok=True)
+
+
 def keep_records(path: Path, before: int) -> None:
     """Atomically reduce a run's `metrics.jsonl` to the complete lines of steps before `before`."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []

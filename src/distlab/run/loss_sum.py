@@ -1,9 +1,14 @@
 """The loss of the global batch, and the error of a value that is not finite."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from distlab.axes.layout import Layout, times_counted
+from distlab.comm.names import named
 
 
 class NotFiniteError(RuntimeError):
@@ -19,6 +24,19 @@ class LossSum:
     total: Tensor  # the sum over all ranks, once it has arrived
     transfer: dist.Work | None
     counted: int  # how many times each micro-batch is counted in the sum
+
+    @classmethod
+    def begin(cls, step: int, losses: Iterable[Tensor], layout: Layout, device: torch.device) -> "LossSum":
+        """Start to add up the loss of the global batch.
+
+        `losses` are this rank's micro-batch losses, scalars whose sum is the loss of its replica; empty if another
+        stage of the replica computes them. Ranks that share a stage all compute the same losses.
+        """
+        own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=device))
+        total = own.clone()
+        with named(f"the loss of step {step}", "loss"):
+            transfer = dist.all_reduce(total, async_op=True)
+        return cls(step, own, total, transfer, times_counted(layout))
 
     def wait(self) -> float:
         """Wait for the loss, which is the same on all ranks."""

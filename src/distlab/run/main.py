@@ -17,8 +17,7 @@ from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, WorldSize, parse
 from distlab.settings.training import TrainSettings
-from simplellm.errors import FlagError, InputError
-from simplellm.streams import open_streams
+from simplellm.errors import FlagError, InputError, open_streams
 
 REFUSAL = "refusal"  # in a script that runs in place of another one: the other's error about a value, if it had one
 

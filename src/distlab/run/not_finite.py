@@ -1,6 +1,7 @@
 """Finds the source of an infinite or NaN loss or norm, after it has occurred."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -13,6 +14,14 @@ from distlab.comm.names import CONTROL, named
 
 NAME_BYTES = 200  # of the message about a rank's tensor
 STAGE = 6  # the first bytes of it are the number of the stage
+
+
+def first_rank(own_loss: float, grid: Grid, ranks: int, device: torch.device) -> str:
+    """Return the first rank whose loss is not finite, for a message; all ranks must call this function."""
+    first = torch.tensor(ranks if math.isfinite(own_loss) else grid.rank, device=device)
+    with named("the first rank whose loss is not finite", CONTROL):
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+    return f", first on {grid.describe(int(first))}" if first < ranks > 1 else ""
 
 
 def find_cause(

@@ -2,17 +2,16 @@
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distlab.axes.layout import layout_size
 from distlab.machine.devices import cores
 from distlab.rendezvous.survivors import EVALUATE, MEET, SAVE, TAKE, NewsError, Position
-from distlab.run.steps import OfRun, Steps
+from distlab.run.steps import Steps
 from distlab.run.terminal import counted, say
 
 if TYPE_CHECKING:
-    from distlab.run.checkpointer import Batches
     from distlab.run.repair import Repair
 
 STEPS_TO_MEASURE = 5
@@ -24,26 +23,15 @@ class RepairableSteps(Steps[BatchT]):
 
     has_position = True
 
-    def __init__(
-        self,
-        run: OfRun,
-        repair: "Repair",
-        batches: "Batches[BatchT]",
-        steps: int,
-        per_step: int,
-        unit: str,
-        after_step: Callable[[int], None],
-    ) -> None:
-        super().__init__(run, batches, steps, per_step, unit, after_step)
-        self._repair, self._per_step = repair, per_step
-        self._usual_seconds: float | None = None  # of a step of all ranks, before a death
-        self._alive = repair.alive  # since the last repair
-        self._to_measure = 0  # steps until a step is long enough after a repair
-        self._origin = run.records.count - run.first_step * per_step  # `records.count` before step 0
+    _repair: "Repair"
+    _alive: tuple[int, ...]  # since the last repair
+    _origin: int  # `records.count` before step 0
+    _usual_seconds: float | None = None  # of a step of all ranks, before a death
+    _to_measure = 0  # steps until a step is long enough after a repair
 
     def __iter__(self) -> Iterator[tuple[int, BatchT]]:
-        run, repair = self._run, self._repair
         step, phase, is_again = *self._begin(), False
+        run, repair = self._run, self._repair
         while step < self._steps:
             repair.reach(step, phase)
             timed = step + 1  # the number of steps that have records
@@ -79,6 +67,10 @@ class RepairableSteps(Steps[BatchT]):
         repair.reach(self._steps, TAKE)
 
     def _begin(self) -> Position:
+        run = self._run
+        assert run.repair is not None
+        self._repair, self._alive = run.repair, run.repair.alive
+        self._origin = run.records.count - run.first_step * self._per_step
         self._repair.survivor.begin()
         if self._repair.state is not None:
             self._repair.state.describe = self._state_at

@@ -13,17 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.axes.layout import times_counted
 from distlab.comm.names import CONTROL, named
 from distlab.machine import devices
 from distlab.machine.processes import NEWCOMER, started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import NOTE_OF_FOLDER, next_commands
-from distlab.run.logs import AT_THE_END, LEDGER, RunLog
+from distlab.run.logs import LEDGER, RunLog, remove_records_of_the_end
 from distlab.run.loss_sum import LossSum, NotFiniteError
 from distlab.run.provenance import provenance
 from distlab.run.starting import identity, start_alone
-from distlab.run.steps import Steps
+from distlab.run.steps import Steps, begin
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import Claim, write_config
@@ -32,13 +31,12 @@ from distlab.settings.training import page_writer
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
-    from distlab.comparison.recording import Recording
     from distlab.run.checkpointer import Batches, Checkpointer
+    from distlab.run.recording import Recording
     from distlab.run.repair import Repair
     from distlab.run.run_on import RunningOn
     from distlab.run.state_copy import StateCopy
 
-STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
 RunT = TypeVar("RunT", bound="Run[Any]")
@@ -51,6 +49,7 @@ class Run(Generic[SettingsT]):
     recording: "Recording | None" = None  # with `--record-gradients`
     repair: "Repair | None" = None  # with `--repair`
     copy: "StateCopy | None" = None  # of the state before the last update, with `--run-on` or `--repair`
+    kind_of_steps: type[Steps[Any]] = Steps
 
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings, self._script = settings, script
@@ -77,16 +76,14 @@ class Run(Generic[SettingsT]):
 
             self.checkpointer = Checkpointer(settings, self.out, self.rank, self.decided)
         self.first_step = self.checkpointer.first_step if self.checkpointer else 0
-        self._continues = is_newcomer or (self.checkpointer is not None and self.checkpointer.continues)
+        self.continues = is_newcomer or (self.checkpointer is not None and self.checkpointer.continues)
         self._keep_files()
         has_tensorboard = getattr(settings, "tensorboard", False)
         status = self.terminal.status
         self.records = RunLog(
             self.out, self.context, self.rank, self.is_first, tensorboard=has_tensorboard, status=status
         )
-        # Set by `track`: the search for the cause of a non-finite loss, and the memory report.
-        self.explain_not_finite: Callable[[int], str] | None = None
-        self.memory: memory.MemoryReport | None = None
+        self.memory: memory.MemoryReport | None = None  # set by `track`
         self.running_on: RunningOn | None = None  # with `--run-on`
         self.recorder = self.context.recorder
         self.recorder.enabled = getattr(settings, "trace", False)
@@ -96,8 +93,9 @@ class Run(Generic[SettingsT]):
             self._introduce(script)
         if settings.can_repair and self.world_size > 1:
             from distlab.run.repair import Repair
+            from distlab.run.repairable_steps import RepairableSteps
 
-            self.repair = Repair(joined, settings.timeout, self.first_step)
+            self.kind_of_steps, self.repair = RepairableSteps, Repair(joined, settings.timeout, self.first_step)
 
     def __enter__(self: RunT) -> RunT:
         return self
@@ -116,21 +114,17 @@ class Run(Generic[SettingsT]):
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             log = (self.out / f"rank{self.rank}.log").open(
-                "a" if self._continues else "w", buffering=1, encoding="utf-8", errors="backslashreplace"
+                "a" if self.continues else "w", buffering=1, encoding="utf-8", errors="backslashreplace"
             )
             if self.is_first:
-                if not self._continues:
-                    self._remove_records_of_the_end()
+                if not self.continues:
+                    remove_records_of_the_end(self.out)
                 self._write_config()
                 if note := os.environ.get(NOTE_OF_FOLDER):
                     Path(note).write_bytes(os.fsencode(self.out))
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
         self.terminal.keep_in(log)
-
-    def _remove_records_of_the_end(self) -> None:
-        for name in AT_THE_END:
-            (self.out / name).unlink(missing_ok=True)
 
     def _write_config(self) -> None:
         config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
@@ -169,7 +163,7 @@ class Run(Generic[SettingsT]):
         steps = getattr(self.settings, "record_gradients", None)
         if steps is None:
             return
-        from distlab.comparison.recording import Recording
+        from distlab.run.recording import Recording
 
         shares = getattr(self.settings, "micro_batches", 1) if self.world_size == 1 else 0
         recorded = range(self.first_step, self.first_step + steps)
@@ -183,27 +177,8 @@ class Run(Generic[SettingsT]):
         unit: str,
         after_step: Callable[[int], None] = lambda _: None,
     ) -> Iterator[tuple[int, BatchT]]:
-        """Number the steps, give each its batch, record it, and save checkpoints.
-
-        Args:
-            batches: one for each step; a resumed run continues at the checkpoint's position.
-            steps: total number of steps, including the steps before the checkpoint from which the run resumes.
-            per_step: size of the global batch, in `unit` ("tokens", "inputs").
-            after_step: called with each step's number before it is recorded; its time does not count as step time.
-
-        Raises:
-            InputError: the run is to be saved or resumed, but the script has not called `track`.
-        """
-        count = self.checkpointer.restore(batches) if self.checkpointer else 0
-        self.records.begin(per_step, unit, count, continue_at=self.first_step if self._continues else None)
-        steps = min(steps, int(os.environ.get(STOP_AFTER, steps)))
-        if self.is_first and self._continues and steps > self.first_step:
-            self._remove_records_of_the_end()
-        if self.repair is None:
-            return iter(Steps(self, batches, steps, per_step, unit, after_step))
-        from distlab.run.repairable_steps import RepairableSteps
-
-        return iter(RepairableSteps(self, self.repair, batches, steps, per_step, unit, after_step))
+        """Number the steps, give each its batch, record it, and save checkpoints; see `distlab.run.steps.begin`."""
+        return begin(self, batches, steps, per_step, unit, after_step)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[tuple[int, ...]]:
@@ -239,18 +214,19 @@ class Run(Generic[SettingsT]):
             dist.all_reduce(torch.zeros((), device=self.device))
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
-        """Return the loss of the global batch, on every rank, and record it.
-
-        `losses` are this rank's micro-batch losses, scalars whose sum is the loss of its replica; empty if another
-        stage of the replica computes them. Ranks that share a stage all compute the same losses.
-        """
+        """Return the loss of the global batch, on every rank, and record it; `losses` are those of `LossSum.begin`."""
         under_way = self.sum_loss(step, losses)
         loss = self.records.loss = under_way.wait()
         if not math.isfinite(loss):
-            own = under_way.own.item()
-            cause = self.explain_not_finite(step) if self.explain_not_finite else self._first_not_finite(own)
+            cause = self._why_not_finite(step, under_way.own.item())
             raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{self._lr_hint}")
         return loss
+
+    def _why_not_finite(self, step: int, own_loss: float) -> str:
+        """Return the cause of a loss that is not finite, for the message; all ranks must call this method."""
+        from distlab.run.not_finite import first_rank
+
+        return first_rank(own_loss, self.grid, self.world_size, self.device)
 
     @property
     def _lr_hint(self) -> str:
@@ -258,19 +234,8 @@ class Run(Generic[SettingsT]):
         return f" (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else ""
 
     def sum_loss(self, step: int, losses: Iterable[Tensor]) -> LossSum:
-        """Start to add up the loss of the global batch; the arguments are the same as in `global_loss`."""
-        own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=self.device))
-        total = own.clone()
-        with named(f"the loss of step {step}", "loss"):
-            pending = dist.all_reduce(total, async_op=True)
-        return LossSum(step, own, total, pending, times_counted(self.grid.layout))
-
-    def _first_not_finite(self, own_loss: float) -> str:
-        """Return the first rank whose loss is not finite, for the message; all ranks must call this method."""
-        first = torch.tensor(self.world_size if math.isfinite(own_loss) else self.grid.rank, device=self.device)
-        with named("the first rank whose loss is not finite", CONTROL):
-            dist.all_reduce(first, dist.ReduceOp.MIN)
-        return f", first on {self.grid.describe(int(first))}" if first < self.world_size > 1 else ""
+        """Start to add up the loss of the global batch (`LossSum.begin`)."""
+        return LossSum.begin(step, losses, self.grid.layout, self.device)
 
     def close(self) -> None:
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_flags, layout_size
 from distlab.comm.context import Context, Options, context_of
-from distlab.comparison import RECORDED
 from distlab.machine import devices
 from distlab.machine.heap import set_up_heap
+from distlab.machine.limits import binding
 from distlab.machine.processes import started_by_torchrun
-from distlab.machine.threads import binding
 from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, RunSettings
-from distlab.settings.folders import Claim, check_out, is_run, new_folder
+from distlab.settings.folders import RECORDED, Claim, check_out, is_run, new_folder
 from simplellm.errors import InputError, about_system, require
 
 

@@ -1,20 +1,24 @@
 """The steps of a run: each gets its batch, is timed and recorded, and is saved where that is due."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from distlab.comm.recorder import STEP, Recorder
-from distlab.run.logs import RunLog
+from distlab.run.logs import RunLog, remove_records_of_the_end
 from distlab.run.progress import Progress
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import RunSettings
 
 if TYPE_CHECKING:
-    from distlab.comparison.recording import Recording
     from distlab.run.checkpointer import Batches, Checkpointer
+    from distlab.run.recording import Recording
+    from distlab.run.repair import Repair
     from distlab.run.run_on import RunningOn
 
+STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
 BatchT = TypeVar("BatchT")
 
 
@@ -24,7 +28,11 @@ class OfRun(Protocol):
     checkpointer: "Checkpointer | None"
     recording: "Recording | None"
     running_on: "RunningOn | None"
+    repair: "Repair | None"
+    kind_of_steps: "type[Steps[Any]]"
+    out: Path
     first_step: int
+    continues: bool  # earlier steps of the same run, in the same folder
     is_first: bool
     has_terminal: bool
     terminal: Terminal
@@ -39,6 +47,33 @@ class OfRun(Protocol):
     def meet(self) -> None: ...
 
 
+def begin(
+    run: OfRun,
+    batches: "Batches[BatchT]",
+    steps: int,
+    per_step: int,
+    unit: str,
+    after_step: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[int, BatchT]]:
+    """Load the checkpoint, if there is one, and return the run's steps: their numbers, each with its batch.
+
+    Args:
+        batches: one for each step; a resumed run continues at the checkpoint's position.
+        steps: total number of steps, including the steps before the checkpoint from which the run resumes.
+        per_step: size of the global batch, in `unit` ("tokens", "inputs").
+        after_step: called with each step's number before it is recorded; its time does not count as step time.
+
+    Raises:
+        InputError: the run is to be saved or resumed, but the script has not called `track`.
+    """
+    count = run.checkpointer.restore(batches) if run.checkpointer else 0
+    run.records.begin(per_step, unit, count, continue_at=run.first_step if run.continues else None)
+    steps = min(steps, int(os.environ.get(STOP_AFTER, steps)))
+    if run.is_first and run.continues and steps > run.first_step:
+        remove_records_of_the_end(run.out)
+    return iter(run.kind_of_steps(run, batches, steps, per_step, unit, after_step))
+
+
 class Taken(NamedTuple, Generic[BatchT]):
     """A batch, and the positions in the data before and after it; these are empty if nothing needs them."""
 
@@ -48,7 +83,7 @@ class Taken(NamedTuple, Generic[BatchT]):
 
 
 class Steps(Generic[BatchT]):
-    """Iterates over the numbers of a run's steps and their batches; the arguments are those of `Run.count_steps`."""
+    """Iterates over the numbers of a run's steps and their batches; the arguments are those of `begin`."""
 
     has_position = False  # whether positions in the data are needed even without checkpoints
 
@@ -62,6 +97,7 @@ class Steps(Generic[BatchT]):
         after_step: Callable[[int], None],
     ) -> None:
         self._run, self._batches, self._steps, self._after_step = run, batches, steps, after_step
+        self._per_step = per_step
         self._source = iter(batches)
         self._taken: dict[int, Taken[BatchT]] = {}  # the last batches, by step
         self.has_position = self.has_position or run.checkpointer is not None

@@ -18,8 +18,8 @@ from distlab.run.loss_sum import NotFiniteError
 from distlab.run.model import Loss, ModelParts, own_parameters
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
+from distlab.run.steps import begin
 from distlab.run.terminal import RankOutput, counted, say
-from distlab.settings.experts import ExpertSettings
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
@@ -68,8 +68,7 @@ class TrainingRun(Run[TrainSettingsT]):
         options |= {"recompute": args.recompute, "residual": getattr(torch, args.residual)}
         if args.document_mask:
             options["document_end"] = SPTokenizer(args.tokenizer).eos_id
-        if isinstance(args, ExpertSettings):
-            options |= args.mixture_options()
+        options |= args.mixture_options()
         resumed = self.checkpointer.resumed if self.checkpointer else None
         if resumed is not None:  # an imported model may have values for which there is no flag
             model = resumed.record["model"]
@@ -137,7 +136,6 @@ class TrainingRun(Run[TrainSettingsT]):
         outer_bytes = outer.held_bytes() if outer else 0
         rows_bytes = self._rows_bytes if getattr(args, "experts", 0) else None
         self.memory = MemoryReport(optimizer, parts.sharded.values(), outer_bytes, whole, rows_bytes)
-        self.explain_not_finite = partial(self._find_not_finite, parts)
         if getattr(args, "run_on", False):
             from distlab.run.run_on import RunningOn
 
@@ -199,7 +197,7 @@ class TrainingRun(Run[TrainSettingsT]):
             require(not is_missing, f"{flags} need a script that calls run.track before its first step")
         compiler = self._compiled() if args.compile else None
         tokens = replicas_in(self.grid.layout) * args.batch_size * args.seq_len
-        for step, batch in self.count_steps(stories, args.steps, tokens, "tokens", after_step=self._validate):
+        for step, batch in begin(self, stories, args.steps, tokens, "tokens", after_step=self._validate):
             self.records.values["lr"] = lr = args.learning_rate(step)
             for group in self._optimizer.param_groups if self._optimizer else ():
                 group["lr"] = lr
@@ -263,11 +261,14 @@ class TrainingRun(Run[TrainSettingsT]):
         if self.validator is not None:
             self.validator.divide(alive.index(self.rank), len(alive))
 
-    def _find_not_finite(self, parts: ModelParts, step: int) -> str:
+    def _why_not_finite(self, step: int, own_loss: float) -> str:
         """Repeat the forward pass of a step and check every tensor."""
+        if self._optimizer is None:
+            return super()._why_not_finite(step, own_loss)
         from distlab.run.forward_passes import forward_passes
         from distlab.run.not_finite import find_cause
 
+        parts = self._parts
         name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
         micro_batches = self._batch.chunk(self.settings.micro_batches)
         forward = partial(forward_passes, parts, micro_batches, name, kind="control")

@@ -32,7 +32,7 @@ class ExpertSettings:
     """change of an expert's correction after each step, towards equal loads; 0: no balance"""
 
     def mixture_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of models in `simplellm.llama` for these settings."""
+        """Return the keyword arguments of models in `simplellm.llama` for these settings; none without experts."""
         names = "experts", "experts_per_token", "shared_expert", "router_scores", "qk_norm"
         return {name: getattr(self, name) for name in names} if self.experts else {}
 

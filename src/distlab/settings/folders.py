@@ -17,6 +17,7 @@ from typing import Any
 from distlab.checkpoints import FOLDER
 from simplellm.errors import InputError
 
+RECORDED = "recorded"  # folder of a run for `--record-gradients`
 CONFIG = "config.json"  # a run's settings; a model in Hugging Face's format has another file of this name
 NOT_IN_THE_WAY = re.compile(rf"\..*|rank\d+\.log|{FOLDER}", re.DOTALL)
 SECONDS_TO_LEAVE = 2.0  # a killed run may need this long to exit

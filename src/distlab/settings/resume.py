@@ -1,10 +1,7 @@
 """The treatment of settings in a resumed run: the ones that it inherits, and the ones that must match."""
 
-import hashlib
-import os
 from enum import Enum
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 
 class ResumePolicy(Enum):
@@ -26,17 +23,3 @@ def marked(settings: object, *policies: ResumePolicy) -> list[str]:
                 if isinstance(mark, ResumePolicy):
                     found[name] = mark
     return [name for name, policy in found.items() if policy in policies]
-
-
-def file_identity(data: str) -> dict[str, Any]:
-    """Return a record that identifies a file, or a folder of files."""
-    path = Path(os.path.expanduser(data))  # unchanged where there is no home folder
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    beginnings = hashlib.sha256()
-    for part in files:
-        if part != path:
-            beginnings.update(f"{part.relative_to(path)} {part.stat().st_size} ".encode())
-        with part.open("rb") as file:
-            beginnings.update(file.read(1 << 20))
-    size_bytes = sum(part.stat().st_size for part in files)
-    return {"source": str(path.absolute()), "bytes": size_bytes, "sha256_of_first_mib": beginnings.hexdigest()}

@@ -1,6 +1,7 @@
 """The settings that a resumed run takes from its checkpoint, and the comparison with it; the layout may change."""
 
 import hashlib
+import os
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -104,6 +105,20 @@ def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
         seed = f" and --seed {data['seed']}" if "seed" in data else ""
         source = f"--data {data['source']}{seed}"
         raise InputError(f"{checkpoint.folder}: it was trained on {source}; leave out the flags that differ")
+
+
+def file_identity(data: str) -> dict[str, Any]:
+    """Return a record that identifies a file, or a folder of files."""
+    path = Path(os.path.expanduser(data))  # unchanged where there is no home folder
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    beginnings = hashlib.sha256()
+    for part in files:
+        if part != path:
+            beginnings.update(f"{part.relative_to(path)} {part.stat().st_size} ".encode())
+        with part.open("rb") as file:
+            beginnings.update(file.read(1 << 20))
+    size_bytes = sum(part.stat().st_size for part in files)
+    return {"source": str(path.absolute()), "bytes": size_bytes, "sha256_of_first_mib": beginnings.hexdigest()}
 
 
 def content_of(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The settings of all runs that train the lab's Llama.
 
-The settings of replicas are in `replicas`, of pipelines and of the hybrid in `stages`.
+The settings of replicas are in `replicas`, of pipelines in `stages`, of slices in `slices`; those of several kinds of
+parallelism at once in `hybrid`.
 """
 
 import functools
@@ -17,8 +18,7 @@ import tyro
 from distlab.axes.layout import layout_flags, layout_size
 from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
-from distlab.settings.learning_rate import LRSchedule, learning_rate
-from distlab.settings.resume import ResumePolicy, file_identity
+from distlab.settings.resume import ResumePolicy
 from simplellm.errors import InputError, require, require_package
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distlab.checkpoints.format import Checkpoint
     from distlab.comm.recorder import StepTime
 
+LRSchedule = Literal["constant", "cosine", "linear"]
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
 
@@ -150,7 +151,11 @@ class TrainSettings(ResumableSettings):
     def data_identity(self) -> dict[str, Any] | None:
         if self.data in ("sample", "tinystories"):
             return {"source": self.data} | ({"seed": self.seed} if self.data == "sample" else {})
-        return None if self.data == "auto" else file_identity(self.data)
+        if self.data == "auto":
+            return None
+        from distlab.settings.resuming import file_identity
+
+        return file_identity(self.data)
 
     def decide(self) -> dict[str, Any]:
         source, why = choose_source(self.data)
@@ -215,6 +220,10 @@ class TrainSettings(ResumableSettings):
             values["tokenizer"] = checkpoint.tokenizer
         return values
 
+    def mixture_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of models in `simplellm.llama` that a mixture of experts adds."""
+        return {}
+
     def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
         from distlab.settings.resuming import require_same
 
@@ -278,3 +287,20 @@ class TrainSettings(ResumableSettings):
         require(warmup <= self.steps, f"{given} with --steps {self.steps}: the warm-up must end within the run")
         given = f"--min-lr {self.min_lr:g}"
         require(0 <= self.min_lr <= self.lr, f"{given} with --lr {self.lr:g}: give 0 or more, and at most --lr")
+
+
+def learning_rate(
+    step: int, steps: int, lr: float, warmup_steps: int = 0, schedule: LRSchedule = "constant", min_lr: float = 0.0
+) -> float:
+    """Return the learning rate of a step. It depends only on the arguments, so it continues in a resumed run.
+
+    It rises linearly to `lr` over the first `warmup_steps` steps. Then it falls from `lr` towards `min_lr`, along half
+    a cosine (Loshchilov and Hutter, arXiv 1608.03983) or a line; it would reach `min_lr` right after the last step.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return lr
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+    return min_lr + (lr - min_lr) * left

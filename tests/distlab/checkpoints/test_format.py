@@ -23,8 +23,8 @@ from distlab.checkpoints.models import SavedModel, read_model, write_model
 from distlab.checkpoints.saving import restore
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
+from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import DataParallelSettings
-from distlab.settings.stages import HybridSettings
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama

@@ -11,7 +11,8 @@ from support.held import mappings, pipes_and_memory, threads
 from support.processes import free_port, join, process_group, run_ranks
 
 from distlab.comm.context import Options, Transport
-from distlab.comm.group import LabGroup, empty, open_queues
+from distlab.comm.group import empty, open_queues
+from distlab.comm.lab_group import LabGroup
 
 ROUNDS = 20  # what one of them leaves behind shows after a few
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from support.processes import wait_for
 
-from distlab.comm.context import Context, Options
-from distlab.comm.hosts import Hosts
+from distlab.comm.context import Context, Hosts, Options
 from distlab.comm.pending import Pending
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
 from distlab.comm.waits import StreamWait, StreamWaits, TrafficError, Wait, Waits

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
 from distlab.comm.context import Options, Transport, context_of
-from distlab.comm.group import LabGroup
+from distlab.comm.lab_group import LabGroup
 from distlab.comm.pending import Pending
 from distlab.comm.transports.queues import FREE
 from distlab.comm.transports.signals import Channel

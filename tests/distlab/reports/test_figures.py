@@ -17,12 +17,12 @@ from distlab.comm.recorder import COMPUTE, PART, STEP, Event
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
-from distlab.reports import figures
-from distlab.reports.diagrams import topologies
-from distlab.reports.figures import collectives, holdings, losses, moving_average, read_metrics
 from distlab.reports.memory import KINDS
 from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
+from distlab_figures import runs as figures
+from distlab_figures.diagrams import topologies
+from distlab_figures.runs import collectives, holdings, losses, moving_average, read_metrics
 from simplellm.errors import InputError
 
 

@@ -9,7 +9,7 @@ from support.chapters import train_on
 
 from distlab.machine.saved_activations import SavedActivations
 from distlab.reports import memory
-from distlab.reports.figures import holdings
+from distlab_figures.runs import holdings
 from simplellm.errors import InputError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distlab.reports import style
-from distlab.reports.figures import losses
+from distlab_figures.runs import losses
 
 NAMES = ["_baseline", "$5 a day", "a$b$c", "_$x_1$", "plain"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from distlab.run.optimizers import KINDS, build_optimizer
-from distlab.settings.learning_rate import LRSchedule, learning_rate
+from distlab.settings.training import LRSchedule, learning_rate
 
 pytestmark = pytest.mark.quick
 

@@ -20,9 +20,9 @@ from distlab.run.logs import RunLog
 from distlab.run.run import Run
 from distlab.settings.common import parse
 from distlab.settings.folders import new_folder
+from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import DataParallelSettings
 from distlab.settings.resume import ResumePolicy, marked
-from distlab.settings.stages import HybridSettings
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, NotShared
-from distlab.comm.hosts import Hosts
+from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, Hosts, NotShared
 from distlab.comm.transports.in_place import Broadcast, Reduce
 from distlab.comm.transports.memory import SharedMemory, from_rank_0
 from distlab.comm.transports.one_host import MemoryTransport

@@ -1,4 +1,4 @@
-"""The interface of a transport of tensors between the ranks of a group, as `distlab.comm.group` uses it."""
+"""The interface of a transport of tensors between the ranks of a group, as `distlab.comm.lab_group` uses it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

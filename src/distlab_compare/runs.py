@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from distlab.axes.layout import replica_of
-from distlab.comparison import shares
-from distlab.comparison.differences import LATER, ROUNDING, UNSURE, Difference, differs_by, tell
-from distlab.comparison.records import Part, Records
-from distlab.comparison.shares import Mistake
+from distlab_compare import shares
+from distlab_compare.differences import LATER, ROUNDING, UNSURE, Difference, differs_by, tell
+from distlab_compare.records import Part, Records
+from distlab_compare.shares import Mistake
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from distlab.axes.grid import Grid
 from distlab.axes.layout import Layout, replicas_in
 from distlab.checkpoints.format import numbered
-from distlab.comparison import RECORDED
-from distlab.comparison.recording import file_of
+from distlab.run.recording import file_of
+from distlab.settings.folders import RECORDED
 from simplellm.errors import InputError, require
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.checkpoints.slices import Slice, as_held
-from distlab.comparison import RECORDED
+from distlab.settings.folders import RECORDED
 from simplellm.errors import InputError, about_system, require
 
 MOST_BYTES = 4 << 30  # that a rank writes

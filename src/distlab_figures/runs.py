@@ -1,4 +1,4 @@
-"""Figures drawn from runs; the command `python -m distlab.figures` draws these and `distlab.reports.diagrams`."""
+"""Figures drawn from runs; the command `python -m distlab.figures` draws these and `distlab_figures.diagrams`."""
 
 import itertools
 import json
@@ -12,7 +12,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from distlab.reports import style
-from distlab.reports.diagrams import (
+from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
+from distlab.reports.newest import newest_run
+from distlab.reports.timeline import draw, draw_schedules, measured_panel
+from distlab.reports.trace import Trace, read_chrome
+from distlab_figures.diagrams import (
     Png,
     averaging,
     block,
@@ -24,10 +28,6 @@ from distlab.reports.diagrams import (
     stages,
     topologies,
 )
-from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
-from distlab.reports.newest import newest_run
-from distlab.reports.timeline import draw, draw_schedules, measured_panel
-from distlab.reports.trace import Trace, read_chrome
 from simplellm.errors import InputError, require
 
 HELP = "name and folder of each run"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.machine import cgroups
-from distlab.machine.threads import asked_threads, cores
+from distlab.machine import limits
+from distlab.machine.limits import asked_threads, cores
 
 pytestmark = pytest.mark.quick
 V1_ROOT = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
@@ -14,9 +14,9 @@ V1_ROOT = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cgroups, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
-    monkeypatch.setattr(cgroups, "KILLS", tmp_path / "vmstat")
+    monkeypatch.setattr(limits, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+    monkeypatch.setattr(limits, "KILLS", tmp_path / "vmstat")
     return tmp_path
 
 
@@ -50,7 +50,7 @@ def write(folder: Path, own: str, files: dict[str, str]) -> None:
 )
 def test_the_least_quota_of_all_groups_counts(own: str, files: dict[str, str], quota: float, groups: Path) -> None:
     write(groups, own, files)
-    assert cgroups.cpu_quota() == quota
+    assert limits.cpu_quota() == quota
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("20000", 1), ("190000", 1), ("300000", 3), ("9900000", 8)])
@@ -72,9 +72,9 @@ def test_cores_are_at_most_those_of_the_quota(
     ],
 )
 def test_what_was_killed_for_memory_is_counted(own: str, files: dict[str, str], groups: Path) -> None:
-    assert cgroups.memory_kills() == 0
+    assert limits.memory_kills() == 0
     write(groups, own, files)
-    assert cgroups.memory_kills() == 3
+    assert limits.memory_kills() == 3
 
 
 @pytest.mark.parametrize(

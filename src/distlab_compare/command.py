@@ -20,18 +20,18 @@ import tyro
 
 from distlab.axes.layout import layout_flags, replicas_in
 from distlab.checkpoints import LLAMA
-from distlab.comparison.records import Records
-from distlab.comparison.runs import Pair
-from distlab.comparison.saved import by_step, first_parting
 from distlab.launching.start import read_script
 from distlab.run.commands import LAB, lab_command
 from distlab.run.logs import METRICS
-from distlab.run.run import STOP_AFTER
+from distlab.run.steps import STOP_AFTER
 from distlab.settings.common import RunSettings, as_flag, as_json, shown_as
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.folders import CONFIG, is_run
 from distlab.settings.resume import ResumePolicy, marked
 from distlab.settings.training import TrainSettings
+from distlab_compare.records import Records
+from distlab_compare.runs import Pair
+from distlab_compare.saved import by_step, first_parting
 from simplellm import command_line
 from simplellm.errors import InputError, require, status_of
 

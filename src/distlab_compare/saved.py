@@ -11,8 +11,8 @@ from torch import Tensor
 
 from distlab.checkpoints.format import Checkpoint, valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
-from distlab.comparison import shares
-from distlab.comparison.differences import LATER, ROUNDING, UNSURE, differs_by
+from distlab_compare import shares
+from distlab_compare.differences import LATER, ROUNDING, UNSURE, differs_by
 from simplellm.errors import InputError, require
 
 MOMENT = "exp_avg"  # Adam's moving average of the gradients: as wrong as they are

@@ -1,0 +1,423 @@
+"""The process group of the lab's backend: `dist.init_process_group("lab")`.
+
+It is torch's interface over gloo, NCCL and the memory that ranks of one host share. It also counts messages and bytes,
+gives each wait a name and a deadline, and records the events that `--trace` draws. It counts the bytes that a
+bandwidth-optimal algorithm sends from this rank (a ring for all-reduce, all-gather and reduce-scatter: Patarasuk and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009), also in shared memory, which moves
+the same number.
+
+The first of these transports that accepts a collective or message carries it:
+
+    queues         messages, where `open_queues` has made a queue
+    one host       tensors that `empty` has made, in place; others from `SMALLEST_SHARED_BYTES` on, in pieces
+    several hosts  all-reduces of tensors that `empty` has made
+    library        everything else: gloo or NCCL
+
+Functional collectives, which DTensor uses, call the same methods through torch's C++ interface, and for all-gather and
+reduce-scatter the coalesced ones. A method that this class does not override would go to gloo or NCCL uncounted.
+"""
+
+# torch's annotations have overloads that its Python layer does not call.
+# mypy: disable-error-code="override,assignment"
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from distlab.comm.context import Context, ContextGroup
+from distlab.comm.context import Transport as AskedTransport
+from distlab.comm.gloo import connect
+from distlab.comm.names import CONTROL, counted_as, name_of, named
+from distlab.comm.pending import Pending, SharedWork
+from distlab.comm.recorder import SEND, Way
+from distlab.comm.transports.library import Library
+from distlab.comm.transports.one_host import OneHost
+from distlab.comm.transports.queues import Queues
+from distlab.comm.transports.several_hosts import SeveralHosts
+from distlab.comm.transports.transport import Carried, Members, Transport, ring_bytes
+from distlab.comm.waits import Wait, group_key
+from distlab.machine.network import patient_threads
+from distlab.machine.supervision import shut_down
+
+
+class LabGroup(ContextGroup):
+    """Ranks that communicate through torch's interface; see the module.
+
+    Args:
+        context: the state that this rank's groups share.
+        store: the store in which the ranks of the group meet.
+        ranks: the group's ranks in the world.
+        timeout: of torch's own group.
+        transport: for tensors in host memory.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        store: dist.Store,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        transport: AskedTransport | None = None,
+    ) -> None:
+        super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
+        self.context, self.ranks, self.key = context, tuple(ranks), group_key(ranks)
+        self._members = Members(context, self.ranks)
+        self._store, self._timeout, self._epoch = store, timeout, 0
+        self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
+        self._transport = context.options.transport if transport is None else transport
+        self._sockets: set[tuple[int, int]] = set()  # of gloo, if the group can be abandoned
+        self._transports: list[Transport] = []  # none if the ranks have not met
+        context.groups.add(self)
+        self._open()
+
+    def _open(self) -> None:
+        """Meet the other ranks, and prepare the transports; memory and queues are made on request."""
+        self._messages.clear()  # a rank that failed may have sent what no other has received
+        size, library = len(self.ranks), self.context.library
+        store = dist.PrefixStore(f"epoch{self._epoch}", self._store)
+        kinds = dist.ProcessGroup.BackendType
+        with patient_threads():
+            if library == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                self._library: Any = dist.ProcessGroupNCCL(store, self._members.rank, size, options)
+                kind = kinds.NCCL
+            else:
+                check = self.context.options.check
+                self._library, self._sockets = connect(store, self._members.rank, size, self._timeout, check)
+                kind = kinds.GLOO
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), kind, self._library)
+        self._memory: OneHost | SeveralHosts | None = None
+        self._queues: Queues | None = None
+        self._transports = list(self._choose_transports())
+
+    def _choose_transports(self) -> Iterator[Transport]:
+        """Yield the transports in the order in which they are asked."""
+        members, takes_all = self._members, self._transport == "shared"
+        hosts = len(members.by_host)
+        if self._transport != "gloo" and not self.context.is_over_nccl and hosts < members.size:
+            self._queues = Queues(members, self._tell, self._ask)
+            yield self._queues
+            is_one = hosts == 1
+            self._memory = (
+                OneHost(members, takes_all, self._library) if is_one else SeveralHosts(members, takes_all, self._name)
+            )
+            yield self._memory
+        yield Library(self._library, members, self._timeout)
+
+    def _name(self) -> str:
+        """The group's name, which torch gives it when it has been made."""
+        return f"{self.group_name}/{self._epoch}"
+
+    def _tell(self, tensor: Tensor, to: int, what: str) -> None:
+        with named(what, CONTROL):
+            self.send([tensor], to, 0).wait()
+
+    def _ask(self, tensor: Tensor, source: int, what: str) -> None:
+        with named(what, CONTROL):
+            self.recv([tensor], source, 0).wait()
+
+    def shutdown(self) -> None:
+        """End the group; `dist.destroy_process_group` calls it. The caller must have waited for every operation."""
+        for transport in self._transports:
+            transport.close()
+
+    def abandon(self) -> None:
+        shut_down(self._sockets)
+        self._sockets = set()
+        for transport in self._transports:
+            transport.close()
+
+    def reopen(self, epoch: int) -> None:
+        """Close all transports, and meet again under another epoch of the store.
+
+        All ranks of the group call it together. The group object stays valid; memory that it made before is no longer
+        shared.
+        """
+        self.shutdown()
+        self._epoch = epoch
+        self._open()
+
+    # Memory and queues
+
+    def empty(self, elements: int, like: Tensor, *, overlaps: bool = False) -> Tensor:
+        """Return zeros (elements,), of `like`'s dtype and device, for repeated communication.
+
+        Where it pays, they are in memory that the ranks of the group share, and their collectives need no copy.
+        All ranks of the group must call this in the same order. `overlaps` is for collectives that are started in
+        `overlapping`.
+
+        Raises:
+            InputError: the transport is "shared", and these ranks cannot share memory.
+            TrafficError: a rank does not take part.
+        """
+        shared = self._memory.empty(elements, like, overlaps) if self._memory and elements else None
+        return like.new_zeros(elements) if shared is None else shared
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in memory that this group shares on one host, as a tensor of `empty` may."""
+        return self._memory is not None and self._memory.shares(tensor)
+
+    def open_queues(self, row: Sequence[int], message_bytes: int, like: Tensor, *, slots: int = 1) -> None:
+        """Send messages from each rank of a row to the next through memory that both share, where they can.
+
+        Larger messages, and messages without a queue, go over gloo or NCCL. A `send` returns when its message is in one
+        of the `slots`, and so waits for a free one. All ranks of the row call this together.
+
+        Args:
+            row: ranks of the world.
+            message_bytes: size of the largest message.
+            like: a tensor on the messages' device.
+
+        Raises:
+            InputError: the transport is "shared", and these ranks cannot share memory.
+            TrafficError: a rank does not take part.
+        """
+        for link in pairwise(row):
+            if self._queues and self.context.rank in link and link[0] != link[1]:
+                self._queues.open(link, message_bytes, like, slots)
+
+    def close_queues(self, row: Sequence[int]) -> None:
+        """Close the queues along a row; all their messages must have been received or be in a slot."""
+        for link in pairwise(row):
+            if self._queues:
+                self._queues.close_queue(link)
+
+    def has_queue(self, sender: int, receiver: int) -> bool:
+        """Return whether this rank has an end of an open queue from one rank of the world to another."""
+        return self._queues is not None and self._queues.has(sender, receiver)
+
+    def connect(self) -> None:
+        """Over NCCL, connect the ranks now rather than in the first step.
+
+        NCCL connects ranks in their first collective, which may have to wait until the GPU is idle. Within a step, the
+        GPU may be busy with a receive that the sender serves only after this collective: a deadlock.
+        """
+        if self.context.is_over_nccl:
+            with named("a first message", CONTROL):
+                self.allreduce([torch.zeros(1, device=self.context.device)]).wait()
+
+    def received_bytes(self, parts: Tensor) -> int:
+        """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends: parts received over gloo."""
+        answers = (transport.received_bytes(parts) for transport in self._transports)
+        return next(answer for answer in answers if answer is not None)
+
+    def held_back(self) -> list[Wait]:
+        return self._memory.held_back() if self._memory else []
+
+    # Collectives
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
+        if len(tensors) > 1:
+            return self.allreduce_coalesced(tensors, opts)
+        [tensor], op = tensors, _kind_of((opts or dist.AllreduceOptions()).reduceOp)
+        _refuse_gaps(tensor)
+        wait, sent_bytes = self._collective("all_reduce"), ring_bytes(tensor, self.size())
+        return self._begin(wait, lambda by: by.all_reduce(tensor, op), [tensor], sent_bytes)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
+        return self._together([self.allreduce([tensor], opts) for tensor in tensors])
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
+        [tensor], source = tensors, (opts or dist.BroadcastOptions()).rootRank
+        _refuse_gaps(tensor)
+        wait = self._collective("broadcast", f" of {self.context.describe(self.ranks[source])}")
+        sent_bytes = tensor.nbytes * (self.rank() == source)
+        return self._begin(wait, lambda by: by.broadcast(tensor, source), [tensor], sent_bytes)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
+        """Collect every rank's `input` in `output`, in the order of the ranks."""
+        _refuse_gaps(output, input)
+        wait, sent_bytes = self._collective("all_gather"), (self.size() - 1) * input.nbytes
+        return self._begin(wait, lambda by: by.all_gather(output, input), [output], sent_bytes)
+
+    def all_gather_single_coalesced(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
+    ) -> Pending:
+        """Call `all_gather_single` for several tensors; functional collectives use this, also for one tensor."""
+        return self._together([self.all_gather_single(*pair) for pair in zip(output, input, strict=True)])
+
+    def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
+        """Collect every rank's `input[0]` in `output[0]`, a tensor for each rank."""
+        [rows], [own] = map(list, output), input
+        _refuse_gaps(*rows, own)
+        wait, sent_bytes = self._collective("all_gather"), (self.size() - 1) * own.nbytes
+        return self._begin(wait, lambda by: by.all_gather_list(rows, own), rows, sent_bytes)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
+        """Add up all ranks' `input`, (ranks * elements); rank r gets the r-th part of the sum in `output`."""
+        _refuse_gaps(output, input)
+        op = _kind_of((opts or dist.ReduceScatterOptions()).reduceOp)
+        is_average = op == ReduceOp.AVG and not self.context.is_over_nccl
+        asked, parts = ReduceOp.SUM if is_average else op, input.view(self.size(), -1)
+        wait, sent_bytes = self._collective("reduce_scatter"), (self.size() - 1) * output.nbytes
+        pending = self._begin(wait, lambda by: by.reduce_scatter(output, parts, asked), [output], sent_bytes)
+        return pending.then(lambda: output.div_(self.size())) if is_average else pending
+
+    def reduce_scatter_single_coalesced(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
+    ) -> Pending:
+        """Call `reduce_scatter_single` for several tensors; functional collectives use this, also for one tensor."""
+        return self._together([self.reduce_scatter_single(*pair, opts) for pair in zip(output, input, strict=True)])
+
+    def reduce_scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Pending:
+        return self.reduce_scatter_single(output[0], torch.stack(list(input[0])), opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Pending:
+        """Send part r of `input` to rank r, and collect in `output` the parts that all ranks send to this one."""
+        _refuse_gaps(output, input)
+        sizes = output_split_sizes, input_split_sizes
+        own_bytes = input.nbytes // self.size()
+        if input_split_sizes:
+            own_bytes = input[: input_split_sizes[self.rank()]].nbytes
+        wait, sent_bytes = self._collective("all_to_all"), input.nbytes - own_bytes
+        return self._begin(wait, lambda by: by.all_to_all(output, input, *sizes), [output], sent_bytes)
+
+    def alltoall(self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None) -> Pending:
+        """Send `input[r]` to rank r, and receive rank r's tensor in `output[r]`; any sizes."""
+        received = torch.cat([tensor.new_empty(tensor.numel()) for tensor in output])
+        sent = torch.cat([tensor.reshape(-1) for tensor in input])
+        sizes = [tensor.numel() for tensor in output], [tensor.numel() for tensor in input]
+
+        def bring() -> None:
+            for tensor, part in zip(output, received.split(sizes[0]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+        return self.all_to_all_single(received, sent, *sizes).then(bring)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
+        """Combine all ranks' tensors on one of them."""
+        [tensor], asked = tensors, opts or dist.ReduceOptions()
+        root, op = asked.rootRank, _kind_of(asked.reduceOp)
+        _refuse_gaps(tensor)
+        wait, sent_bytes = self._collective("reduce"), tensor.nbytes * (self.rank() != root)
+        return self._begin(wait, lambda by: by.reduce(tensor, root, op), [tensor], sent_bytes)
+
+    def gather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
+        [own], root = input, (opts or dist.GatherOptions()).rootRank
+        _refuse_gaps(own, *(tensor for tensors in output for tensor in tensors))
+        wait, sent_bytes = self._collective("gather"), own.nbytes * (self.rank() != root)
+        return self._begin(wait, lambda by: by.gather(output, own, root), [own], sent_bytes)
+
+    def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Pending:
+        [own], root = output, (opts or dist.ScatterOptions()).rootRank
+        _refuse_gaps(own, *(tensor for tensors in input for tensor in tensors))
+        wait, sent_bytes = self._collective("scatter"), (self.size() - 1) * own.nbytes * (self.rank() == root)
+        return self._begin(wait, lambda by: by.scatter(own, input, root), [own], sent_bytes)
+
+    def barrier(self, opts: Any = None) -> Pending:
+        tensor = torch.zeros(1, device=self.context.device)
+        with counted_as(CONTROL):
+            wait = self._collective("barrier")
+        return self._begin(wait, lambda by: by.all_reduce(tensor, ReduceOp.SUM), [tensor], None)
+
+    # The names of torch 2.11 for the same methods.
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Messages
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Pending:
+        """Start to send a tensor to a rank of the group. Messages between two ranks arrive in order."""
+        [tensor] = tensors
+        _refuse_gaps(tensor)
+        what, kind, line = name_of("send")
+        flow = self._next_message(self.context.rank, self.ranks[dst])
+        wait, started = Wait(what, "send", (self.ranks[dst],), line=line, kind=kind, flow=flow), time.perf_counter()
+        pending = self._begin(wait, lambda by: by.send(tensor, dst, tag), [tensor], tensor.nbytes)
+        if self.context.recorder.enabled:
+            self.context.recorder.add(SEND, f"{what} to {self.context.describe(self.ranks[dst])}", started, flow)
+        return pending
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> Pending:
+        """Start to receive the next message of a rank of the group. Messages of a queue must be waited for in order."""
+        [tensor] = tensors
+        _refuse_gaps(tensor)
+        what, kind, line = name_of("recv")
+        flow = self._next_message(self.ranks[src], self.context.rank)
+        wait = Wait(what, "receive", (self.ranks[src],), line=line, kind=kind, flow=flow)
+        return self._begin(wait, lambda by: by.recv(tensor, src, tag), [tensor], None)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
+        return self._library.recv_anysource(list(tensors), tag)
+
+    def _next_message(self, sender: int, receiver: int) -> str:
+        """Count a message, and return its name in a trace, which is the same on both ranks."""
+        self._messages[sender, receiver] += 1
+        return f"{sender}>{receiver} #{self._messages[sender, receiver]} of {self._name()}"
+
+    # Common to all
+
+    def _collective(self, operation: str, of: str = "") -> Wait:
+        """Count a collective of this group's ranks, and name the wait for it."""
+        what, kind, line = name_of(operation)
+        begun = self.context.begun
+        begun[self.key] += 1
+        return Wait(f"{what}{of}", "collective", self._members.others, begun[self.key] - 1, line, kind)
+
+    def _begin(
+        self,
+        wait: Wait,
+        ask: Callable[[Transport], Carried | None],
+        tensors: list[Tensor],
+        sent_bytes: int | None,
+    ) -> Pending:
+        """Start the operation in the first transport that accepts it.
+
+        Args:
+            wait: the name of the wait for it.
+            ask: starts the operation in a transport; None if the transport does not accept it.
+            tensors: the tensors that it sends or fills.
+            sent_bytes: the bytes that this rank sends, for the ledger; None if they are not counted.
+        """
+        with self.context.waits.during(wait):
+            carried = next(answer for by in self._transports if (answer := ask(by)) is not None)
+        if sent_bytes is not None:
+            columns: Mapping[str, int] = carried.sent_bytes or {"": sent_bytes}
+            for column, count in columns.items():
+                self.context.ledger.count(Way(f"{wait.kind}{column}", wait.way, wait.peers), count)
+        if isinstance(carried.by, SharedWork):
+            carried.by.named = wait
+        pending = Pending(self.context, wait, carried.by, tensors)
+        if carried.finish is not None:
+            pending.then(carried.finish)
+        if carried.at_once:
+            pending.complete()
+        return pending
+
+    def _together(self, pending: Sequence[Pending]) -> Pending:
+        """Return several operations as one."""
+        *others, last = pending
+        for one in others:
+            last.then(one.wait)
+        return last
+
+
+def _refuse_gaps(*tensors: Tensor) -> None:
+    """Raise `ValueError` for a tensor with gaps between its elements: gloo would send the content of the gaps."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
+
+
+def _kind_of(operation: Any) -> ReduceOp.RedOpType:
+    """Return the kind of an operation: a `ReduceOp` of torch's options equals its kind but is not a dictionary key."""
+    return getattr(operation, "op", operation)
