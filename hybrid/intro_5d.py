@@ -63,6 +63,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     split = args.split(tokenizer.vocab_size)
     own = own_experts(args.experts, sharing)
     options = {"padding_idx": tokenizer.pad_id, "own_experts": own, **run.model_options()}
+    options["without_weights"] = args.shard == "weights" and args.schedule != "auto"  # which measures passes
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
 
@@ -89,7 +90,9 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
         passes = args.micro_batches
-        sharded = {s: ShardedDP(net, args.shard, same, passes, keep=corrections_in(net)) for s, net in nets.items()}
+        for s, net in nets.items():
+            keep, rounded = corrections_in(net), net.rounded_parameters()
+            sharded[s] = ShardedDP(net, args.shard, same, passes, keep=keep, rounded=rounded, initial=net.initial)
     optimizer = run.optimizer(sharded or nets)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
     cores, run_on = run.shared_cores, args.run_on

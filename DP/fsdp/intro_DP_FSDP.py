@@ -24,8 +24,10 @@ DEFAULTS = ShardedSettings(batch_size=1)
 def train(run: TrainingRun[ShardedSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
-    model = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    net = ShardedDP(model, args.shard, backward_passes=args.micro_batches)
+    options = {"padding_idx": tokenizer.pad_id, "without_weights": args.shard == "weights", **run.model_options()}
+    model = LLama(CausalLLama, tokenizer.vocab_size, **options)
+    rounded, initial = model.rounded_parameters(), model.initial
+    net = ShardedDP(model, args.shard, backward_passes=args.micro_batches, rounded=rounded, initial=initial)
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)  # of this rank's shards
     run.track(net, optimizer)

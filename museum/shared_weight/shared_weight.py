@@ -15,9 +15,9 @@ from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.stages import PipelineSettings
+from simplellm.blocks import Block
 from simplellm.dataloaders import TinyStories
 from simplellm.layers import rotary_tables
-from simplellm.llama import Block
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 

@@ -74,9 +74,27 @@ class Costs:
         experts = sum(parts["block"] for parts in counts) * sizes.expert_weights(self.layout.size("ep"))
         return (others, self.on_hosts.replicas), (experts, self.on_hosts.expert_holders)
 
+    def rounded_by_holders(self, *stages: int) -> tuple[tuple[int, RankGroup], tuple[int, RankGroup]]:
+        """Return how many of the weights by holders a pass rounds before it uses them."""
+        sizes, tp, (_, (experts, holders)) = self.model.sizes, self.layout.size("tp"), self.weights_by_holders(*stages)
+        parts = [(part, count) for stage in stages for part, count in self.parts(stage).items()]
+        others = sum(count * sizes.rounded_weights(part, tp) for part, count in parts)
+        return (others, self.on_hosts.replicas), (experts * (sizes.dtype != "float32"), holders)
+
+    def gathered_by_holders(self, *stages: int) -> tuple[tuple[int, RankGroup], tuple[int, RankGroup]]:
+        """Return the bytes of the weights by holders as these gather them, if they shard weights or updates."""
+        saved = NUMBER_BYTES - self.model.sizes.inner_bytes
+        both = zip(self.weights_by_holders(*stages), self.rounded_by_holders(*stages), strict=True)
+        others, experts = ((n * NUMBER_BYTES - rounded * saved, holders) for (n, holders), (rounded, _) in both)
+        return others, experts
+
     def own_weights(self, *stages: int) -> int:
         """Return the number of weights that a rank updates if their holders shard them."""
         return sum(share(count, holders.size) for count, holders in self.weights_by_holders(*stages))
+
+    def own_rounded(self, *stages: int) -> int:
+        """Return how many of these a pass rounds before it uses them."""
+        return sum(share(count, holders.size) for count, holders in self.rounded_by_holders(*stages))
 
     @functools.cached_property
     def activation_bytes(self) -> int:
@@ -287,15 +305,15 @@ class Costs:
         shard = self.layout.shard
         if shard not in ("gradients", "weights") or kind == "W":
             return 0.0
-        half, parts_with = 0.0, (sum(self.parts(stage).values()), self.parts(stage)["block"])
-        for (count, holders), in_model in zip(self.weights_by_holders(stage), parts_with, strict=True):
-            if not count:
-                continue
+        seconds, parts_with = 0.0, (sum(self.parts(stage).values()), self.parts(stage)["block"])
+        both = zip(self.weights_by_holders(stage), self.gathered_by_holders(stage), parts_with, strict=True)
+        for (count, holders), (gathered_bytes, _), in_model in both:
             size_bytes = count * NUMBER_BYTES
             # With sharded weights, each part of the model has its own collectives.
             parts = in_model if shard == "weights" else max(1, size_bytes // SHARDED_BUCKET_BYTES)
-            half += parts * self.on_hosts.half(holders, size_bytes / parts, "shared").alone
-        seconds = half * (shard == "weights") + half * (kind != "F")
+            for sent_bytes in [gathered_bytes] * (shard == "weights") + [size_bytes] * (kind != "F"):
+                if sent_bytes:
+                    seconds += parts * self.on_hosts.half(holders, sent_bytes / parts, "shared").alone
         # Hidden behind the computation only on GPUs: on CPUs, sending needs the cores.
         return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds
 

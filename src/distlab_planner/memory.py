@@ -37,12 +37,17 @@ class RankMemory:
 
 def held(costs: Costs, worker: int) -> RankMemory:
     """Return the memory of the first rank of a worker of the first replica."""
-    layout, program = costs.layout, costs.layout.programs()[worker]
+    layout, program, sizes = costs.layout, costs.layout.programs()[worker], costs.model.sizes
     stages = stages_of(program)
     weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
     # Of the experts' scores: parameters without gradients.
-    corrections = sum(costs.parts(stage)["block"] for stage in stages) * costs.model.sizes.experts * NUMBER_BYTES
-    own = costs.own_weights(*stages) * NUMBER_BYTES if layout.shard != "none" else weights
+    corrections = sum(costs.parts(stage)["block"] for stage in stages) * sizes.experts * NUMBER_BYTES
+    own, parameters = weights, weights
+    if layout.shard != "none":
+        own, rounded = costs.own_weights(*stages) * NUMBER_BYTES, costs.own_rounded(*stages)
+        whole = sum(size_bytes for size_bytes, _ in costs.gathered_by_holders(*stages))
+        # The shards of rounded weights are there twice: in float32, and as they are sent.
+        parameters = own + rounded * sizes.inner_bytes if layout.shard == "weights" else whole + rounded * NUMBER_BYTES
     step = graph_of(layout)
     kinds = step.kinds[worker]
     changes = {kind: costs.kept_bytes(step.examples[kind]) for kind in step.counts[worker]}
@@ -51,10 +56,10 @@ def held(costs: Costs, worker: int) -> RankMemory:
     within = [kept + more[kind] for kept, kind in zip([0, *after], kinds, strict=False)]
     ids = tables = 0
     if layout.size("cp") == 1:  # of the whole batch, once; ranks that share sequences keep some for each micro-batch
-        ids = layout.batch_size * costs.model.sizes.seq_len * ID_BYTES if 0 in stages else 0
-        tables = costs.model.sizes.table_bytes() if any(costs.parts(stage)["block"] for stage in stages) else 0
+        ids = layout.batch_size * sizes.seq_len * ID_BYTES if 0 in stages else 0
+        tables = sizes.table_bytes() if any(costs.parts(stage)["block"] for stage in stages) else 0
     return RankMemory(
-        parameters=(own if layout.shard == "weights" else weights) + corrections,
+        parameters=parameters + corrections,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
         optimizer_state=own * MOMENTS[costs.optimizer],
         gathered=_gathered(costs, stages, weights),
@@ -92,10 +97,11 @@ def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
     if layout.shard != "weights":
         return 0
     in_order = [part for stage in stages for part in PARTS for _ in range(costs.parts(stage)[part])]
-    experts = {"block": costs.model.sizes.expert_weights(layout.size("ep"))}
-    sizes = [
-        (costs.model.sizes.weights(part, layout.size("tp")) + experts.get(part, 0)) * NUMBER_BYTES for part in in_order
-    ]
+    sizes, tp = costs.model.sizes, layout.size("tp")
+    saved, experts = NUMBER_BYTES - sizes.inner_bytes, {"block": sizes.expert_weights(layout.size("ep"))}
+    gradients = [(sizes.weights(part, tp) + experts.get(part, 0)) * NUMBER_BYTES for part in in_order]
+    rounded = [(sizes.rounded_weights(part, tp) + experts.get(part, 0)) * saved for part in in_order]
+    weights = [size - less for size, less in zip(gradients, rounded, strict=True)]
     # In a backward pass, a block, its gradient, and the weights of the block before it.
-    whole = max(2 * size + before for size, before in zip(sizes, [0, *sizes], strict=False))
-    return whole + max(sizes) * has_buffer
+    whole = (own + gradient + before for own, gradient, before in zip(weights, gradients, [0, *weights], strict=False))
+    return max(whole) + max(gradients) * has_buffer

@@ -102,6 +102,13 @@ class Sizes:
             return self.matrices(part, tp) - chosen + self.experts * self.dmodel + 2 * self.dmodel
         return self.matrices(part, tp) + (2 if part == "block" else 1) * self.dmodel
 
+    def rounded_weights(self, part: ModelPart, tp: int = 1) -> int:
+        """Return the number of these that a pass rounds to the dtype of products: not routers and gains of norms."""
+        if part == "embedding" or self.dtype == "float32":
+            return 0
+        in_float32 = (2 + self.experts if part == "block" else 1) * self.dmodel
+        return self.weights(part, tp) - in_float32
+
     def expert_weights(self, ep: int) -> int:
         """Return the number of weights of a block's experts on one of the ranks that share them."""
         return self.experts // ep * 3 * self.dmodel * self.hidden_dim

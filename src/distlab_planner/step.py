@@ -138,7 +138,8 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, floa
     average = in_a_row([collective(holders, size_bytes, "shared") for size_bytes, holders in parts])
     if layout.shard == "none":
         return update, 0.0, average
-    gather = average.alone if layout.shard != "weights" else 0.0
+    gathered = [collective(holders, size, "shared") for size, holders in costs.gathered_by_holders(*stages) if size]
+    gather = in_a_row(gathered).alone if layout.shard != "weights" else 0.0
     return update, gather, average if layout.shard == "optimizer" else CollectiveSeconds(0.0, 0.0, False)
 
 
@@ -157,10 +158,16 @@ def sent_bytes(costs: Costs) -> list[float]:
     layout, step, sent = costs.layout, graph_of(costs.layout), []
     for worker, program in enumerate(layout.programs()):
         messages = sum(len(step.graph.sends[index]) for index in step.graph.lines[worker])
-        rounds = {"none": 2, "optimizer": 2, "gradients": 1 + layout.micro_batches, "weights": 3 * layout.micro_batches}
-        shared = costs.weights_by_holders(*stages_of(program))
-        others = sum(count * (1 - 1 / holders.size) for count, holders in shared)  # weights that other ranks have
-        replicas = rounds[layout.shard] * others * NUMBER_BYTES
+        passes, stages = layout.micro_batches, stages_of(program)
+        # By how much of a collective that reduces gradients, and of one that gathers weights, a step has.
+        reduced = {"none": 2, "optimizer": 1, "gradients": passes, "weights": passes}[layout.shard]
+        gathered = {"none": 0, "optimizer": 1, "gradients": 1, "weights": 2 * passes}[layout.shard]
+        replicas = sum(
+            (reduced * count * NUMBER_BYTES + gathered * size_bytes) * (1 - 1 / holders.size)  # what others have
+            for (count, holders), (size_bytes, _) in zip(
+                costs.weights_by_holders(*stages), costs.gathered_by_holders(*stages), strict=True
+            )
+        )
         exchanges = sum(count * costs.exchanges(step.examples[kind]) for kind, count in step.counts[worker].items())
         exchanged_bytes = exchanges * costs.message_bytes
         slices = exchanged_bytes * 2 * (layout.size("tp") - 1) / layout.size("tp")

@@ -40,13 +40,13 @@ class Linear(nn.Linear):
         weight_gradients = current() if by_hand and x.requires_grad else None
         if weight_gradients is not None and (defer := weight_gradients.deferred(self.weight)) is not None:
             return _Linear.apply(x, self.weight.detach(), defer, False)
-        if by_hand or x.dtype != self.weight.dtype:
+        if by_hand or x.dtype == torch.bfloat16:
             return _Linear.apply(x, self.weight, None, by_hand)
         return F.linear(x, self.weight)
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map with a float32 weight, which is cast for a bfloat16 input.
+    """A linear map with a float32 weight, which is cast for a bfloat16 input; or with a weight that is bfloat16 too.
 
     Each pass casts it again, because a copy for the backward pass would be kept for each micro-batch in progress. A
     single copy for a whole step would save 1 % of its time (3 or 8 micro-batches of 256 tokens, on an EPYC).

@@ -19,141 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from simplellm.attention import Attend, SequencePart, attend_to_earlier
+from simplellm.attention import SequencePart, attend_to_earlier
+from simplellm.blocks import Attention, Block, logits
 from simplellm.compiled import PartToCompile, can_compile, through_compiler
 from simplellm.errors import InputError
-from simplellm.initial_weights import initialize
-from simplellm.layers import MLP, ROPE_THETA, Linear, RMSNorm, rotary_tables, rotate
-from simplellm.mixed_precision import widen
+from simplellm.initial_weights import InitialWeights, initialize
+from simplellm.layers import MLP, ROPE_THETA, Linear, RMSNorm, rotary_tables
 from simplellm.options import BLOCK_BY_BLOCK, Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
 
 if TYPE_CHECKING:
     from simplellm.cache import LayerCache
-    from simplellm.feed_forward import MixtureOfExperts
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions.
-
-    The number of heads follows from the projections' output, so the projections may hold some heads only.
-    """
-
-    def __init__(
-        self,
-        dmodel: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int | None = None,
-        bias: bool = False,
-        qk_norm: Callable[[int], RMSNorm] | None = None,
-    ) -> None:
-        super().__init__()
-        self.head_dim = head_dim or dmodel // num_heads
-        self.q_proj = Linear(dmodel, num_heads * self.head_dim, bias=bias)
-        self.k_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=bias)
-        self.o_proj = Linear(num_heads * self.head_dim, dmodel, bias=bias)
-        self.q_norm = qk_norm(self.head_dim) if qk_norm else None
-        self.k_norm = qk_norm(self.head_dim) if qk_norm else None
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        attend: Attend = attend_to_earlier,
-    ) -> Tensor:
-        """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
-        if cache is None and attend is attend_to_earlier:
-            return through_compiler(Attention._compute, self, x, cos, sin)
-        return self._compute(x, cos, sin, cache, attend)
-
-    def _compute(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        attend: Attend = attend_to_earlier,
-    ) -> Tensor:
-        """Attention."""
-        batch, seq, _ = x.shape
-        q, k = (proj(x).view(batch, seq, -1, self.head_dim) for proj in (self.q_proj, self.k_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = (norm(y.to(norm.weight.dtype)) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
-        q, k = (rotate(heads, cos, sin) for heads in (q, k))
-        v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
-        q, k, v = (widen(heads).transpose(1, 2) for heads in (q, k, v))
-        if cache is not None:
-            past = cache.length
-            k, v = cache.append(k, v)
-            if past and seq > 1:  # each position attends to all earlier ones and itself
-                mask = torch.ones(seq, past + seq, dtype=torch.bool, device=x.device).tril(past)
-                attend = partial(attend_to_earlier, mask=mask)
-        mixed = attend(q, k, v)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1).to(x.dtype))
-
-
-class Block(nn.Module):
-    """One layer: attention and MLP, each behind a norm and added to the residual stream (batch, seq, dmodel)."""
-
-    def __init__(
-        self,
-        dmodel: int,
-        num_heads: int,
-        num_kv_heads: int,
-        hidden_dim: int,
-        norm_eps: float,
-        dtype: torch.dtype,
-        head_dim: int | None = None,
-        attention_bias: bool = False,
-        mlp_bias: bool = False,
-        mixture: Mixture | None = None,
-        qk_norm: bool = False,
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        of_heads = partial(RMSNorm, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.self_attn = Attention(dmodel, num_heads, num_kv_heads, head_dim, attention_bias, of_heads)
-        self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        self.mlp = _experts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        attend: Attend = attend_to_earlier,
-    ) -> Tensor:
-        if cache is None and attend is attend_to_earlier and isinstance(self.mlp, MLP):
-            return through_compiler(Block._compute, self, x, cos, sin)
-        return self._compute(x, cos, sin, cache, attend)
-
-    def _compute(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        attend: Attend = attend_to_earlier,
-    ) -> Tensor:
-        """A block."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attend)
-        return x + self.mlp(self.post_attention_layernorm(x)).to(x.dtype)  # experts return float32
-
-
-def _experts(dmodel: int, hidden_dim: int, mixture: Mixture) -> "MixtureOfExperts":
-    from simplellm.feed_forward import MixtureOfExperts
-
-    return MixtureOfExperts(dmodel, hidden_dim, mixture)
-
-
-def _logits(norm: RMSNorm, head: Linear, x: Tensor) -> Tensor:
-    """The head."""
-    logits: Tensor = head(norm(x))
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class _Decoder(nn.Module):
@@ -201,9 +76,11 @@ class LLamaPart(nn.Module):
             `experts_per_token` for each token; 0 for no experts.
         experts_per_token, shared_expert, router_scores: see `Mixture`.
         own_experts: the numbers of the experts that this process holds; all if None.
+        without_weights: leaves the weights out: whoever divides the model takes its parts from `initial`.
 
     Attributes:
         options: the arguments that make the same model again, except for weights and device.
+        initial: with `without_weights`, the initial weights by name; else None.
 
     Raises:
         InputError: the sizes do not fit together, or the default of `first_layer` does not fit the ranks; on a call,
@@ -243,6 +120,7 @@ class LLamaPart(nn.Module):
         router_scores: RouterScores = "softmax",
         own_experts: Sequence[int] | None = None,
         qk_norm: bool = False,
+        without_weights: bool = False,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -287,11 +165,11 @@ class LLamaPart(nn.Module):
         self.head_dim = head_dim or dmodel // num_heads
         self.rope_theta, self._rope_scaling = rope_theta, scaling
         self.document_end = document_end
-        self.recompute, self.residual = recompute, residual
+        self.recompute, self.residual, self._dtype = recompute, residual, dtype
         device = torch.get_default_device() if device is None else torch.device(device)
         biases = attention_bias, mlp_bias
         sizes = dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype, head_dim, *biases, mixture, qk_norm
-        with device:
+        with torch.device("meta") if without_weights else device:
             layers: dict[str, nn.Module] = {
                 str(index): Block(*sizes) for index in range(first_layer, first_layer + n_layers)
             }
@@ -303,7 +181,9 @@ class LLamaPart(nn.Module):
                 norm = RMSNorm(dmodel, norm_eps, dtype)
             self.model = _Decoder(embed_tokens, layers, norm)
             self.lm_head = Linear(dmodel, vocab_size, bias=False) if self.has_head else None
-        initialize(self, seed)
+        self.initial = InitialWeights(self, seed, device) if without_weights else None
+        if self.initial is None:
+            initialize(self, seed)
 
     def _stage_of_rank(self) -> int:
         """Return this part's stage in a pipeline of all ranks."""
@@ -358,6 +238,14 @@ class LLamaPart(nn.Module):
 
         return Recomputed(function)
 
+    def rounded_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that a pass rounds to bfloat16 before it uses them: of all linear layers but routers.
+
+        There are none if the model computes in float32.
+        """
+        linear = [module for module in self.modules() if type(module) is Linear]
+        return [p for module in linear for p in module.parameters()] if self._dtype == torch.bfloat16 else []
+
     def part_of(self, ids: Tensor) -> SequencePart | None:
         """Return how token ids (batch, seq) attend within documents; None if the model ignores documents.
 
@@ -375,7 +263,7 @@ class LLamaPart(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         assert self.model.norm is not None
         assert self.lm_head is not None
-        return through_compiler(_logits, self.model.norm, self.lm_head, x)
+        return through_compiler(logits, self.model.norm, self.lm_head, x)
 
     def parts_to_compile(self, batch: int, seq: int, is_whole: bool = True) -> list[PartToCompile]:
         """Return the parts that a forward pass in training on activations (batch, seq, dmodel) compiles.
@@ -402,7 +290,7 @@ class LLamaPart(nn.Module):
             if isinstance(mlp, MLP):
                 found.append((MLP.compute, (mlp, h)))
         if self.has_head:
-            found.append((_logits, (self.model.norm, self.lm_head, x)))
+            found.append((logits, (self.model.norm, self.lm_head, x)))
         return [(function, arguments) for function, arguments in found if can_compile(function, *arguments)]
 
     def new_cache(self) -> "list[LayerCache]":

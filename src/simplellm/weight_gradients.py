@@ -74,7 +74,7 @@ def gradient_of(weight: Tensor, x: Tensor, grad: Tensor, in_place: bool = True) 
         grad: its output's gradient (..., outputs).
     """
     x, grad = widen(x).reshape(-1, x.shape[-1]), widen(grad).reshape(-1, grad.shape[-1]).T
-    if not in_place or x.dtype != weight.dtype or has_hooks(weight):
+    if not in_place or x.dtype != weight.grad_dtype or has_hooks(weight):
         return (grad @ x).float()
     total, place = weight.grad, _place_of(weight)
     # Taken also for a sum, so that a second use of the weight does not overwrite it.

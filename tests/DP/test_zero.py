@@ -1,5 +1,6 @@
 """Replicas that share out optimizer state, gradients or weights: the run of one process, the bytes of the formulas."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -36,6 +37,30 @@ def test_is_the_run_of_one_process(shard: Sharded, world_size: int, one_process:
     # Two ranks divide every bucket. Otherwise the last shards are filled up, by less than an element for each rank.
     filled_up_bytes = 0 if world_size <= 2 else 4 * world_size * 3 * (N_LAYERS + 2)
     assert expected_bytes <= sent_bytes <= expected_bytes + filled_up_bytes
+
+
+@pytest.mark.parametrize("shard", SHARDED)
+def test_in_bfloat16_weights_travel_as_the_passes_use_them(
+    shard: Sharded, one_process: OneProcess, tmp_path: Path
+) -> None:
+    """The bits of one process, with a micro-batch in place of each rank: sums of two numbers, and halves, are exact."""
+    dtype, transport = ("--dtype", "bfloat16"), "gloo" if shard == "optimizer" else "shared"
+    expected_parameters, expected_gradients, expected_losses = one_process(
+        4, "--batch-size", "4", "--micro-batches", "2", *dtype
+    )
+    flags = ["--world-size", "2", "--batch-size", "2", "--shard", shard, "--transport", transport, *dtype]
+    parameters, gradients, own_losses = train_on(2, SCRIPT, tmp_path, *flags)
+    assert own_losses == expected_losses
+    for own, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):
+        for rank, (name, tensor) in itertools.product(range(2), expected.items()):
+            assert own[rank][name].dtype == torch.float32
+            assert own[rank][name].equal(tensor), f"{name} on rank {rank}"
+
+    sent_bytes = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
+    numbers = {name: weight.numel() for name, weight in expected_parameters.items()}
+    gathered_bytes = sum(n * (2 if "proj" in name or "head" in name else 4) for name, n in numbers.items())
+    assert sent_bytes["weights"] == gathered_bytes / 2 * (2 if shard == "weights" else 1)
+    assert sent_bytes["gradients"] == 4 * sum(numbers.values()) / 2
 
 
 @pytest.mark.quick

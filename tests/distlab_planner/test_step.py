@@ -206,8 +206,8 @@ MEASURED = [  # ranks, flags
     (4, "--dp 1 --pp 2 --tp 2 --recompute blocks --micro-batches 2 --batch-size 6"),
     (4, "--dp 1 --pp 2 --tp 2 --recompute all --micro-batches 2 --batch-size 6"),
     (2, "--dp 2 --pp 1 --shard optimizer --micro-batches 3 --batch-size 3"),
-    (2, "--dp 2 --pp 1 --shard gradients --micro-batches 3 --batch-size 3"),
-    (2, "--dp 2 --pp 1 --shard weights --micro-batches 3 --batch-size 3"),
+    (2, "--dp 2 --pp 1 --shard gradients --micro-batches 3 --batch-size 3 --dtype bfloat16"),
+    (4, "--dp 2 --pp 1 --tp 2 --shard weights --micro-batches 3 --batch-size 3 --dtype bfloat16"),
     (2, "--dp 1 --pp 2 --schedule dapple --micro-batches 3 --batch-size 3 --dtype bfloat16"),
     (4, "--dp 1 --pp 2 --tp 2 --micro-batches 2 --batch-size 6 --dtype bfloat16"),
 ]
@@ -224,7 +224,7 @@ SHARED = [
 ]
 EXPERTS = [  # that all tokens use, so that loads are equal
     (2, "--dp 2 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --micro-batches 2 --batch-size 2"),
-    (4, "--dp 4 --pp 1 --ep 2 --experts 2 --shard weights --hidden-dim 40 --recompute blocks"),
+    (4, "--dp 4 --pp 1 --ep 2 --experts 2 --shard weights --hidden-dim 40 --recompute blocks --dtype bfloat16"),
     (4, "--dp 2 --pp 2 --ep 2 --experts 2 --shared-expert --schedule zb-h1 --micro-batches 2 --batch-size 4"),
     (4, "--dp 2 --pp 1 --ep 2 --tp 2 --experts 2 --recompute all --dtype bfloat16"),
 ]

@@ -69,6 +69,13 @@ def placement_of(parameter: Tensor) -> Placement:
     return getattr(parameter, "placement", WHOLE)
 
 
+def own_slice(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's slice of `whole`, a view, by the placement of a parameter of the slice's shape."""
+    for dim, start, _, _ in placement_of(parameter).slices:
+        whole = whole.narrow(dim, start, parameter.shape[dim])
+    return whole
+
+
 def holders(parameter: Tensor, among: Axis) -> Axis:
     """Return the ranks along some axes that hold the same part of a parameter as this rank.
 

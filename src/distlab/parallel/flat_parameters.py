@@ -1,6 +1,6 @@
 """Parameters side by side in a flat buffer, and their gradients in another; each rank owns a shard of both."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -47,12 +47,12 @@ def is_whole(flat: Tensor) -> bool:
     return flat.untyped_storage().nbytes() > 0
 
 
-def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool) -> Tensor:
+def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool, dtype: torch.dtype | None) -> Tensor:
     """Return zeros (elements,) for parameters side by side, padded to equal parts for the ranks along an axis.
 
     A buffer that is kept permanently is in memory that these ranks share, if possible.
     """
-    like = parameters[0].detach()
+    like = parameters[0].detach().new_empty(0, dtype=dtype)
     elements = -(-elements_of(parameters) // axis.size) * axis.size
     return empty(elements, like, axis.group) if is_kept else like.new_zeros(elements)
 
@@ -114,6 +114,10 @@ class FlatParameters:
 
     That part is its shard. The last shards may be padded with zeros, which belong to no parameter.
 
+    Args:
+        dtype: of the buffer, and so of the parameters from now on; their gradients keep the dtype that they had.
+        value_of: the value of a parameter, whole or as far as its placement's slices go; by default, what it holds.
+
     Attributes:
         flat: the buffer (elements,), of which the parameters are views.
         shard: this rank's part, which the optimizer updates; in float32 also for a model in fewer bits.
@@ -121,21 +125,38 @@ class FlatParameters:
         gradients: of the parameters; None if they are frozen.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], shard: Sharded, axis: Axis, gathered: Gathered) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        shard: Sharded,
+        axis: Axis,
+        gathered: Gathered,
+        dtype: torch.dtype,
+        value_of: Callable[[nn.Parameter], Tensor] = Tensor.detach,
+    ) -> None:
         self.parameters, self.axis, self._gathered = parameters, axis, gathered
-        self._is_freed = shard == "weights"
-        self.flat = new_flat(parameters, axis, is_kept=not self._is_freed)
+        self._is_freed, is_trained = shard == "weights", parameters[0].requires_grad
+        self._dtype = parameters[0].dtype  # of the parameters, before they become views
+        self.flat = new_flat(parameters, axis, not self._is_freed, dtype)
         self._views = views_of(self.flat, parameters)
-        for parameter, view in zip(parameters, self._views, strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
         self._parts = self.flat.view(axis.size, -1)  # (ranks, elements of a shard)
         self._to_send = own = self._parts[axis.rank]
         if self._is_freed:
-            self._to_send = empty(len(own), own, axis.group).copy_(own)
-        is_trained = parameters[0].requires_grad
-        self.shard = self._to_send.float() if own.dtype in HALF and is_trained else self._to_send  # master weights
-        self._ranges = dict(own_ranges(parameters, axis.rank, len(self.shard)))
+            self._to_send = empty(len(own), own, axis.group)
+        has_master = dtype in HALF and (is_trained or dtype != self._dtype)
+        self.shard = torch.zeros_like(own, dtype=torch.float32) if has_master else self._to_send  # master weights
+        self._ranges = dict(own_ranges(parameters, axis.rank, len(own)))
+        for parameter, view in zip(parameters, self._views, strict=True):
+            value, where = value_of(parameter), self._ranges[parameter]
+            view.copy_(value)
+            if has_master:  # not rounded
+                part = self.shard[where.of_shard]
+                part.copy_(value.flatten()[where.start : where.start + len(part)])
+            parameter.data = view
+            if is_trained and dtype != self._dtype:
+                parameter.grad_dtype = self._dtype
+        if self._is_freed:
+            self._to_send.copy_(own)
         self.shards = {p: _shard(p, self.shard, where, axis) for p, where in self._ranges.items()}
         self.gradients = GradientShard(self, shard, gathered) if is_trained else None
         self._arriving: Pending | None = None
@@ -173,6 +194,13 @@ class FlatParameters:
             self._arriving.wait()
             self._arriving = None
 
+    def whole(self) -> list[Tensor]:
+        """Return new tensors with the parameters' values: those of the shards, in the dtype that the model had."""
+        parts = self.shard.new_empty(self.axis.size, len(self.shard))
+        with named("the weights", "weights"):
+            all_gather_single(parts, self.shard.detach(), self.axis.group)
+        return [view.to(self._dtype) for view in views_of(parts.view(-1), self.parameters)]
+
     def free(self) -> None:
         """Free the other ranks' weights, if this rank does not keep them."""
         if not self._is_freed or not is_whole(self.flat):
@@ -196,7 +224,8 @@ class GradientShard(Bucket):
     def __init__(self, flats: FlatParameters, shard: Sharded, gathered: Gathered) -> None:
         axis, self._gathered = flats.axis, gathered
         self._is_freed = shard != "optimizer"  # between the passes
-        super().__init__(0, flats.parameters, new_flat(flats.parameters, axis, not self._is_freed), axis)
+        flat = new_flat(flats.parameters, axis, not self._is_freed, flats.parameters[0].grad_dtype)
+        super().__init__(0, flats.parameters, flat, axis)
         self._reduce_in(self.flat)
         is_in_place = not self._is_freed and flats.shard.dtype == self.flat.dtype
         self._mean = self._own if is_in_place else torch.zeros_like(flats.shard)

@@ -9,21 +9,30 @@ arXiv 2304.11277). An all-reduce is a reduce-scatter and an all-gather: sharding
     gradients      W + (G + O) / n, and two buckets     1      (reduced in each backward pass, not only in the last one)
     weights        (W + G + O) / n, and two blocks      1.5    (gathered for the forward, and for the backward pass)
 
+Weights that all passes round to bfloat16 are half as large where they are whole and where they are sent.
 A reduce-scatter over gloo also needs memory for the parts it receives: as much as is under way, with "optimizer" up to
 G. Schedules that delay weight gradients keep even sharded gradients whole for most of a step.
 """
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis, all_ranks
+from distlab.axes.placement import own_slice
 from distlab.axes.shards import ReplicaShards
 from distlab.comm.group import empty, shares
 from distlab.comm.pending import Pending
-from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, broadcast_weights, split_into_buckets
+from distlab.parallel.data import (
+    BUCKET_BYTES,
+    Bucket,
+    GradientBuckets,
+    broadcast_weights,
+    check_same_model,
+    split_into_buckets,
+)
 from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import Gathered, GradientShard
 from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_gradient
@@ -59,6 +68,12 @@ class ShardedDP(ReplicaShards):
         bucket_bytes: with "optimizer" and "gradients", parameters are sharded and sent in buckets of this size; by
             default as in `GradientBuckets`; a fifth of it for gradients, of which two buckets are whole at once.
         keep: parameters that stay whole on each rank also with "weights", because the script changes them itself.
+        rounded: parameters that all passes round to bfloat16, each time before they use them: these are held and
+            gathered in bfloat16, which halves their bytes and changes no result. Their shards and gradients keep their
+            dtype.
+        initial: of a model that was built without weights, a function from a parameter's name to its first value in
+            the whole model, so that with "weights" no rank holds more than a block of them. By default, the model has
+            them.
     """
 
     def __init__(
@@ -69,22 +84,33 @@ class ShardedDP(ReplicaShards):
         backward_passes: int = 1,
         bucket_bytes: int | None = None,
         keep: Collection[nn.Parameter] = (),
+        rounded: Collection[nn.Parameter] = (),
+        initial: Callable[[str], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.shard = model, shard
         over = over or all_ranks("dp")
         bucket_bytes = bucket_bytes or (BUCKET_BYTES if shard == "optimizer" else BUCKET_BYTES // 5)
-        broadcast_weights(model, over)
-        self._gathered = Gathered()
+        self._gathered, whole, rounded = Gathered(), set(keep), set(rounded)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+
+        def value_of(parameter: nn.Parameter) -> Tensor:
+            return parameter.detach() if initial is None else own_slice(initial(names[parameter]), parameter)
+
+        if initial is None:
+            broadcast_weights(model, over)
+        else:
+            check_same_model(model, over)
+            for parameter in whole:
+                parameter.data = value_of(parameter).to(parameter)
         if shard == "weights":
-            whole = set(keep)
             self._units = [Unit(modules, [p for p in own if p not in whole]) for modules, own in blocks_of(model)]
         else:
             trained = [p for p in model.parameters() if p.requires_grad]
             buckets = split_into_buckets(trained[::-1], over, bucket_bytes)
             self._units = [Unit([], parameters) for parameters, _ in buckets][::-1]
         for unit in self._units:
-            unit.shard(shard, over, self._gathered)
+            unit.shard(shard, over, self._gathered, rounded, value_of)
         flats = [flat for unit in self._units[::-1] for flat in unit.flats]
         if shard != "optimizer":
             self._share_buffers([flat.gradients for flat in flats if flat.gradients is not None])
@@ -142,10 +168,9 @@ class ShardedDP(ReplicaShards):
         """Return copies of the weights by name, whole on every rank; all replicas must call it."""
         whole: dict[Tensor, Tensor] = {p: p.detach() for p in self.model.parameters()}
         for unit in self._units:
-            unit.gather()
             unit.arrive()
-            whole |= {p: p.detach().clone() for flat in unit.flats for p in flat.parameters}
-            unit.release()
+            for flat in unit.flats:
+                whole |= dict(zip(flat.parameters, flat.whole(), strict=True))
         return {name: whole[p] for name, p in self.model.named_parameters()}
 
     def flat_weights(self) -> list[Tensor]:

@@ -18,10 +18,10 @@ from distlab.parallel import tp_group as tp
 from distlab.parallel.division import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
+from simplellm.blocks import Attention
 from simplellm.errors import InputError, require
 from simplellm.feed_forward import MixtureOfExperts
 from simplellm.layers import MLP, Linear
-from simplellm.llama import Attention
 
 Exchange = Callable[[Tensor, TPGroup], Tensor]
 

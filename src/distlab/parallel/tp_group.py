@@ -102,8 +102,12 @@ class TPGroup:
         return x.tensor_split(self.axis.size, dim)[self.axis.rank]
 
     def own_parameter(self, whole: Tensor, dim: int) -> nn.Parameter:
-        """Return this rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed."""
-        own = nn.Parameter(self.own_shard(whole.detach(), dim).clone(), requires_grad=whole.requires_grad)
+        """Return this rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed.
+
+        An absent weight, which is one number of the whole shape (`InitialWeights`), stays absent.
+        """
+        own = self.own_shard(whole.detach(), dim)
+        own = nn.Parameter(own if any(own.stride()) else own.clone(), requires_grad=whole.requires_grad)
         return place_slice(own, whole, dim, self.axis)
 
     def _named(self, what: str) -> contextlib.AbstractContextManager[None]:

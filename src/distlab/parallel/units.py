@@ -1,7 +1,7 @@
 """Units of a model whose weights are gathered together, and the hooks that gather and free them."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -27,15 +27,26 @@ class Unit:
         self._left: set[object] = set()  # the parts that the backward pass has yet to compute with these parameters
         self._backward_pass: int | None = None  # the pass that has started to compute with them
 
-    def shard(self, shard: Sharded, over: Axis, gathered: Gathered) -> None:
-        """Give each rank along `over` a part of the parameters that it holds in common with others of these ranks."""
+    def shard(
+        self,
+        shard: Sharded,
+        over: Axis,
+        gathered: Gathered,
+        rounded: Collection[nn.Parameter],
+        value_of: Callable[[nn.Parameter], Tensor],
+    ) -> None:
+        """Give each rank along `over` a part of the parameters that it holds in common with others of these ranks.
 
-        def kind(p: nn.Parameter) -> tuple[bool, str, str, tuple[str, ...]]:
-            return p.requires_grad, str(p.dtype), str(p.device), holders(p, over).names
+        `rounded` ones are gathered as bfloat16. `value_of` returns the value of a parameter.
+        """
+
+        def kind(p: nn.Parameter) -> tuple[bool, bool, str, str, tuple[str, ...]]:
+            return p.requires_grad, p in rounded, str(p.dtype), str(p.device), holders(p, over).names
 
         for _, alike in groupby(sorted(self._parameters, key=kind), kind):
             same = [*alike]
-            self.flats.append(FlatParameters(same, shard, holders(same[0], over), gathered))
+            dtype = torch.bfloat16 if same[0] in rounded else same[0].dtype
+            self.flats.append(FlatParameters(same, shard, holders(same[0], over), gathered, dtype, value_of))
 
     def publish(self) -> None:
         for flat in self.flats:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distlab.axes.placement import placement_of
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.groups import WorldGroup, world_group
 from distlab.rendezvous.ranks import busy, ranks_store
@@ -40,12 +41,13 @@ def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, j
         say("the schedule splits backward passes: blocks and head of these micro-batches stay uncompiled")
     with_weights = not is_split or not letters.isdisjoint("Bb")
     store, check = ranks_store(seconds, say, joined.store), partial(_check_others, world_group())
+    absent = _absent(parts)
     for part in parts_to_compile(parts, batch, seq, with_weights):
-        prepare = partial(_prepare, compiler, part)
+        prepare = partial(_prepare, compiler, part, absent)
         if joined.grid.size == 1:
             prepare()
             continue
-        with _as_if_gathered(part[1]):
+        with _as_if_gathered(part[1], absent):
             key = f"compiled/{host}/{hashlib.sha256(str(key_of(*part)).encode()).hexdigest()}"
         if store.add(f"{key}/claims") == 1:
             store.set(f"{key}/by", str(rank))
@@ -78,18 +80,27 @@ def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool
             yield loss_to_compile(batch, seq, vocab_size, net.lm_head.weight.device)
 
 
+def _absent(parts: ModelParts) -> set[nn.Parameter]:
+    """Return the weights that are whole only while a block computes: the optimizer has shards of them."""
+    return {
+        parts.stages[stage].get_parameter(name)
+        for stage, part in parts.sharded.items()
+        for name, own in part.own_parameters().items()
+        if part.shard == "weights" and placement_of(own).flat is not None
+    }
+
+
 @contextlib.contextmanager
-def _as_if_gathered(arguments: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, weights that the replicas shard have the shapes and strides that they have when they are gathered."""
+def _as_if_gathered(arguments: tuple[Any, ...], absent: set[nn.Parameter]) -> Iterator[None]:
+    """Inside, those of the absent weights that the arguments have are there, with the shapes of gathered ones."""
     modules = [module for module in arguments if isinstance(module, nn.Module)]
-    absent = [p for module in modules for p in module.parameters() if not p.is_contiguous()]
-    before = [p.data for p in absent]
-    for p in absent:
+    before = {p: p.data for module in modules for p in module.parameters() if p in absent}
+    for p in before:
         p.data = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     try:
         yield
     finally:
-        for p, data in zip(absent, before, strict=True):
+        for p, data in before.items():
             p.data = data
 
 
@@ -99,12 +110,12 @@ def _check_others(world: WorldGroup | None) -> None:
         raise TrafficError(causes, RuntimeError(causes))
 
 
-def _prepare(compiler: Compiler, part: PartToCompile) -> None:
+def _prepare(compiler: Compiler, part: PartToCompile, absent: set[nn.Parameter]) -> None:
     from torch._dynamo.exc import TorchDynamoException
 
     function, arguments = part
     try:
-        with _as_if_gathered(arguments):
+        with _as_if_gathered(arguments, absent):
             compiler.prepare(function, *arguments)
     except TorchDynamoException as error:
         told = next((line for line in f"{error}".splitlines() if "rror" in line), f"{error}".partition("\n")[0])

@@ -1,5 +1,6 @@
 """ShardedDP around other models: tied, frozen and idle parameters, several dtypes, shards that are not equally long."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from distlab.comm.context import Options, Transport
 from distlab.comm.group import shares
 from distlab.parallel.sharded import Sharded, ShardedDP
 from distlab.run.optimizers import build_optimizer
+from simplellm.llama import CausalLLama, LLama
 
 SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
 
@@ -118,6 +120,31 @@ def test_trains_as_one_process(world_size: int) -> None:
                 assert torch.equal(own_before[weight], before[weight]), f"{weight} starts as on rank 0"
                 tolerance = 1e-6 if name == "sgd" else 1e-5
                 torch.testing.assert_close(own[weight], expected, rtol=0, atol=tolerance, msg=f"{weight}, {shard}")
+
+
+MODEL = {"vocab_size": 64, "dmodel": 384, "num_heads": 4, "n_layers": 12}
+
+
+def shard_without_weights(rank: int, port: int) -> tuple[int, dict[str, Tensor]]:
+    """The bytes by which this rank's memory has grown at the peak while it got its shards; the weights."""
+    with process_group(rank, 2, port):
+        before = memory_bytes("VmRSS")
+        model = LLama(CausalLLama, **MODEL, without_weights=True)  # type: ignore[arg-type]
+        net = ShardedDP(model, "weights", initial=model.initial)
+        return memory_bytes("VmHWM") - before, net.whole_parameters()
+
+
+def memory_bytes(kind: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind)]
+    return 1024 * int(line.split()[1])
+
+
+def test_no_rank_holds_the_initial_weights_whole() -> None:
+    expected = {name: p.detach() for name, p in LLama(CausalLLama, **MODEL).named_parameters()}  # type: ignore[arg-type]
+    whole_bytes = sum(weight.nbytes for weight in expected.values())
+    for grown_bytes, own in run_ranks(2, shard_without_weights, free_port()):
+        assert whole_bytes / 2 < grown_bytes < 0.75 * whole_bytes, "its half, a block, and a weight of the next one"
+        assert all(own[name].equal(weight) for name, weight in expected.items())
 
 
 LR = 2.0**-7  # of steps so short that a weight of 16 bits would seldom change

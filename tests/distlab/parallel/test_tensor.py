@@ -14,10 +14,11 @@ from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.optimizers import build_optimizer
+from simplellm.blocks import Block
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
 from simplellm.layers import Linear, rotary_tables
-from simplellm.llama import Block, CausalLLama, LLama, LLamaFirstStage
+from simplellm.llama import CausalLLama, LLama, LLamaFirstStage
 from simplellm.losses import causalLLMLoss
 
 STYLES = {"naive": False, "megatron": False, "sequence": True}

@@ -111,10 +111,10 @@ def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without(tmp_path: Path) ->
 
 def test_the_parts_that_are_compiled_before_the_first_step() -> None:
     net = LLama(CausalLLama, 32, dmodel=8, num_heads=2, n_layers=1, ctx_size=8)
-    of_whole = ["_compute", "_logits", "_next_token_loss"]
+    of_whole = ["_compute", "logits", "_next_token_loss"]
     for shard, axes, names in (
         ("gradients", {"dp": 1}, of_whole),
-        ("gradients", {"cp": 2}, ["compute", "_logits"]),
+        ("gradients", {"cp": 2}, ["compute", "logits"]),
         ("weights", {"dp": 1}, [of_whole[0], of_whole[2]]),  # the head's weights are gathered inside of it
     ):
         parts = ModelParts.of(ShardedDP(net, shard), Grid(0, axes))  # type: ignore[arg-type]
