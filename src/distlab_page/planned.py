@@ -133,11 +133,14 @@ def sent_by(costs: Costs, rank: int) -> Formulas:
         if sender == worker:
             add(kind, receiver, len(sent), f"{len(sent)} messages", messages)
 
-    count, parts = sum(map(costs.weights, stages_of(programs[worker]))), layout.micro_batches
-    weights = Size(count, f"{count:,} weights")
+    stages, parts = stages_of(programs[worker]), layout.micro_batches
+    count, rounded = (sum(n for n, _ in ways(*stages)) for ways in (costs.weights_by_holders, costs.rounded_by_holders))
     counts = {"none": (1, 0), "optimizer": (1, 1), "gradients": (parts, 1), "weights": (parts, 2 * parts)}
-    for kind, times in zip(("gradients", "weights"), counts[layout.shard], strict=True):
-        add_ring(kind, layout.copies, times, 2 if layout.shard == "none" else 1, weights)
+    reduced, gathered = counts[layout.shard]
+    add_ring("gradients", layout.copies, reduced, 2 if layout.shard == "none" else 1, Size(count, f"{count:,} weights"))
+    for numbers, number_bytes in ((count - rounded, NUMBER_BYTES), (rounded, sizes.inner_bytes)):
+        if numbers:
+            add_ring("weights", layout.copies, gathered, 1, Size(numbers, f"{numbers:,} weights", number_bytes))
     for kind in ("loss", "gradient norm"):
         add_ring(kind, layout.ranks, 1, 2, Size(LOSS_BYTES // NUMBER_BYTES, "2 numbers"))
 

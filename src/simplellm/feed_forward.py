@@ -131,9 +131,9 @@ class MixtureOfExperts(nn.Module):
         own = range(sizes.experts) if sizes.own is None else sizes.own
         self.experts = nn.ModuleDict({str(number): MLP(dmodel, hidden_dim) for number in own})
         self.shared_experts = MLP(dmodel, hidden_dim) if sizes.shared else None
-        self.load = torch.zeros(sizes.experts, dtype=torch.int64)
+        self.load = torch.zeros(sizes.experts, dtype=torch.int64, device="cpu")  # also if the model is without weights
         self.smallest_gap, self.most_rows_bytes = float("inf"), 0
-        self.capacity, self.dropped = 0.0, torch.zeros((), dtype=torch.int64)
+        self.capacity, self.dropped = 0.0, torch.zeros((), dtype=torch.int64, device="cpu")
         self.gather_places: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
         self.routes: Callable[[Tensor, Tensor], Tensor] | None = None
         self.passage: Passage = lambda rows, counts, compute: compute(rows, counts.tolist())

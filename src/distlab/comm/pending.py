@@ -49,6 +49,9 @@ class Pending(dist.Work):
         wait: its name.
         carrier: torch's handle, work in shared memory, or a thread; None if it is complete already.
         tensors: the tensors that it sends or fills.
+
+    Attributes:
+        is_on_stream: whether the stream waits for it, and not the thread.
     """
 
     def __init__(self, context: "Context", wait: Wait, carrier: Carrier | None, tensors: list[Tensor]) -> None:
@@ -58,8 +61,8 @@ class Pending(dist.Work):
         self._was_waited_for = False
         self._started = time.perf_counter()
         # Over NCCL; gloo carries host memory.
-        self._is_on_stream = isinstance(carrier, dist.Work) and tensors[0].is_cuda and context.is_over_nccl
-        if self._is_on_stream:
+        self.is_on_stream = isinstance(carrier, dist.Work) and tensors[0].is_cuda and context.is_over_nccl
+        if self.is_on_stream:
             self._posted = passed()
         for observe in context.observers:
             observe(self)
@@ -93,7 +96,7 @@ class Pending(dist.Work):
     def complete(self, timeout: timedelta = ENVIRONMENT) -> None:
         """Do the work of `wait`; the caller still has to wait."""
         if self._carrier is not None:
-            if self._is_on_stream:
+            if self.is_on_stream:
                 self._wait_on_stream(self._carrier)
             else:
                 self._wait_on_host(self._carrier, timeout)
@@ -102,6 +105,12 @@ class Pending(dist.Work):
             following = self._finish.pop(0)()
             if isinstance(following, Pending):
                 following.wait()
+
+    def follow(self) -> None:
+        """Make the current stream wait for it over NCCL, a side stream, whose waits do not count as this rank's."""
+        assert isinstance(self._carrier, dist.Work)
+        self._carrier.wait()
+        self._carrier, self._was_waited_for = None, True
 
     def was_waited_for(self) -> bool:
         """Return whether `wait` has been called, which is needed even if there was nothing left to wait for."""
@@ -151,7 +160,7 @@ class Pending(dist.Work):
         def finish(_: "torch.futures.Future[list[Tensor]]") -> list[Tensor]:
             ended.value()  # raises if it has failed; it then stays in `waits.in_libraries`
             waits.in_libraries.pop(id(self), None)
-            if self._is_on_stream:
+            if self.is_on_stream:
                 self._ended_on_stream(self._posted)
             else:
                 self._ended_on_host(None)

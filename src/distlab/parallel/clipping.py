@@ -9,6 +9,7 @@ one number each.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Grid
 from distlab.axes.placement import holders
+from distlab.comm.late import LateNumber
 from distlab.comm.names import named
 
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -29,11 +31,13 @@ class NormSum:
     squared: Tensor  # a scalar, float64; the sum over all ranks after the wait for `transfer`
     transfer: dist.Work | None  # None where every rank holds everything
 
+    @cached_property
+    def late(self) -> LateNumber:
+        return LateNumber(self.squared, self.transfer)
+
     def wait(self) -> float:
         """Return the norm, the same number on all ranks."""
-        if self.transfer is not None:
-            self.transfer.wait()
-        return math.sqrt(self.squared.item())
+        return math.sqrt(self.late.read())
 
 
 @torch.no_grad()

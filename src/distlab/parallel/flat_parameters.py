@@ -147,11 +147,7 @@ class FlatParameters:
         self.shard = torch.zeros_like(own, dtype=torch.float32) if has_master else self._to_send  # master weights
         self._ranges = dict(own_ranges(parameters, axis.rank, len(own)))
         for parameter, view in zip(parameters, self._views, strict=True):
-            value, where = value_of(parameter), self._ranges[parameter]
-            view.copy_(value)
-            if has_master:  # not rounded
-                part = self.shard[where.of_shard]
-                part.copy_(value.flatten()[where.start : where.start + len(part)])
+            self._fill(parameter, view, value_of(parameter))
             parameter.data = view
             if is_trained and dtype != self._dtype:
                 parameter.grad_dtype = self._dtype
@@ -164,6 +160,14 @@ class FlatParameters:
         if self._is_freed:
             gathered.now_bytes += self.flat.nbytes
             self.free()
+
+    def _fill(self, parameter: nn.Parameter, view: Tensor, value: Tensor) -> None:
+        """Write a parameter's value to its view, and this rank's part of it, not rounded, to the master weights."""
+        view.copy_(value)
+        if self.shard is not self._to_send:
+            where = self._ranges[parameter]
+            part = self.shard[where.of_shard]
+            part.copy_(value.flatten()[where.start : where.start + len(part)])
 
     @property
     def weight_bytes(self) -> int:
@@ -196,9 +200,10 @@ class FlatParameters:
 
     def whole(self) -> list[Tensor]:
         """Return new tensors with the parameters' values: those of the shards, in the dtype that the model had."""
-        parts = self.shard.new_empty(self.axis.size, len(self.shard))
+        own = self.shard.detach().clone()  # in shared memory, it is at another place on each rank
+        parts = own.new_empty(self.axis.size, len(own))
         with named("the weights", "weights"):
-            all_gather_single(parts, self.shard.detach(), self.axis.group)
+            all_gather_single(parts, own, self.axis.group)
         return [view.to(self._dtype) for view in views_of(parts.view(-1), self.parameters)]
 
     def free(self) -> None:

@@ -107,7 +107,7 @@ class TPGroup:
         An absent weight, which is one number of the whole shape (`InitialWeights`), stays absent.
         """
         own = self.own_shard(whole.detach(), dim)
-        own = nn.Parameter(own if any(own.stride()) else own.clone(), requires_grad=whole.requires_grad)
+        own = nn.Parameter(own.clone() if any(own.stride()) else own, requires_grad=whole.requires_grad)
         return place_slice(own, whole, dim, self.axis)
 
     def _named(self, what: str) -> contextlib.AbstractContextManager[None]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distlab.axes.layout import Layout, times_counted
+from distlab.comm.late import LateNumber
 from distlab.comm.names import named
 
 
@@ -38,8 +40,10 @@ class LossSum:
             transfer = dist.all_reduce(total, async_op=True)
         return cls(step, own, total, transfer, times_counted(layout))
 
+    @cached_property
+    def late(self) -> LateNumber:
+        return LateNumber(self.total, self.transfer)
+
     def wait(self) -> float:
         """Wait for the loss, which is the same on all ranks."""
-        if self.transfer is not None:
-            self.transfer.wait()
-        return self.total.item() / self.counted
+        return self.late.read() / self.counted

@@ -46,10 +46,12 @@ class RunningOn:
     def leave_open(self, loss: LossSum) -> None:
         """End a step, before its update, without waiting for its loss."""
         self._open = loss
+        loss.late.leave()
 
     def leave_norm_open(self, norm: NormSum) -> None:
         """Also leave open the norm of the step's gradients, which are used without clipping."""
         self._open_norm = norm
+        norm.late.leave()
 
     def settle(self) -> None:
         """Check the loss of the previous step, if it is still unknown. All ranks call this, with the same result.
@@ -101,8 +103,8 @@ class RunningOn:
 
     def keep_arrived(self) -> None:
         """Record the loss of the open step if it has arrived: for a run that ends early, when no rank may wait."""
-        transfers = [waited.transfer for waited in (self._open, self._open_norm) if waited is not None]
-        if self._open is not None and all(one.is_completed() for one in transfers if one is not None):
+        numbers = [number.late for number in (self._open, self._open_norm) if number is not None]
+        if self._open is not None and all(number.has_arrived() for number in numbers):
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 

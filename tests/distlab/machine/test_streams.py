@@ -1,7 +1,10 @@
 """Waits of a GPU's stream: timed by its events, named, and bounded; with a stand-in for CUDA's events."""
 
+import contextlib
 import re
 import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -10,9 +13,12 @@ import torch.distributed as dist
 from support.processes import wait_for
 
 from distlab.comm.context import Context, Hosts, Options
+from distlab.comm.late import LateNumber
 from distlab.comm.pending import Pending
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
 from distlab.comm.waits import StreamWait, StreamWaits, TrafficError, Wait, Waits
+from distlab.machine import streams
+from distlab.machine.streams import HostMarks
 
 GRADIENTS = Wait("the gradients", "collective", (1,))
 
@@ -35,7 +41,7 @@ class Gpu:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.queued = 0
-        self.synchronized = 0
+        self.synchronized = self.queries = 0
 
     def event(self, enable_timing: bool = False) -> "Event":
         assert enable_timing
@@ -51,6 +57,7 @@ class Event:
         self._gpu.queued += 1
 
     def query(self) -> bool:
+        self._gpu.queries += 1
         return self.at <= self._gpu.seconds
 
     def synchronize(self) -> None:
@@ -58,8 +65,7 @@ class Event:
         self._gpu.seconds = max(self._gpu.seconds, self.at)
 
     def elapsed_time(self, later: "Event") -> float:
-        assert self.query()
-        assert later.query()
+        assert max(self.at, later.at) <= self._gpu.seconds
         return 1000.0 * (later.at - self.at)
 
 
@@ -105,6 +111,58 @@ def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
     sentence = r"rank 0 waited \d+\.\d s for the gradients from rank 1: no answer \(--timeout sets how long to wait\)"
     assert re.fullmatch(sentence, str(failures[0]))
     assert failures[0].wait == GRADIENTS
+
+
+def test_other_threads_see_the_stream_without_a_call_of_cuda(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks that the GPU copies to the host; more of them than can be told apart, and the first ones passed."""
+    monkeypatch.setattr(streams, "MARKS", 8)
+    copies: list[tuple[Event, Callable[[], object]]] = []
+
+    def advance(seconds: int) -> None:
+        gpu.seconds = seconds
+        while copies and copies[0][0].at <= seconds:
+            copies.pop(0)[1]()
+
+    waits = StreamWaits()
+    waits.marks = HostMarks(torch.device("cpu"), lambda *after: copies.append(after))
+    for second in range(0, 30, 3):
+        waits.add(stream_wait(gpu, reached=second + 1, done=second + 2))
+        assert waits.under_way() is None
+        advance(second + 1)
+        assert (now := waits.under_way()) is not None
+        assert now[0] is GRADIENTS
+        advance(second + 2)
+        assert waits.under_way() is None
+        waits.collect(ledger := Ledger())
+        assert ledger.waited_seconds == 1
+    assert gpu.queries == 0
+
+
+def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    @contextlib.contextmanager
+    def on(stream: object) -> Iterator[None]:
+        given.append(stream)
+        yield
+
+    main, side = object(), SimpleNamespace(wait_stream=given.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr("distlab.comm.late.copied_to_host", torch.Tensor.clone)
+    context = context_over("nccl")
+    number, pending = torch.tensor(6.0).as_subclass(OnGPU), begin(context)[0]
+    late = LateNumber(number, pending)
+    late.leave()
+    assert given == [main, side]
+    assert pending.was_waited_for()
+    assert not late.has_arrived()
+    gpu.queued += 100  # the next step
+    assert late.read() == 6
+    assert late.has_arrived()
+    assert gpu.seconds < 10
+    assert context.waits.waited_so_far() == 0
 
 
 def test_the_watch_ends_a_wait_of_the_thread_inside_of_nccl() -> None:

@@ -1,6 +1,6 @@
 """ShardedDP around other models: tied, frozen and idle parameters, several dtypes, shards that are not equally long."""
 
-from pathlib import Path
+import weakref
 from typing import Any
 
 import pytest
@@ -122,29 +122,24 @@ def test_trains_as_one_process(world_size: int) -> None:
                 torch.testing.assert_close(own[weight], expected, rtol=0, atol=tolerance, msg=f"{weight}, {shard}")
 
 
-MODEL = {"vocab_size": 64, "dmodel": 384, "num_heads": 4, "n_layers": 12}
-
-
-def shard_without_weights(rank: int, port: int) -> tuple[int, dict[str, Tensor]]:
-    """The bytes by which this rank's memory has grown at the peak while it got its shards; the weights."""
-    with process_group(rank, 2, port):
-        before = memory_bytes("VmRSS")
-        model = LLama(CausalLLama, **MODEL, without_weights=True)  # type: ignore[arg-type]
-        net = ShardedDP(model, "weights", initial=model.initial)
-        return memory_bytes("VmHWM") - before, net.whole_parameters()
-
-
-def memory_bytes(kind: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind)]
-    return 1024 * int(line.split()[1])
-
-
 def test_no_rank_holds_the_initial_weights_whole() -> None:
-    expected = {name: p.detach() for name, p in LLama(CausalLLama, **MODEL).named_parameters()}  # type: ignore[arg-type]
-    whole_bytes = sum(weight.nbytes for weight in expected.values())
-    for grown_bytes, own in run_ranks(2, shard_without_weights, free_port()):
-        assert whole_bytes / 2 < grown_bytes < 0.75 * whole_bytes, "its half, a block, and a weight of the next one"
-        assert all(own[name].equal(weight) for name, weight in expected.items())
+    """While a rank gets its shards: one value, and the parameters of one unit."""
+    model = LLama(CausalLLama, 64, dmodel=16, num_heads=2, n_layers=4, without_weights=True)
+    assert model.initial is not None
+    initial, values, held_bytes = model.initial, list["weakref.ref[Tensor]"](), list[int]()
+
+    def value_of(name: str) -> Tensor:
+        assert not any(value() is not None for value in values)
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        held_bytes.append(sum(storages.values()) - 4 * len(storages))
+        values.append(weakref.ref(value := initial(name)))
+        return value
+
+    net = ShardedDP(model, "weights", initial=value_of)
+    block_bytes = sum(p.nbytes for p in model.model.layers["0"].parameters())
+    assert 0 < max(held_bytes) <= block_bytes
+    expected = LLama(CausalLLama, 64, dmodel=16, num_heads=2, n_layers=4).state_dict()
+    assert all(weight.equal(expected[name]) for name, weight in net.whole_parameters().items())
 
 
 LR = 2.0**-7  # of steps so short that a weight of 16 bits would seldom change

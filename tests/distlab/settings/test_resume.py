@@ -87,13 +87,14 @@ def test_averaged_weights_go_on_elsewhere(before: str, after: str, tmp_path: Pat
 
 
 def test_bfloat16_goes_on(tmp_path: Path) -> None:
-    """Bit for bit in its layout, and in another to what bfloat16 rounds."""
-    _, expected = run("hybrid", tmp_path / "before", "--dtype", "bfloat16", "--save-every", str(HALF))
+    """The residual stream, too: bit for bit in its layout, and in another to what bfloat16 rounds."""
+    dtypes = "--dtype", "bfloat16", "--residual", "bfloat16"
+    _, expected = run("hybrid", tmp_path / "before", *dtypes, "--save-every", str(HALF))
     for layout, rel in (("hybrid", 0), ("3d", 1e-3), ("primer", 1e-3)):
         _, own = run(layout, tmp_path / layout, "--resume", half_way(tmp_path / "before"))
         assert own == pytest.approx(expected[HALF:], rel=rel, abs=0), layout
     settings = json.loads((tmp_path / "primer" / "config.json").read_text())["settings"]
-    assert settings["dtype"] == "bfloat16", "as the checkpoint has it"
+    assert settings["dtype"] == settings["residual"] == "bfloat16", "as the checkpoint has it"
 
 
 def test_an_uneven_split_goes_on_whole(tmp_path: Path) -> None:
