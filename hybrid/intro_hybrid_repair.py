@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Axis
 from distlab.comm.names import named
+from distlab.machine.limits import cores
 from distlab.parallel.data import GradientRows
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
@@ -62,7 +63,7 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
     optimizer = run.optimizer(nets)
     run.track(nets, optimizer, loss, owners=args.owners)
     sums = pipelines if is_exact else 1  # of gradients, on each rank
-    cores = None if is_exact else run.shared_cores  # other numbers of threads would round in another way
+    shared = None if is_exact else run.shared_cores  # other numbers of threads would round in another way
     made_for: Sequence[int] = ()  # the ranks that follow the programs
 
     for step, batch in run.steps(stories):
@@ -71,7 +72,7 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
                 made_for = alive
                 run.grid.make_groups("dp", "tp")
                 workers = sorted({rank // args.tp for rank in alive})
-                detours = reroute(programs, pipelines, workers, costs, whole=is_exact)
+                detours = reroute(programs, pipelines, workers, costs, whole=is_exact, cores=cores() / args.tp)
                 pipeline = Pipeline(
                     nets,
                     detours,
@@ -79,7 +80,7 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
                     loss,
                     args.dmodel,
                     pipelines=pipelines,
-                    cores=cores and cores * pipelines,
+                    cores=shared and shared * pipelines,
                     costs=costs,
                     run_on=args.run_on,
                     dtype=run.message_dtype,

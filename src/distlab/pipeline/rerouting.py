@@ -5,10 +5,11 @@ pipeline, worker i * p + j is worker j of pipeline i, whose micro-batches are i 
 
 The micro-batches of a dead worker go around among the workers that hold the same stages in other pipelines, as guests,
 and from there back to its neighbors in its own pipeline. The others have idle time in which they can compute most of
-them, if backward passes are split (ReCycle: Gandhi et al., arXiv 2405.14009). The lists are found by playing the
-pipelines: each worker runs, of what it can start first, a backward pass before a forward pass, and gradients of
-weights last. It takes the messages of a link in the order in which they were sent. A worker has room for a limited
-number of activations; survivors of a stage have more of it, for the micro-batches of the dead.
+them, if backward passes are split (ReCycle: Gandhi et al., arXiv 2405.14009). A split takes time itself; where workers
+share few cores, others compute while one waits, and passes stay whole. The lists are found by playing the pipelines:
+each worker runs, of what it can start first, a backward pass before a forward pass, and gradients of weights last. It
+takes the messages of a link in the order in which they were sent. A worker has room for a limited number of
+activations; survivors of a stage have more of it, for the micro-batches of the dead.
 """
 
 import itertools
@@ -19,8 +20,10 @@ from dataclasses import replace
 
 from distlab.pipeline.actions import (
     GRADIENTS,
+    WEIGHT_GRADIENTS,
     Action,
     ActionCosts,
+    Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
@@ -28,7 +31,9 @@ from distlab.pipeline.actions import (
     stages_of,
 )
 from distlab.pipeline.engine import NEVER, Engine, Graph
-from distlab.pipeline.plan import simulate
+from distlab.pipeline.plan import Plan, simulate
+
+SPLIT_GAINS = 0.98  # a step's time with split passes: with less gain, they are not worth what the split itself takes
 
 
 def side_by_side(programs: Programs, pipelines: int) -> list[list[Action]]:
@@ -66,6 +71,7 @@ def reroute(
     alive: Sequence[int],
     costs: ActionCosts | None = None,
     whole: bool = False,
+    cores: float = math.inf,
 ) -> list[list[Action]]:
     """Return the lists of the living workers, in their order, in which they also do the work of the dead.
 
@@ -75,26 +81,40 @@ def reroute(
         alive: numbers of the living workers, ascending; at least one that holds each stage.
         costs: of actions and messages, for the simulation.
         whole: see `hosts_of`.
+        cores: that the workers share.
     """
     if len(alive) == pipelines * len(programs):
         return side_by_side(programs, pipelines)
     costs, healthy = costs or ActionCosts(), simulate(programs)
     count = 1 + max(action.micro_batch for program in programs for action in program)
     hosts = hosts_of(len(programs), count, pipelines, alive, whole)
-    pool: dict[int, list[Action]] = {worker: [] for worker in alive}
-    for (worker, k), host in sorted(hosts.items(), key=lambda item: (item[0][1] % count, item[0])):
-        stages = stages_of(programs[worker])
-        pool[host] += [kind(stage, k) for stage in stages for kind in (Forward, BackwardInput, BackwardWeight)]
-    graph = Graph([pool[worker] for worker in alive], holders=pipelines)
     holders = Counter(worker % len(programs) for worker in alive)
-    most = max(healthy.peak_live)
-    room = [math.ceil(most * pipelines / holders[worker % len(programs)]) for worker in alive]
+    room = [math.ceil(max(healthy.peak_live) * pipelines / holders[worker % len(programs)]) for worker in alive]
+
+    def lines(kinds: Sequence[type[Action]]) -> list[list[Action]]:
+        pool: dict[int, list[Action]] = {worker: [] for worker in alive}
+        for (worker, k), host in sorted(hosts.items(), key=lambda item: (item[0][1] % count, item[0])):
+            pool[host] += [kind(stage, k) for stage in stages_of(programs[worker]) for kind in kinds]
+        return _play(Graph([pool[worker] for worker in alive], holders=pipelines), costs, room)
+
+    unsplit, split = lines((Forward, Backward)), lines((Forward, BackwardInput, BackwardWeight))
+    seconds = [step_seconds(simulate(found, costs, pipelines), cores) for found in (unsplit, split)]
+    return split if seconds[1] < SPLIT_GAINS * seconds[0] else unsplit
+
+
+def step_seconds(plan: Plan, cores: float) -> float:
+    """Return how long a step takes at least, if workers share cores."""
+    return max(plan.makespan, sum(span.end - span.start for line in plan.spans for span in line) / cores)
+
+
+def _play(graph: Graph, costs: ActionCosts, room: Sequence[int]) -> list[list[Action]]:
+    """Return the workers' actions in the order in which they run them."""
     # A message for which there is no room may block one behind it that would make room, if a link leads to two stages.
     for limits in (room, [len(line) for line in graph.lines]):
         played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0), _Greedy(graph, limits))
         if len(played.begun) == len(graph.actions):
             break
-    lines: list[list[Action]] = [[] for _ in alive]
+    lines: list[list[Action]] = [[] for _ in graph.lines]
     for index in played.begun:
         lines[graph.workers[index]].append(graph.actions[index])
     return lines
@@ -146,7 +166,7 @@ class _Greedy:
         action, worker = self._graph.actions[index], self._graph.workers[index]
         if isinstance(action, Forward):
             return self._held[worker] if action.stage == self._first[worker] else 0
-        return -1 if isinstance(action, BackwardWeight) else 0
+        return -1 if WEIGHT_GRADIENTS in action.gives else 0
 
     def _arrives(self, index: int, source: object) -> None:
         self._missing[index] -= 1

@@ -1,5 +1,6 @@
 """The settings of runs of several pipelines, whose ranks may also share slices, sequences and experts."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,7 +10,7 @@ from distlab.axes.layout import Layout, Neighbors, layout_size
 from distlab.checkpoints.format import Checkpoint
 from distlab.parallel.division import check_division, check_sharing, padded_length
 from distlab.pipeline.plan import Plan, simulate
-from distlab.pipeline.rerouting import reroute
+from distlab.pipeline.rerouting import reroute, step_seconds
 from distlab.pipeline.schedules import AUTO
 from distlab.settings.common import as_flag, require_positive, shown_as
 from distlab.settings.experts import ExpertSettings
@@ -91,21 +92,16 @@ class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
         everyone = range(self.dp * self.pp)
         return [self._plan([worker for worker in everyone if worker != dead]) for dead in (-1, *range(self.pp))]
 
-    def _plan(self, workers: Sequence[int]) -> Plan:
-        """Return the plan of these workers of all pipelines."""
+    def _plan(self, workers: Sequence[int], cores: float = math.inf) -> Plan:
+        """Return the plan of these workers of all pipelines, which share cores."""
         costs = self.pass_costs(SPTokenizer(self.tokenizer).vocab_size)
-        programs = reroute(self.programs(), self.dp, workers, costs, self.repair == "exact")
+        programs = reroute(self.programs(), self.dp, workers, costs, self.repair == "exact", cores)
         return simulate(programs, costs, holders=self.dp)
 
     def slowdown(self, alive: Collection[int], cores: int) -> float:
-        plans = (
-            self._plan(sorted({rank // self.tp for rank in ranks}))
-            for ranks in (alive, range(layout_size(self.layout)))
-        )
-        now, healthy = (
-            max(plan.makespan, self.tp * sum(s.end - s.start for line in plan.spans for s in line) / cores)
-            for plan in plans
-        )
+        each = cores / self.tp
+        groups = (sorted({rank // self.tp for rank in ranks}) for ranks in (alive, range(layout_size(self.layout))))
+        now, healthy = (step_seconds(self._plan(workers, each), each) for workers in groups)
         return now / healthy
 
 

@@ -1,10 +1,11 @@
 """Schedules in which workers are dead, and others do their work."""
 
 import itertools
+import math
 
 import pytest
 
-from distlab.pipeline.actions import ActionCosts, BackwardInput, BackwardWeight
+from distlab.pipeline.actions import ActionCosts, Backward, BackwardWeight
 from distlab.pipeline.engine import ScheduleError
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.rerouting import reroute, side_by_side
@@ -24,14 +25,16 @@ def test_the_living_compute_every_micro_batch(name: str, d: int, p: int, m: int)
     programs = all_stages(name, p, m)
     dead: list[tuple[int, ...]] = [(worker,) for worker in range(d * p)]
     dead += [pair for pair in itertools.combinations(range(d * p), 2) if pair[0] % p != pair[1] % p][:: d * p]
-    for each, whole in itertools.product(dead, (False, True)):
-        rerouted = reroute(programs, d, without(each, d * p), COSTS, whole)
+    ways = [*itertools.product((False, True), (2, math.inf))]
+    for number, each in enumerate(dead):
+        whole, cores = ways[(number + number // p) % len(ways)]  # another one for the same stage of each pipeline
+        rerouted = reroute(programs, d, without(each, d * p), COSTS, whole, cores)
         plan = simulate(rerouted, COSTS, holders=d)  # complete, without a deadlock, links in order
         # A link of interleaved stages may need more room than there is: then there is no limit (see `reroute`).
         most = 3 if name == "interleaved" else 2
         assert max(plan.peak_live) <= most * max(simulate(programs).peak_live)
         for program in rerouted if whole else []:  # sums of gradients grow in the order of the undisturbed run
-            for kind, pipeline in itertools.product((BackwardInput, BackwardWeight), range(d)):
+            for kind, pipeline in itertools.product((Backward, BackwardWeight), range(d)):
                 own = [a for a in program if isinstance(a, kind) and a.micro_batch // m == pipeline]
                 for stage in {action.stage for action in own}:
                     numbers = [action.micro_batch for action in own if action.stage == stage]
@@ -52,6 +55,16 @@ def test_others_do_the_work_mostly_when_they_would_be_idle(
         for dead in range(d * p)
     ]
     assert (times[0], max(times)) == (first, worst)
+
+
+def test_passes_are_split_where_that_saves_time() -> None:
+    programs = all_stages("dapple", 3, 3)
+
+    def letters(cores: float) -> set[str]:
+        lists = reroute(programs, 2, without((4,), 6), COSTS, cores=cores)
+        return {action.letter for action in itertools.chain(*lists)}
+
+    assert (letters(2), letters(5)) == ({"F", "B"}, {"F", "I", "W"})
 
 
 def test_without_detours_micro_batches_are_missing() -> None:
