@@ -4,13 +4,15 @@ Ranks pass numbered points within a step. In dp-repair: before and after the los
 the sum of the gradients (4, 5), `run.log` (6, 7), and the completion of a checkpoint (8, 9). In hybrid-repair, there is
 a point before each action of the rank's program; then the same six. In step -1, a rank dies at its start (point 0), or
 a spare that waits (rank -1), whose number is the point. `how` is the name of a signal, or "exception"; or "lost": the
-rank does not die, but takes its connections for lost when the others have gone on; or "corrupt": one of its weights
-changes; or "replaced": it dies when a spare without weights has joined; or "agree", "groups": it dies within the next
-repair, before it has told the others how far it is, or after that. With LEAVE_OUT, nobody computes the
-micro-batches of the dead. At the end, each rank writes what it held at each step.
+rank does not die, but takes its connections for lost when another has died; or "corrupt": one of its weights changes;
+or "replaced": it dies when a spare without weights has joined; or "agree", "groups": it dies within the next repair,
+before it has told the others how far it is, or after that. With LEAVE_OUT, nobody computes the micro-batches of the
+dead. With ALL_BACK, the step after a death waits for spares. With CORES, detours are planned for as many cores. Each
+rank writes what it held at each step and at its end.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -45,11 +47,16 @@ for rank, step, number, how in DEATHS:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def held() -> tuple[int, int, int]:
-    """Return the mappings that this process shares, its pipes and its threads."""
+def held() -> dict[str, int]:
+    """Return how many shared mappings, descriptors of pipes and sockets, and threads this process has."""
     maps = Path("/proc/self/maps").read_text().count("memfd:lab")
-    pipes = sum(os.path.realpath(f"/proc/self/fd/{name}").count("pipe") for name in os.listdir("/proc/self/fd"))
-    return maps, pipes, min(threads() for _ in range(5))
+    looks = [(descriptors(), threads()) for _ in range(5)]
+    connections, running = map(min, zip(*looks, strict=True))
+    return {"mappings": maps, "descriptors": connections, "threads": running}
+
+
+def descriptors() -> int:
+    return sum(os.path.realpath(f"/proc/self/fd/{name}").count(":[") for name in os.listdir("/proc/self/fd"))
 
 
 def threads() -> int:
@@ -57,9 +64,17 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def await_news(run: TrainingRun[RepairSettings]) -> None:
+    assert run.repair is not None
+    with contextlib.suppress(NewsError):
+        while True:
+            run.repair.survivor.check()
+            time.sleep(0.01)
+
+
 def train(run: TrainingRun[RepairSettings]) -> None:
-    at = {"step": -1, "point": 0}
-    holdings: list[tuple[int, int, int]] = []
+    at, of_deaths = {"step": -1, "point": 0}, [step for _, step, *_ in DEATHS]
+    holdings: list[dict[str, int]] = []
     optimizers: list[Any] = []
 
     def reach() -> None:
@@ -73,14 +88,10 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                     optimizers[0].param_groups[0]["params"][0].data.view(-1)[0] += 1
                     continue
                 if how == "lost":
-                    time.sleep(0.5)
+                    await_news(run)
                     raise TrafficError("lost", RuntimeError("Connection closed by peer"))
                 if how == "replaced":
-                    assert run.repair is not None
-                    with contextlib.suppress(NewsError):
-                        while True:
-                            run.repair.survivor.check()
-                            time.sleep(0.01)
+                    await_news(run)
                     how = "SIGKILL"
                 if how in WITHIN:
                     setattr(*WITHIN[how], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
@@ -100,9 +111,13 @@ def train(run: TrainingRun[RepairSettings]) -> None:
 
     def steps(stories: Any, of_run: Callable[[Any], Iterator[Any]] = run.steps) -> Iterator[Any]:
         for step, batch in of_run(stories):
-            if "LAB_NEWCOMER" in os.environ and not holdings:  # the ranks before it have died those deaths
+            if "LAB_NEWCOMER" in os.environ and at["step"] < 0:  # the ranks before it have died those deaths
                 DEATHS[:] = [death for death in DEATHS if death[1] > step]
-            holdings.append(held())
+            is_one_missing = run.repair is not None and len(run.repair.alive) < run.world_size
+            if "ALL_BACK" in os.environ and is_one_missing and step not in of_deaths:
+                await_news(run)
+            if os.environ.get("WATCH") != "False":  # it takes time
+                holdings.append(held())
             at.update(step=step, point=0)
             yield step, batch
 
@@ -111,6 +126,8 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         return optimizers[-1]
 
     run.optimizer = optimizer  # type: ignore[method-assign]
+    if "CORES" in os.environ:
+        lesson.cores = lambda: int(os.environ["CORES"])
     if hasattr(lesson, "Pipeline"):
         run_step = lesson.Pipeline.step
         lesson.Pipeline.step = lambda self, rows, before: run_step(self, rows, with_points(before, after=False))
@@ -122,8 +139,14 @@ def train(run: TrainingRun[RepairSettings]) -> None:
     if "LEAVE_OUT" in os.environ:
         lesson.share_out = lambda _, parts, alive, whole: {rank: [(rank, k) for k in range(parts)] for rank in alive}
         lesson.reroute = lambda programs, count, alive, *_, **__: [side_by_side(programs, count)[w] for w in alive]
+
+    def close(close: Callable[[], None] = run.close) -> None:
+        close()
+        gc.collect()
+        (run.out / f"held{run.rank}.json").write_text(json.dumps({"steps": holdings, "at the end": held()}))
+
+    run.close = close  # type: ignore[method-assign]
     lesson.train(run)
-    (run.out / f"held{run.rank}.json").write_text(json.dumps(holdings))
 
 
 if __name__ == "__main__":

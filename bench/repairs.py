@@ -7,20 +7,27 @@
     python bench/repairs.py --case 2x3 --speed                    tokens/s before and after a death
 
 In each run one rank dies, and three steps later another, which holds other layers where ranks hold different ones. Each
-step must have its loss, equal to rounding to that of the undisturbed run. Printed is how much later than usual the step
-after a death was complete. With `--record`, runs that the file already has are left out.
+step must have its loss, equal to rounding to that of the undisturbed run; no process may be left, and at its end no
+rank may hold more descriptors, mappings or threads than in the undisturbed run. Printed is how much later than usual
+the step after a death was complete. A run that fails is reported, and the others go on; the status is then 1. With
+`--record`, runs that the file already has are left out.
 """
 
+import ctypes
 import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +39,9 @@ from simplellm import command_line
 BENCH = Path(__file__).resolve().parent
 STEPS, FIRST, SECOND = 10, 3, 6
 LONG, DEATHS, BETWEEN = 200, 20, 9  # a run with spares: its steps, its deaths, and the steps between two of these
-STEPS_FOR_SPEED = 40  # a rank dies in the middle
+STEPS_FOR_SPEED, ROUNDS = 40, 3  # a rank dies in the middle
+SECONDS_OF_A_RUN = 150  # at most, of one with 10 steps
+PR_SET_CHILD_SUBREAPER = 36  # of Linux: orphans become children of this process
 ROUNDING = 1e-6  # a larger difference of losses is none of rounding
 WIDE = "--dmodel 256 --num-heads 4 --seq-len 128".split()  # so that ranks mostly compute
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --seq-len 24 --optimizer sgd --lr 0.1 --timeout 30".split()
@@ -63,6 +72,8 @@ class Settings:
     """visit each point on every rank, and not on one rank"""
     exact: bool = False
     """--repair exact: the losses have to be the same bit for bit"""
+    cores: int = 0
+    """plan detours for this number of cores, instead of those that are here: with enough, backward passes are split"""
     record: Path | None = None
     """file to add each run to"""
     report: Path | None = None
@@ -73,57 +84,95 @@ class Settings:
     """one run instead, with its speed before and after a death"""
 
 
+class FailedError(Exception):
+    """A run that is not the run it should be."""
+
+
 @dataclass
 class Run:
     losses: list[float]
     speeds: list[float]  # tokens/s, by step
     times: list[float]  # when the line of each step was printed
     backs: list[float]  # when it was printed that ranks are back
+    held: dict[int, dict[str, Any]]  # by rank that was there at the end: what it held (`dying.Held`)
 
 
 def run(settings: Settings, deaths: list[Death], transport: str, steps: int = STEPS, spares: int = 0) -> Run:
-    """Run the ranks, which die these deaths."""
-    script, flags, (_, stages, _) = CASES[settings.case]
-    with tempfile.TemporaryDirectory() as folder:
+    """Run the ranks, which die these deaths; `FailedError` if they do not, or a step is missing or a process left."""
+    script, flags, (pipelines, stages, slices) = CASES[settings.case]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         command = [sys.executable, "-m", "distlab.launch", str(BENCH / "dying.py"), *SHAPE, *flags.split()]
-        command += ["--transport", transport, "--out", folder, "--steps", str(steps), "--spares", str(spares)]
+        command += ["--transport", transport, "--out", name, "--steps", str(steps), "--spares", str(spares)]
         command += (
             WIDE * settings.speed
             + ["--save-every", "1"] * (steps == STEPS)
             + ["--schedule", settings.schedule] * (stages > 1)
         )
         command += ["--repair", "exact" if settings.exact else "on"]
-        environment = {**os.environ, "DEATHS": json.dumps(deaths), "LESSON": script}
-        times, backs, told = dict[int, float](), list[float](), 0
+        environment = {**os.environ, "DEATHS": json.dumps(deaths), "LESSON": script, "WATCH": str(not settings.speed)}
+        environment |= {"CORES": str(settings.cores)} if settings.cores else {}
+        times, backs, told, last = dict[int, float](), list[float](), 0, ""
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
+            watchdog = threading.Timer(SECONDS_OF_A_RUN * steps / STEPS, process.kill)
+            watchdog.start()
             for line in process.stdout:
-                told += line.count(" was terminated by ") + line.count(" failed: ")
+                told, last = told + line.count(" was terminated by ") + line.count(" failed: "), line.strip()
                 if line[0].isdigit():
                     times[int(line.split()[0])] = time.perf_counter()
                 elif " is back" in line:
                     backs.append(time.perf_counter())
-        if process.returncode:
-            raise SystemExit(f"# {deaths}: the run ended with status {process.returncode}")
-        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    if told != len(deaths):
-        raise SystemExit(f"# {deaths}: {told} were told")
-    if [record["step"] for record in records] != list(range(steps)):
-        raise SystemExit(f"# {deaths}: steps are missing")
+            watchdog.cancel()
+        left = end_orphans()
+        expect(not process.returncode, f"the run ended with status {process.returncode}: {last}")
+        expect(not left, f"processes left behind: {', '.join(left)}")
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        ranks = range(pipelines * stages * slices)
+        files = {rank: folder / f"held{rank}.json" for rank in ranks}
+        held = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+    expect(told == len(deaths), f"{told} deaths were told")
+    expect([record["step"] for record in records] == list(range(steps)), "steps are missing")
     losses, speeds = ([record[name] for record in records] for name in ("loss", "tokens_per_second"))
-    return Run(losses, speeds, [times[step] for step in range(steps)], backs)
+    return Run(losses, speeds, [times[step] for step in range(steps)], backs, held)
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise FailedError(otherwise)
+
+
+def end_orphans() -> list[str]:
+    """Kill the processes that a run has left, which are now this one's children, and return their names."""
+    names = []
+    for threads in Path("/proc/self/task").glob("*/children"):
+        for process in map(int, threads.read_text().split()):
+            names.append(Path(f"/proc/{process}/comm").read_text().strip())
+            os.kill(process, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(process, 0)
+    return names
+
+
+def check_held(before: dict[str, int], after: dict[str, int], rank: int) -> None:
+    """Raise `FailedError` if a rank has more of something than before."""
+    more = [f"{after[name]} {name} instead of {before[name]}" for name in before if after[name] > before[name]]
+    expect(not more, f"rank {rank} has {', '.join(more)}")
 
 
 def runs_of(settings: Settings) -> list[tuple[str, list[Death]]]:
     """Return the runs: the transport, and the two deaths of each."""
     _, _, (pipelines, stages, slices) = CASES[settings.case]
     ranks, found = pipelines * stages * slices, list[tuple[str, list[Death]]]()
-    actions = 4 if stages == 1 else max(map(len, all_stages(settings.schedule, stages, 3)))
+    programs = [] if stages == 1 else all_stages(settings.schedule, stages, 3)
+    actions = max(map(len, programs), default=4)
+    unsplit = min((2 * sum(action.letter == "F" for action in program) for program in programs), default=actions)
     points = range(0, actions + AFTER_ACTIONS, settings.every)
     places = itertools.product(points, range(ranks)) if settings.all_ranks else ((p, p % ranks) for p in points)
     for number, (point, rank) in enumerate(places):
-        first, second = (settings.hows[(number + later) % len(settings.hows)] for later in (0, 1))
-        deaths = [(rank, FIRST, point, first), ((rank + slices) % ranks, SECOND, point, second)]
+        first, second = (settings.hows[(number + more) % len(settings.hows)] for more in (0, 1))
+        later = point if point < unsplit + AFTER_ACTIONS else point - (actions - unsplit)
+        deaths = [(rank, FIRST, point, first), ((rank + slices) % ranks, SECOND, later, second)]
         found.append((settings.transports[number % len(settings.transports)], deaths))
     return found
 
@@ -133,18 +182,20 @@ def farthest(losses: list[float], expected: list[float]) -> float:
 
 
 def compare(settings: Settings) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     if settings.report:
         report(read(settings.report))
-    elif settings.spares:
-        compare_long(settings)
-    elif settings.speed:
-        compare_speed(settings)
-    else:
-        compare_points(settings)
+        return
+    work = compare_long if settings.spares else compare_speed if settings.speed else compare_points
+    try:
+        work(settings)
+    except FailedError as error:
+        raise SystemExit(f"# {error}") from None
 
 
 def compare_points(settings: Settings) -> None:
-    what = {"case": settings.case, "schedule": settings.schedule * (settings.case != "dp"), "exact": settings.exact}
+    schedule = f"{settings.schedule}, {settings.cores} cores" if settings.cores else settings.schedule
+    what = {"case": settings.case, "schedule": schedule * (settings.case != "dp"), "exact": settings.exact}
     known = [(*(one[name] for name in what), one["transport"], one["deaths"]) for one in read(settings.record)]
     wanted = [
         (way, deaths)
@@ -152,38 +203,60 @@ def compare_points(settings: Settings) -> None:
         if (*what.values(), way, list(map(list, deaths))) not in known
     ]
     done = list[dict[str, Any]]()
-    expected = run(settings, [], settings.transports[0]).losses if wanted else []
+    undisturbed = {way: run(settings, [], way) for way in sorted({way for way, _ in wanted})}
     for transport, deaths in each(wanted, "runs"):
-        found = run(settings, deaths, transport)
-        gaps = [end - start for start, end in itertools.pairwise(found.times)]
-        # A death at a late point of a step delays the next one: its own line has been printed.
-        late = [max(gaps[step - 1 : step + 1]) - statistics.median(gaps) for step in (FIRST, SECOND)]
-        far = farthest(found.losses, expected)
-        if far > (0 if settings.exact else ROUNDING):
-            raise SystemExit(f"# {deaths}: the losses are {far:.1e} from those of the undisturbed run")
-        done.append({**what, "transport": transport, "deaths": deaths, "late": late, "far": far})
+        done.append({**what, "transport": transport, "deaths": deaths})
+        try:
+            done[-1] |= measure(settings, deaths, transport, undisturbed[transport])
+        except FailedError as error:
+            done[-1] |= {"failed": str(error)}
+            print(f"# {transport}, {deaths}: {error}", flush=True)
         if settings.record:
             with settings.record.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
     report(done)
 
 
+def measure(settings: Settings, deaths: list[Death], transport: str, usual: Run) -> dict[str, Any]:
+    """Return how late the step after each death was, and how far the losses are from those of the undisturbed run."""
+    found = run(settings, deaths, transport)
+    gaps = [end - start for start, end in itertools.pairwise(found.times)]
+    # A death at a late point of a step delays the next one: its own line has been printed.
+    late = [max(gaps[step - 1 : step + 1]) - statistics.median(gaps) for step in (FIRST, SECOND)]
+    far = farthest(found.losses, usual.losses)
+    expect(far <= (0 if settings.exact else ROUNDING), f"the losses are {far:.1e} from those of the undisturbed run")
+    for rank, held in found.held.items():
+        check_held(usual.held[rank]["at the end"], held["at the end"], rank)
+    return {"late": late, "far": far}
+
+
 def read(path: Path | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
 
 
-def report(runs: list[dict[str, Any]]) -> None:
-    """Print a row for each case and schedule, and for each way to die; all steps had their losses."""
-    rows = defaultdict[tuple[int, str], list[tuple[float, float]]](list)
+def report(runs: Sequence[dict[str, Any]]) -> None:
+    """Print a row for each case, schedule and transport, and for each way to die; exit with status 1 if a run failed.
+
+    All steps of the other runs had their losses, and nothing was left behind.
+    """
+    rows = defaultdict[tuple[int, str], list[tuple[dict[str, Any], int]]](list)
     for one in runs:
-        for (*_, how), late in zip(one["deaths"], one["late"], strict=True):
-            what = f"{one['case']} {one['schedule']}".strip() + ", exact" * one["exact"]
-            for row in enumerate((what, f"over {one['transport']}", how, "all")):
-                rows[row].append((late, one["far"]))
-    print("| deaths | number | late, median | late, worst | losses within |\n|---|---:|---:|---:|---:|")
-    for (_, name), found in sorted(rows.items()):
-        late, far = zip(*found, strict=True)
-        print(f"| {name} | {len(late)} | {statistics.median(late):.2f} s | {max(late):.2f} s | {max(far):.0e} |")
+        what = f"{one['case']} {one['schedule']}".strip() + ", exact" * one["exact"]
+        for number, (*_, how) in enumerate(one["deaths"]):
+            for row in enumerate((f"{what}, {one['transport']}", how, "all")):
+                rows[row].append((one, number))
+    print("| deaths | runs | failed | deaths | late, median | late, worst | losses within |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for (_, name), found in sorted(rows.items(), key=lambda row: row[0]):
+        of = {id(one): one for one, _ in found}.values()
+        good = [(one["late"][number], one["far"]) for one, number in found if "failed" not in one]
+        late, far = zip(*good, strict=True) if good else ((math.nan,), (math.nan,))
+        failed = sum("failed" in one for one in of)
+        times = f"{statistics.median(late):.2f} s | {max(late):.2f} s | {max(far):.0e}"
+        print(f"| {name} | {len(of)} | {failed} | {len(found)} | {times} |")
+    failed = sum("failed" in one for one in runs)
+    if failed:
+        raise SystemExit(f"# {failed} of {len(runs)} runs failed")
 
 
 def compare_long(settings: Settings) -> None:
@@ -192,6 +265,8 @@ def compare_long(settings: Settings) -> None:
     deaths = [(number % ranks, (number + 1) * BETWEEN, number % 4, settings.hows[0]) for number in range(DEATHS)]
     usual = run(settings, [], transport, LONG)
     found = run(settings, deaths, transport, LONG, DEATHS * shape[-1])
+    for rank, held in found.held.items():  # all ranks are there again after each death
+        check_held(held["steps"][1], held["steps"][-1], rank)
     seconds = found.times[-1] - found.times[0], usual.times[-1] - usual.times[0]
     print(f"{DEATHS} deaths in {LONG} steps, {settings.case}: losses within {farthest(found.losses, usual.losses):.1e}")
     print(f"it took {seconds[0]:.1f} s, the undisturbed run {seconds[1]:.1f} s")
@@ -201,10 +276,14 @@ def compare_long(settings: Settings) -> None:
 
 
 def compare_speed(settings: Settings) -> None:
-    half = STEPS_FOR_SPEED // 2
-    found = run(settings, [(1, half, 1, settings.hows[0])], settings.transports[0], STEPS_FOR_SPEED)
-    before, after = (statistics.median(found.speeds[start : start + half - 5]) for start in (5, half + 5))
-    print(f"{settings.case}: {before:,.0f} tokens/s, after a death {after:,.0f}: {after / before:.2f} of it")
+    half, ratios = STEPS_FOR_SPEED // 2, list[float]()
+    for _ in range(ROUNDS):
+        found = run(settings, [(1, half, 1, settings.hows[0])], settings.transports[0], STEPS_FOR_SPEED)
+        before, after = (statistics.median(found.speeds[start : start + half - 5]) for start in (5, half + 5))
+        ratios.append(after / before)
+        speeds = f"{before:,.0f} tokens/s, after a death {after:,.0f}"
+        print(f"{settings.case}: {speeds}: {ratios[-1]:.2f} of it", flush=True)
+    print(f"{settings.case}: {statistics.median(ratios):.2f} (median)")
 
 
 if __name__ == "__main__":
