@@ -14,14 +14,18 @@ with app.setup:
 
 @app.cell
 def _():
-    def link(path, file):
-        name, _, about = ast.get_docstring(ast.parse(file.read_text())).partition(":")
-        return f"- [{name}](.{path}/):{about}"
+    def links(lessons):
+        for path, file in notebooks():
+            if path != "/" and path.startswith("/lessons/") == lessons:
+                name, _, about = ast.get_docstring(ast.parse(file.read_text())).partition(":")
+                yield f"- [{name}](.{path}/):{about}"
 
-    pages = sorted((page for page in notebooks() if page[0] != "/"), key=lambda page: page[0].count("/"))
     mo.md(
-        "# The playground\n\nEach page asks first: lock a guess, and it shows what the library says.\n\n"
-        + "\n".join(link(*page) for page in pages)
+        "# The playground\n\nEach page asks first: lock a guess, and it shows what the library says. Begin with "
+        "[pipeline schedules](./schedules/): what is a bubble, and which schedule has none?\n\n"
+        + "\n".join(links(lessons=False))
+        + "\n\n## Lessons\n\nPredict some numbers; the real commands run, some seconds each; compare.\n\n"
+        + "\n".join(links(lessons=True))
         + "\n\nThe pages are plain Python files in `notebooks/`. The tab key and the arrow keys reach all controls."
     )
     return

@@ -1,21 +1,26 @@
-"""Pipeline schedules: play them action by action, change their costs, kill a worker, write your own."""
+"""Pipeline schedules: what is a bubble, and which has none? Play them, change costs, kill a worker, write your own."""
 
 import marimo
 
 app = marimo.App(width="medium", app_title="Schedules")
 
 with app.setup:
-    import math
-
     import marimo as mo
 
     from distlab.pipeline.actions import ActionCosts
-    from distlab.pipeline.plan import simulate
-    from distlab.pipeline.schedules import schedule_names
+    from distlab.pipeline.plan import in_a_row, simulate
+    from distlab.pipeline.schedules import all_stages, schedule_names
     from distlab.show_schedule import Request, plan_of
-    from distlab_playground import drawing, schedules
+    from distlab_playground import drawing, playback, schedules
     from distlab_playground.guesses import ask
     from simplellm.errors import InputError
+
+    ALMOST_NONE = 0.02  # the gaps at the beginning of the first of ten steps and at the end of the last
+
+    def drawn(name, micro_batches=6, steps=1):
+        """Return the drawing of steps in a row."""
+        plan = simulate(in_a_row(all_stages(name, 3, micro_batches), steps))
+        return mo.Html(drawing.passes(plan, [f"worker {n}" for n in range(3)], about=f"{name}, {steps} steps"))
 
     def stop_without_numbers(*fields):
         mo.stop(None in [field.value for field in fields], mo.md("Give a number in each field."))
@@ -31,15 +36,18 @@ def _():
 def _(lock, locked):
     bubbles = schedules.bubbles(workers=3, micro_batches=6, steps=10)
     question = ask(
-        "Three workers share the layers of a model. Each micro-batch passes forward through all of them, then "
-        "backward. A worker that waits for another one is idle: the idle share of its time is the *bubble*.\n\n"
-        "Ten steps follow each other without a wait in between, each with 6 micro-batches. **In which of these orders "
-        "is the bubble the shortest?**",
+        "Ten steps follow each other without a wait in between, each with 6 micro-batches. **Which of these schedules "
+        "leaves (almost) no bubble?**",
         list(bubbles),
         locked,
         lock,
     )
-    mo.vstack([mo.md("# Schedules"), question])
+    _about = mo.md(
+        "# Schedules\n\nThree workers share the layers of a model. Each micro-batch passes forward through all of them "
+        "(F0, F1), then backward (B0, B1). In the gaps of the drawing, a worker waits for another one: the idle share "
+        "of its time is the *bubble*. A *schedule* says in which order each worker takes its passes."
+    )
+    mo.vstack([_about, drawn("gpipe", micro_batches=2), question])
     return bubbles, question
 
 
@@ -47,19 +55,21 @@ def _(lock, locked):
 def _(bubbles, locked):
     mo.stop(locked() is None)
     shown = sorted(bubbles.items(), key=lambda pair: pair[1])
-    best, least = shown[0]
-    is_right = math.isclose(bubbles[locked()], least)
+    none = [name for name, bubble in shown if bubble < ALMOST_NONE]
     mo.vstack(
         [
             mo.md(
-                f"{'Right' if is_right else 'No'}: **{best}** has the shortest, {least:.1%} (what the first "
-                f"and the last step leave); **{locked()}** has {bubbles[locked()]:.1%}. Play them below to see why."
+                f"{'Right' if locked() in none else 'No'}: **{' and '.join(none)}** leave almost none, only at the "
+                f"beginning of the first step and at the end of the last. **{locked()}** has {bubbles[locked()]:.1%}. "
+                "\n\nThey split a backward pass: I, for which another worker waits, comes first, and W fills the gaps. "
+                f"Three steps of {' and of '.join(dict.fromkeys([locked(), none[0]]))}:"
             ),
+            *(drawn(name, steps=3) for name in dict.fromkeys([locked(), none[0]])),
             mo.Html(
                 drawing.table(
                     ["schedule", "bubble"],
                     [(name, f"{bubble:.1%}") for name, bubble in shown],
-                    "Idle on average; all passes take the same time, messages none",
+                    "Idle on average in ten steps; F, I and W take the same time, messages none",
                 )
             ),
         ]
@@ -71,33 +81,34 @@ def _(bubbles, locked):
 def _(locked):
     mo.stop(locked() is None)
 
-    def number(start, stop, value, label):
+    def _number(start, stop, value, label):
         return mo.ui.number(start, stop, value=value, label=label)
 
     schedule = mo.ui.dropdown(schedule_names(), value="dapple", label="schedule")
-    workers, micro_batches = number(1, 8, 3, "workers"), number(1, 32, 6, "micro-batches")
-    chunks = number(1, 4, 2, "chunks (interleaved, auto)")
-    forward, inputs, weights = number(1, 9, 1, "ticks of F"), number(1, 9, 1, "of I"), number(1, 9, 1, "of W")
-    transfer, limit = number(0, 9, 0, "ticks of a message"), number(1, 32, 6, "micro-batches that a worker may keep")
-    pipelines, dead = number(1, 3, 1, "pipelines"), mo.ui.text(label="dead workers, as 4 or 1,5 (a star: their work)")
+    workers, micro_batches = _number(1, 8, 3, "workers"), _number(1, 32, 6, "micro-batches")
+    chunks = _number(1, 4, 2, "chunks (interleaved, auto)")
+    forward, inputs, weights = _number(1, 9, 1, "ticks of F"), _number(1, 9, 1, "of I"), _number(1, 9, 1, "of W")
+    transfer, limit = _number(0, 9, 0, "ticks of a message"), _number(1, 32, 6, "micro-batches that a worker may keep")
+    steps = _number(1, 10, 1, "steps in a row, without a wait")
+    pipelines, dead = _number(1, 3, 1, "pipelines"), mo.ui.text(label="dead workers, as 4 or 1,5 (a star: their work)")
     mo.vstack(
         [
             mo.md(
                 "## Play\n\nF is a forward pass. A backward pass is B, or it has two parts: I (gradients of "
                 "activations, for which the worker before waits) and W (gradients of weights, for which none waits)."
             ),
-            mo.hstack([schedule, workers, micro_batches], justify="start", wrap=True),
+            mo.hstack([schedule, workers, micro_batches, steps], justify="start", wrap=True),
             mo.hstack([forward, inputs, weights], justify="start", wrap=True),
             mo.hstack([transfer, chunks, pipelines], justify="start", wrap=True),
             mo.hstack([limit, dead], justify="start", wrap=True),
         ]
     )
-    return chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, transfer, weights, workers
+    return chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, steps, transfer, weights, workers
 
 
 @app.cell
-def _(chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, transfer, weights, workers):
-    stop_without_numbers(chunks, forward, inputs, limit, micro_batches, pipelines, transfer, weights, workers)
+def _(chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, steps, transfer, weights, workers):
+    stop_without_numbers(chunks, forward, inputs, limit, micro_batches, pipelines, steps, transfer, weights, workers)
     request = Request(
         schedule.value,
         stages=workers.value,
@@ -108,6 +119,8 @@ def _(chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, 
         chunks_per_stage=chunks.value,
         keep_at_most=str(limit.value) if schedule.value == "auto" else None,
         transfer=transfer.value,
+        steps=steps.value,
+        run_on=steps.value > 1,
         pipelines=pipelines.value,
         dead=dead.value or None,
     )
@@ -122,26 +135,41 @@ def _(chunks, dead, forward, inputs, limit, micro_batches, pipelines, schedule, 
 
 @app.cell
 def _(plan):
-    played = mo.ui.slider(
-        1,
-        sum(map(len, plan.spans)),
-        value=sum(map(len, plan.spans)),
-        label="played (arrow keys)",
-        show_value=True,
-        full_width=True,
-    )
+    last = sum(map(len, plan.spans))
+    place, move = mo.state(last)
+    return last, move, place
+
+
+@app.cell
+def _(last, move):
+    play = playback.switch(last, move)
+    play
+    return (play,)
+
+
+@app.cell
+def _(last, move, play):
+    mo.stop(not play.value)
+    clock = playback.clock(last, move)
+    clock
+    return (clock,)
+
+
+@app.cell
+def _(last, move, place):
+    played = playback.slider(last, place(), move, "actions played (arrow keys)")
+    played
     return (played,)
 
 
 @app.cell
-def _(costs, limit, names, plan, played, title):
+def _(costs, limit, names, place, plan, title):
     curves = [schedules.kept(line, costs) for line in plan.spans]
     over = [name for name, most in zip(names, plan.peak_bytes, strict=True) if most > limit.value]
     mo.vstack(
         [
-            played,
-            mo.Html(drawing.passes(plan, names, played.value, title)),
-            mo.md(schedules.says(plan, names, played.value)),
+            mo.Html(drawing.passes(plan, names, place(), title)),
+            mo.md(schedules.says(plan, names, place())),
             mo.Html(
                 drawing.table(
                     ["worker", "idle (bubble)", "micro-batches kept, at most"],
@@ -169,13 +197,13 @@ def _(costs, names, plan):
 def _(chunks, locked, micro_batches, schedule, workers):
     mo.stop(locked() is None)
     stop_without_numbers(chunks, micro_batches, workers)
-    sizes = dict(stages=workers.value, micro_batches=micro_batches.value, chunks_per_stage=chunks.value)
+    _sizes = dict(stages=workers.value, micro_batches=micro_batches.value, chunks_per_stage=chunks.value)
     try:
-        _, example, _ = plan_of(Request(schedule.value, **sizes))
+        _, _example, _ = plan_of(Request(schedule.value, **_sizes))
     except InputError:
         mo.stop(True)
     own = mo.ui.text_area(
-        schedules.as_typed(example),
+        schedules.as_typed(_example),
         label="a line for each worker; other stages than its own number come first, as in 0 5: F0 F0' B0' B0",
         full_width=True,
         rows=5,

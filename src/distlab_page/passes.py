@@ -131,6 +131,8 @@ def time_spent(run: Records) -> Json | None:
         rows = [_spent(run.trace, rank) for rank in range(len(run.trace.ranks))]
         head = ("computing", "waiting", "sending", "other work")
         which = "the steps after the last repair" if run.repairs else "all steps of the trace but the first"
+        if len(run.trace.steps()) == 1:
+            which = "the last step of the trace"
         caption, source = f"Seconds in {which}, by rank", "trace.json"
     elif run.ledger:
         rows = [

@@ -1,10 +1,8 @@
 """The parts of a lesson's notebook: its questions, the comparison, the file to hand in."""
 
 import html
-import tempfile
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from distlab_playground import drawing
@@ -48,10 +46,9 @@ def run(lesson: Lesson) -> dict[str, Outcome]:
     """Run the lesson's commands, and show that they run."""
     import marimo as mo
 
-    folder = Path(tempfile.mkdtemp(prefix="lesson-"))
     with mo.status.spinner(title=f"{' and '.join(lesson.shown())}: some seconds"):
         try:
-            return lesson.run(folder)
+            return lesson.run()
         except InputError as error:
             mo.stop(True, mo.callout(mo.md(str(error)), kind="danger"))
             raise

@@ -4,6 +4,7 @@
 ./launch.sh playground --port 8000 --no-browser
 """
 
+import socket
 import threading
 import webbrowser
 from collections.abc import Iterator
@@ -45,6 +46,10 @@ def start(request: Request) -> None:
     require(0 <= port < 65536, f"--port {port}: a port is a number from 0 to 65535")
     require(NOTEBOOKS.is_dir(), f"{NOTEBOOKS}: there are no notebooks; start the playground in a checkout of the lab")
     require_package("marimo", "the playground")
+    try:
+        listening = socket.create_server((HOST, port))  # requests wait until the server answers them
+    except OSError as error:
+        raise InputError(f"--port {port}: cannot listen there ({error.strerror}); give another one") from error
     import marimo
     import uvicorn
 
@@ -53,11 +58,6 @@ def start(request: Request) -> None:
         builder = builder.with_app(path=path, root=str(file))
     served = _OnlyHere(builder.build())
     config = uvicorn.Config(served, HOST, port, log_level="error", timeout_graceful_shutdown=1)
-    try:
-        listening = config.bind_socket()
-    except SystemExit:
-        raise InputError(f"--port {port}: cannot listen there; give another one") from None
-    listening.listen()  # requests wait until the server answers them
     address = f"http://{HOST}:{listening.getsockname()[1]}/"
     print(f"# {address} is the playground; Ctrl-C ends it", flush=True)
     if request.browser:

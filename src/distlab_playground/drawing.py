@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WIDTH, LEFT, ROW, GAP = 1000, 110, 30, 6  # units of a drawing: its width, the names of rows, a row, between two rows
 PLAYED_NOT_YET = 0.25  # opacity
 TICKS = 10  # at most, on an axis
-FONT, SMALLEST, WIDE = 13, 7, 0.62  # size of letters, at least in a bar; width of a letter, relative to its size
+FONT, SMALLEST, WIDE = 13, 7, 0.78  # size of letters, at least in a bar; width of a letter, relative to its size
 
 
 @dataclass(frozen=True)

@@ -21,5 +21,12 @@ def ask(question: str, options: Sequence[str] | None, locked: Locked, lock: Lock
     element = mo.ui.number(value=0, label="Your guess") if options is None else mo.ui.radio(options)
     text = mo.md(f"{question}\n\n{{guess}}")
     return text.batch(guess=element).form(
-        submit_button_label="Lock this guess", on_change=lambda given: lock(given and given["guess"])
+        submit_button_label="Lock this guess",
+        validate=_missing,
+        on_change=lambda given: lock(given and given["guess"]),
     )
+
+
+def _missing(given: Any) -> str | None:
+    """Return what to do before a form can be sent; an option that is not chosen and an empty field are None."""
+    return "Give an answer first." if not given or given["guess"] is None else None

@@ -9,11 +9,12 @@ import math
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.run.commands import LAUNCHER, lab_command
+from distlab.run.commands import LAB, LAUNCHER, lab_command
 from distlab.subcommands import FUNCTIONS
 from distlab_page.records import Records
 from distlab_page.records import read as read_records
@@ -28,12 +29,13 @@ SMALL = "--dmodel 32 --num-heads 2 --n-layers 4 --seq-len 32 --data sample --dev
 class Outcome:
     """The result of a command."""
 
-    folder: Path  # of a run; others leave it empty
     output: str
+    recorded: Records | None = None  # of a run; other commands leave no records
 
     @property
     def records(self) -> Records:
-        return read_records(self.folder)
+        assert self.recorded is not None, "the command is not a run"
+        return self.recorded
 
 
 Read = Callable[[Mapping[str, Outcome]], float]
@@ -68,22 +70,27 @@ class Lesson:
         """Return the commands as they are typed."""
         return [f"{LAUNCHER} {command}" for command in self.commands.values()]
 
-    def run(self, folder: Path) -> dict[str, Outcome]:
-        """Run all commands; a run's records are in a folder below `folder`. Raises `InputError` if one fails."""
-        return {name: _run(command, folder / name) for name, command in self.commands.items()}
+    def run(self) -> dict[str, Outcome]:
+        """Run all commands, and leave no files. Raises `InputError` if one fails."""
+        with tempfile.TemporaryDirectory(prefix="lesson-") as folder:
+            return {name: run_command(command, Path(folder) / name) for name, command in self.commands.items()}
 
     def measured(self, outcomes: Mapping[str, Outcome]) -> dict[str, float]:
         """Return the number that each question asks for."""
         return {question.key: float(question.read(outcomes)) for question in self.questions}
 
 
-def _run(command: str, folder: Path) -> Outcome:
+def run_command(command: str, folder: Path) -> Outcome:
+    """Run a command of the lab; a run writes its records to `folder`. Raises `InputError` if it fails."""
     words = shlex.split(command)
-    if words[0] not in FUNCTIONS:  # a run, not another command
-        words += ["--out", str(folder)]
-    done = subprocess.run(lab_command(*words), check=False, capture_output=True, text=True)
+    is_run = words[0] not in FUNCTIONS
+    if (LAB / words[0]).is_file():  # commands name scripts as seen from the lab's folder
+        words[0] = str(LAB / words[0])
+    done = subprocess.run(
+        lab_command(*words, *["--out", str(folder)] * is_run), check=False, capture_output=True, text=True
+    )
     require(done.returncode == 0, f"{LAUNCHER} {command}: failed: {(done.stderr or done.stdout).strip()[-500:]}")
-    return Outcome(folder, done.stdout)
+    return Outcome(done.stdout, read_records(folder) if is_run else None)
 
 
 def sent(run: str, kind: str, unit: str = "bytes") -> Read:

@@ -1,14 +1,23 @@
 """The lessons: their numbers are those of the records, their commands run, and what a class hands in is checked."""
 
 import json
+import re
+import runpy
+import shlex
+from base64 import b64decode
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.quoted_commands import launched
+from support.processes import free_port
+from support.terminals import fork_launcher
 
-from distlab.subcommands import run_subcommand
+from distlab.subcommands import FUNCTIONS, run_subcommand
+from distlab_page.records import read
+from distlab_playground import lessons
 from distlab_playground.answers import Request, check, verdicts
 from distlab_playground.lessons import (
     LESSONS,
@@ -18,7 +27,6 @@ from distlab_playground.lessons import (
     Question,
     both,
     difference,
-    find_lesson,
     held,
     loss,
     messages,
@@ -54,7 +62,7 @@ def outcome(folder: Path, losses: list[float], scale: int) -> Outcome:
     accounts = [{"name": f"rank {r}", "rank": r, **more, "sent": [way, other][: 2 - r]} for r in (0, 1)]
     (folder / "ledger.json").write_text(json.dumps(accounts))
     (folder / "memory.json").write_text(json.dumps([{"activations": 8 * scale}, {"activations": 1}]))
-    return Outcome(folder, "")
+    return Outcome("", read(folder))
 
 
 def test_numbers_are_read_from_the_records(tmp_path: Path) -> None:
@@ -71,7 +79,7 @@ def test_numbers_are_read_from_the_records(tmp_path: Path) -> None:
 
 
 def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -> None:
-    here = LESSON.measured(LESSON.run(tmp_path))
+    here = LESSON.measured(LESSON.run())
     assert here == {"bubble": 25, "ticks": 24}
     answers = Answers("small", "ada", {"bubble": 25.2, "ticks": 21}, here)
     assert [line.split()[-1] for line in verdicts(LESSON, answers, here)] == ["right", "off"]
@@ -85,7 +93,7 @@ def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -
     assert read_answers(path) == answers
     assert replace(answers, student="Łukasz 李").file_name == "small-Łukasz-李.json"
     with pytest.raises(InputError, match=r"show-schedule gpipe --stages 0: failed: .*--stages 0: must be at least 1"):
-        replace(LESSON, commands={"plan": "show-schedule gpipe --stages 0"}).run(tmp_path)
+        replace(LESSON, commands={"plan": "show-schedule gpipe --stages 0"}).run()
 
 
 @pytest.mark.parametrize(
@@ -112,13 +120,56 @@ def test_what_is_not_answers_is_named(text: str, tmp_path: Path, capsys: pytest.
     assert "# dance: no such lesson; there are replicas, collectives" in capsys.readouterr().out
 
 
+PREDICTED: dict[str, dict[str, float]] = {  # by hand, from what each lesson says
+    "replicas": {"loss": 0, "megabytes": 4 / 3 * 1.312, "activations": 1 / 3},
+    "collectives": {"large": 14 / 1.75, "small": 14 / 6},
+    "sharding": {"state": 1 / 3, "bytes": 1, "loss": 0},
+    "pipelines": {"messages": 6, "bubble": 100 * 2 / 8, "activations": 3 / 6},
+    "hybrid": {"loss": 0, "messages": 3, "both": 2},
+    "slices": {"messages": 2 * 4, "weights": (262_144 + 65_824 / 2) / 327_968, "loss": 0},
+    "context": {"activations": 1 / 2, "messages": 4, "loss": 0},
+    "experts": {"messages": 4 * 2 * 2, "kilobytes": 16 * 32 * 32 * 4 / 1000, "load": 1},
+    "faults": {"same": 0, "activations": 1 / 2},
+}
+
+
 @MARIMO
-def test_every_lesson_asks_scripts_for_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = [file.stem.partition("_")[2] for file in sorted(LESSONS.glob("*.py"))]
-    assert len(names) == 9
-    for name in names:
-        lesson = find_lesson(name)
-        assert lesson.name == name
-        for command in lesson.commands.values():
-            launched(command.split())
+def test_each_lesson_is_predicted_run_compared_handed_in_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran, submissions = dict[str, Outcome](), tmp_path / "submissions"
+    submissions.mkdir()
+
+    def run_in_forks(command: str, _: Path) -> Outcome:
+        """The real command, with ranks that need not import torch."""
+        if command not in ran:
+            words, out = shlex.split(command), tmp_path / f"run {len(ran)}"
+            is_run = words[0] not in FUNCTIONS
+            ended = fork_launcher(*words, *["--out", out, "--master-port", free_port()] * is_run).finish()
+            assert ended.status == 0, ended.err
+            ran[command] = Outcome(ended.out, read(out) if is_run else None)
+        return ran[command]
+
+    def shown(app: Any, guesses: Mapping[str, object] | None) -> str:
+        outputs, _ = app.run(defs={"guesses": lambda: guesses, "lock": None})
+        return " ".join(output.text for output in outputs if hasattr(output, "text"))
+
+    monkeypatch.setattr(lessons, "run_command", run_in_forks)
+    notebooks = sorted(LESSONS.glob("*.py"))
+    assert [file.stem.partition("_")[2] for file in notebooks] == list(PREDICTED)
+    for notebook, right in zip(notebooks, PREDICTED.values(), strict=True):
+        app, before = runpy.run_path(str(notebook))["app"], len(ran)
+        assert "Lock, and run the commands" in shown(app, None)
+        assert len(ran) == before, "nothing runs before the guesses are locked"
+        wrong = {key: 2 * number + 1 for key, number in right.items()}
+        for student, guesses, verdict in (("ada", right, "right"), ("bob", wrong, "off")):
+            text = shown(app, {**guesses, "student": student})
+            assert re.findall(">(right|off)<", text) == [verdict] * len(right), (notebook, text)
+            [handed_in] = re.findall(r"data:application/json;base64,([\w+/=]+)", text)
+            (submissions / f"{student}-{notebook.stem}.json").write_bytes(b64decode(handed_in))
+    assert check(Request(submissions)) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert {(line.split()[0], line.split()[2]) for line in lines} == {
+        (name, key) for name, right in PREDICTED.items() for key in right
+    }
+    assert {(line.split()[1], line.split()[-1]) for line in lines} == {("ada", "right"), ("bob", "off")}

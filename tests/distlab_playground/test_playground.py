@@ -1,15 +1,18 @@
 """The playground: what it says is what the library says, and a browser opens every notebook without another machine."""
 
+import functools
 import json
 import math
 import re
 import runpy
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -20,12 +23,12 @@ from support.browser import CHROMIUM, Browser, Page
 from support.processes import finish, start
 
 from distlab.comm.link import Link
-from distlab.pipeline.plan import simulate
+from distlab.pipeline.plan import Plan, simulate
 from distlab.pipeline.schedules import all_stages, schedule_names
 from distlab.show_schedule import Request as ScheduleRequest
 from distlab.show_schedule import plan_of
 from distlab_planner.collective_model import CostModel, predict_collective
-from distlab_playground import drawing, schedules
+from distlab_playground import command, drawing, schedules
 from distlab_playground.command import NOTEBOOKS, notebooks
 from simplellm.errors import InputError
 
@@ -89,16 +92,22 @@ def test_a_schedule_is_played_in_order_and_drawn_whole() -> None:
     assert said.startswith(f"At {span.start:g}, {plan.rows[worker]} begins {plan.labels[span.action]}, forward of")
 
 
+@functools.cache
+def loaded(name: str) -> Any:
+    return runpy.run_path(str(NOTEBOOKS / f"{name}.py"))["app"]
+
+
+def shown(name: str, guess: str, **fields: object) -> tuple[str, Any]:
+    """Run a notebook as a plain program, with a guess locked and values in fields; return its text and its values."""
+    given: dict[str, Any] = {field: SimpleNamespace(value=value) for field, value in fields.items()}
+    if fields:  # the question is not what is asked
+        given |= {"bubbles": {guess: 0.25, "zb-v": 0.01}, "question": None}
+    outputs, values = loaded(name).run(defs={"locked": lambda: guess, "lock": None, **given})
+    return " ".join(output.text for output in outputs if hasattr(output, "text")), values
+
+
 @MARIMO
 def test_the_notebooks_show_the_numbers_of_the_library() -> None:
-    """Run as plain programs, with a guess locked."""
-
-    def shown(name: str, guess: str) -> tuple[str, Any]:
-        outputs, values = runpy.run_path(str(NOTEBOOKS / f"{name}.py"))["app"].run(
-            defs={"locked": lambda: guess, "lock": None}
-        )
-        return " ".join(output.text for output in outputs if hasattr(output, "text")), values
-
     def rows(text: str) -> list[list[str]]:
         return [re.findall("<td[^>]*>([^<]*)<", row) for row in re.findall("<tr>.*?</tr>", text)]
 
@@ -124,6 +133,63 @@ def test_the_notebooks_show_the_numbers_of_the_library() -> None:
         for topology in ("naive", "tree", "butterfly", "ring"):
             milliseconds = predict_collective("all-reduce", topology, size, ranks, costs).makespan * 1e3
             assert f">{milliseconds:.3f}<" in text, (size, topology)
+
+
+FIELDS = dict(schedule="dapple", workers=3, micro_batches=4, chunks=2, forward=1, inputs=1, weights=1, transfer=0)
+FIELDS |= dict(limit=3, pipelines=1, dead="", steps=1)
+
+
+@MARIMO
+def test_costs_limits_deaths_and_own_schedules_reach_the_library() -> None:
+    def played(**fields: object) -> tuple[str, Any]:
+        return shown("schedules", "gpipe", **FIELDS | fields)
+
+    def as_told(**given: Any) -> list[tuple[str, float, float]]:
+        _, plan, _ = plan_of(ScheduleRequest(stages=3, micro_batches=4, **given))
+        return spans(plan)
+
+    def spans(plan: Plan) -> list[tuple[str, float, float]]:
+        return [(plan.labels[span.action], span.start, span.end) for line in plan.spans for span in line]
+
+    text, values = played(schedule="zb-h1", forward=2, inputs=3, weights=1, transfer=1)
+    assert spans(values["plan"]) == as_told(schedule="zb-h1", forward=2, backward=4, weight_share=0.25, transfer=1)
+    text, values = played(pipelines=2, dead="4", limit=2)
+    assert spans(values["plan"]) == as_told(schedule="dapple", pipelines=2, dead="4")
+    assert "worker 3" in text
+    assert "worker 4<" not in text
+    assert re.search(r">[FB]\d\*<", text), "the work of the dead is marked"
+    over = re.search(r"Over the limit: ([^.]*)\.", text)
+    assert over is not None
+    assert "worker 0" in over[1]
+    assert "worker 5" not in over[1]
+    text, values = played(schedule="auto", limit=2)
+    assert max(values["plan"].peak_bytes) <= 2
+    assert "No worker keeps more than the limit." in text
+    text, values = played(schedule="zb-v", steps=10)
+    assert spans(values["plan"]) == as_told(schedule="zb-v", steps=10, run_on=True)
+    for fields, sentence in (
+        ({"dead": "x", "pipelines": 2}, "--dead x: give numbers from 0 to 5"),
+        ({"dead": "1"}, "--dead 1: give --pipelines 2 or more"),
+        ({"dead": "1,4", "pipelines": 2}, "not all that have the same stage"),
+        ({"steps": 2, "pipelines": 2}, "--pipelines with --steps"),
+        ({"weights": None}, "Give a number in each field."),
+    ):
+        text, values = played(**fields)
+        assert sentence in text
+        assert "plan" not in values
+    text, _ = shown("schedules", "gpipe", own="F0 F1 B0 B1\nF0 B0 F1 B1")
+    assert "It runs: 9 ticks" in text
+    text, values = shown("schedules", "gpipe", own="F0 F1 B0 B1\nF1 B1 F0 B0")
+    assert "both ends of a link must agree on the order" in text
+    assert "own_plan" not in values
+
+
+def test_a_busy_port_is_told_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port {port}: cannot listen there .*; give another one"):
+            command.start(command.Request(port, browser=False))
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.fixture
