@@ -49,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["LAB_TESTS_LOCK"] = str(Path(os.environ["SIMPLELLM_CACHE"], "lock"))
     if not config.getoption("gpu"):  # before anything can initialize CUDA; commands that tests start inherit it
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        for other in (torch.cuda, torch.xpu, torch.mtia):  # each would keep every seed, with a trace of the stack
+            other._is_in_bad_fork = lambda: True
     elif not hasattr(config, "workerinput"):  # of several processes, the one that prints
         config.pluginmanager.register(GPUReport(config))
 

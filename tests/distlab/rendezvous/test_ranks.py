@@ -157,8 +157,8 @@ def connect_to_one_that_ends(rank: int) -> None:
     threading.Thread(target=be_seen_and_end, daemon=True).start()
     started = time.monotonic()
     with pytest.raises(TrafficError, match=ENDED):
-        open_store(1, "127.0.0.1", port, 4, lambda _: None)
-    assert time.monotonic() - started < 3, "before the timeout"
+        open_store(1, "127.0.0.1", port, 20, lambda _: None)
+    assert time.monotonic() - started < 15, "before the timeout"
 
 
 def test_a_rank_0_that_ends_after_another_has_connected() -> None:

@@ -15,6 +15,7 @@ from support.processes import LAB
 from torch import Tensor
 
 from distlab.axes.grid import Grid
+from distlab.machine.compilers import import_compiler
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.compiling import parts_to_compile
 from distlab.run.model import ModelParts
@@ -37,6 +38,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        import_compiler()  # once, instead of in each rank, as the launcher does
         yield
 
 
