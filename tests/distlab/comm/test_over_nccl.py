@@ -13,7 +13,7 @@ from distlab.pipeline.executor import Pipeline
 
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
 SEVERAL_STAGES = "interleaved", "zb-v", "dualpipe-v"  # schedules whose workers hold several stages
-DEEPER = f"{LLAMA} --n-layers 6 --batch-size 4 --micro-batches 4"
+DEEPER = f"{LLAMA} --n-layers 4 --batch-size 4 --micro-batches 4"
 SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"
 PIPELINES = {
     "2 stages": (2, SCHEDULES, f"{LLAMA} --world-size 2 --batch-size 3"),
