@@ -167,7 +167,7 @@ def test_ending_the_launcher_leaves_no_rank_behind(sent: signal.Signals, tmp_pat
     ],
 )
 def test_a_wrong_value_is_one_sentence(flags: str, sentence: str) -> None:
-    ended = mpirun(4, "mpi-test.py", *flags.split())
+    ended = mpirun(2, "mpi-test.py", *flags.split())
     assert ended.status == 2
     (line,) = ended.err.strip().splitlines()
     assert line.startswith(sentence)

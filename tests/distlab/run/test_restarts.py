@@ -11,7 +11,7 @@ from support.chapters import losses, train_on
 from support.processes import Started, children, finish, process_of, steps_taken, wait_for
 from support.terminals import fork_launcher
 
-SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 250".split()
+SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 200".split()
 FLAGS = ["--world-size", "2", *SHAPE, "--optimizer", "adam", "--lr", "1e-3"]
 SCRIPT = "DP/zero/intro_DP_ZeRO.py"  # sharded replicas cannot do without a restart
 LAUNCH = ("dp-zero", *FLAGS)
@@ -45,7 +45,7 @@ def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_p
     resumed = re.findall(rf"# resuming from {tmp_path}/checkpoints/step-0+(\d+), after \1 steps\n", ended.out)
     assert len(resumed) == 2, ended.out
     assert int(resumed[0]) in (50, 100)  # the machine may be busy
-    assert int(resumed[1]) in (100, 150, 200)
+    assert int(resumed[1]) in (100, 150)
 
 
 def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_used_up(tmp_path: Path) -> None:
