@@ -17,7 +17,7 @@ from support.processes import before_forks, leave_group, make_group_of_one
 torch.set_num_threads(1)
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     for other in (torch.cuda, torch.xpu, torch.mtia):  # each would keep every seed, with a trace of the stack
-        other._is_in_bad_fork = lambda: True
+        vars(other)["_is_in_bad_fork"] = lambda: True
 
 
 @pytest.fixture(autouse=True)
