@@ -40,6 +40,11 @@ def mixtures_in(nets: Iterable[nn.Module]) -> list[MixtureOfExperts]:
     return [module for net in nets for module in net.modules() if isinstance(module, MixtureOfExperts)]
 
 
+def most_rows_bytes(nets: Iterable[nn.Module]) -> int:
+    """Return the bytes that the largest pass through these experts has kept."""
+    return max((mixture.most_rows_bytes for mixture in mixtures_in(nets)), default=0)
+
+
 def corrections_in(net: nn.Module) -> list[nn.Parameter]:
     """Return the corrections of the experts' scores, which `LoadBalance` changes."""
     return [mixture.gate.e_score_correction_bias for mixture in mixtures_in([net])]

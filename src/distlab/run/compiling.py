@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,14 +14,32 @@ from distlab.axes.placement import placement_of
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.groups import WorldGroup, world_group
 from distlab.rendezvous.ranks import busy, ranks_store
+from distlab.run.logs import RunLog
 from distlab.run.model import ModelParts
 from distlab.run.starting import Joined
 from distlab.run.terminal import say
+from distlab.settings.training import TrainSettings
 from simplellm.compiled import PartToCompile
 from simplellm.compiler import Compiler, key_of, name_of
 from simplellm.errors import InputError, require
 from simplellm.llama import LLamaPart
 from simplellm.losses import loss_to_compile
+
+
+def compile_before_steps(
+    parts: ModelParts, args: TrainSettings, joined: Joined, records: RunLog, is_first: bool
+) -> Compiler:
+    """Compile this rank's part of the model for the run's micro-batches; see `compile_model`."""
+    compiler, started = Compiler(say), time.perf_counter()
+    if is_first:
+        say("compiling the blocks, the head and the loss; a later run with the same sizes finds them in a cache")
+    rows = args.batch_size // args.micro_batches
+    positions = getattr(args, "positions", -(-args.seq_len // parts.grid.axis("cp").size))
+    compile_model(compiler, parts, rows, positions, joined, args.timeout)
+    seconds = records.seconds_apart["compiling"] = time.perf_counter() - started
+    if is_first:
+        say(f"compiled in {seconds:.1f} s")
+    return compiler
 
 
 def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, joined: Joined, seconds: float) -> None:

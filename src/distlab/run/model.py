@@ -73,10 +73,15 @@ class ModelParts:
         owners = range(grid.axis("pp").size) if owners is None else owners
         return cls(stages, sizes, owners, grid, loss, sharded, shards or {}, gather)
 
-    def undeferred(self) -> list[str]:
-        """Return the linear layers that compute the weight's gradient in the backward pass, whatever the schedule."""
+    def remark_on(self, programs: Sequence[Sequence[Any]]) -> str:
+        """Return a remark if a schedule defers weight gradients that linear layers compute at once; else ""."""
         modules = [found for stage in self.stages.values() for found in stage.named_modules()]
-        return [name for name, module in modules if isinstance(module, nn.Linear) and not isinstance(module, Linear)]
+        names = [name for name, module in modules if isinstance(module, nn.Linear) and not isinstance(module, Linear)]
+        if not names or all(action.letter != "W" for program in programs for action in program):
+            return ""
+        what = f"{names[0]} and {len(names) - 1} others compute" if len(names) > 1 else f"{names[0]} computes"
+        advice = "use simplellm.layers.Linear, which defers them"
+        return f"{what} weight gradients in I, which leaves nothing to W; {advice}"
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this rank updates, or its shards of them, by their names in the whole model."""

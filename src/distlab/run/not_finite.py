@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
 from distlab.comm.names import CONTROL, named
+from distlab.run.forward_passes import forward_passes
+from distlab.run.model import ModelParts
 
 NAME_BYTES = 200  # of the message about a rank's tensor
 STAGE = 6  # the first bytes of it are the number of the stage
@@ -22,6 +24,13 @@ def first_rank(own_loss: float, grid: Grid, ranks: int, device: torch.device) ->
     with named("the first rank whose loss is not finite", CONTROL):
         dist.all_reduce(first, dist.ReduceOp.MIN)
     return f", first on {grid.describe(int(first))}" if first < ranks > 1 else ""
+
+
+def find_in_step(parts: ModelParts, step: int, micro_batches: Sequence[Tensor], device: torch.device) -> str:
+    """Repeat the forward pass of a step, and name the first non-finite tensor; see `find_cause`."""
+    name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
+    forward = partial(forward_passes, parts, micro_batches, name, kind=CONTROL)
+    return find_cause(parts.stages, parts.by_stage(), forward, parts.grid, device)
 
 
 def find_cause(

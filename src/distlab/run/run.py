@@ -22,7 +22,7 @@ from distlab.run.logs import LEDGER, RunLog, remove_records_of_the_end
 from distlab.run.loss_sum import LossSum, NotFiniteError
 from distlab.run.provenance import provenance
 from distlab.run.starting import identity, start_alone
-from distlab.run.steps import Steps, begin
+from distlab.run.steps import Steps
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import Claim, write_config
@@ -177,8 +177,8 @@ class Run(Generic[SettingsT]):
         unit: str,
         after_step: Callable[[int], None] = lambda _: None,
     ) -> Iterator[tuple[int, BatchT]]:
-        """Number the steps, give each its batch, record it, and save checkpoints; see `distlab.run.steps.begin`."""
-        return begin(self, batches, steps, per_step, unit, after_step)
+        """Number the steps, give each its batch, record it, and save checkpoints; see `Steps` for the arguments."""
+        return iter(self.kind_of_steps(self, batches, steps, per_step, unit, after_step))
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[tuple[int, ...]]:

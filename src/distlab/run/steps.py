@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from distlab.comm.recorder import STEP, Recorder
 from distlab.run.logs import RunLog, remove_records_of_the_end
@@ -29,7 +29,6 @@ class OfRun(Protocol):
     recording: "Recording | None"
     running_on: "RunningOn | None"
     repair: "Repair | None"
-    kind_of_steps: "type[Steps[Any]]"
     out: Path
     first_step: int
     continues: bool  # earlier steps of the same run, in the same folder
@@ -47,15 +46,16 @@ class OfRun(Protocol):
     def meet(self) -> None: ...
 
 
-def begin(
-    run: OfRun,
-    batches: "Batches[BatchT]",
-    steps: int,
-    per_step: int,
-    unit: str,
-    after_step: Callable[[int], None] = lambda _: None,
-) -> Iterator[tuple[int, BatchT]]:
-    """Load the checkpoint, if there is one, and return the run's steps: their numbers, each with its batch.
+class Taken(NamedTuple, Generic[BatchT]):
+    """A batch, and the positions in the data before and after it; these are empty if nothing needs them."""
+
+    batch: BatchT
+    before: dict[str, int]
+    after: dict[str, int]
+
+
+class Steps(Generic[BatchT]):
+    """Loads the checkpoint, if there is one, and iterates over the numbers of a run's steps and their batches.
 
     Args:
         batches: one for each step; a resumed run continues at the checkpoint's position.
@@ -66,24 +66,6 @@ def begin(
     Raises:
         InputError: the run is to be saved or resumed, but the script has not called `track`.
     """
-    count = run.checkpointer.restore(batches) if run.checkpointer else 0
-    run.records.begin(per_step, unit, count, continue_at=run.first_step if run.continues else None)
-    steps = min(steps, int(os.environ.get(STOP_AFTER, steps)))
-    if run.is_first and run.continues and steps > run.first_step:
-        remove_records_of_the_end(run.out)
-    return iter(run.kind_of_steps(run, batches, steps, per_step, unit, after_step))
-
-
-class Taken(NamedTuple, Generic[BatchT]):
-    """A batch, and the positions in the data before and after it; these are empty if nothing needs them."""
-
-    batch: BatchT
-    before: dict[str, int]
-    after: dict[str, int]
-
-
-class Steps(Generic[BatchT]):
-    """Iterates over the numbers of a run's steps and their batches; the arguments are those of `begin`."""
 
     has_position = False  # whether positions in the data are needed even without checkpoints
 
@@ -94,8 +76,13 @@ class Steps(Generic[BatchT]):
         steps: int,
         per_step: int,
         unit: str,
-        after_step: Callable[[int], None],
+        after_step: Callable[[int], None] = lambda _: None,
     ) -> None:
+        count = run.checkpointer.restore(batches) if run.checkpointer else 0
+        run.records.begin(per_step, unit, count, continue_at=run.first_step if run.continues else None)
+        steps = min(steps, int(os.environ.get(STOP_AFTER, steps)))
+        if run.is_first and run.continues and steps > run.first_step:
+            remove_records_of_the_end(run.out)
         self._run, self._batches, self._steps, self._after_step = run, batches, steps, after_step
         self._per_step = per_step
         self._source = iter(batches)

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +17,6 @@ from distlab.run.loss_sum import NotFiniteError
 from distlab.run.model import Loss, ModelParts, own_parameters
 from distlab.run.optimizers import build_optimizer
 from distlab.run.run import Run
-from distlab.run.steps import begin
 from distlab.run.terminal import RankOutput, counted, say
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
@@ -29,11 +27,10 @@ if TYPE_CHECKING:
     from distlab.parallel.gradient_compression import Compressor
     from distlab.parallel.outer import OuterState
     from distlab.run.checkpointer import Batches
-    from distlab.run.state_copy import StateCopy
     from distlab.run.validation import Validator
-    from simplellm.compiler import Compiler
 
-OF_IMPORTS = "head_dim", "rope_scaling", "attention_bias", "mlp_bias", "qk_norm"  # options of imported models
+# Options of a model in a checkpoint; most have values of their own only in imported models.
+OF_CHECKPOINTS = "ctx_size rope_theta norm_eps head_dim rope_scaling attention_bias mlp_bias qk_norm".split()
 TrainSettingsT = TypeVar("TrainSettingsT", bound=TrainSettings)
 
 
@@ -72,20 +69,13 @@ class TrainingRun(Run[TrainSettingsT]):
         resumed = self.checkpointer.resumed if self.checkpointer else None
         if resumed is not None:  # an imported model may have values for which there is no flag
             model = resumed.record["model"]
-            options |= {
-                name: model[name] for name in ("ctx_size", "rope_theta", "norm_eps", *OF_IMPORTS) if name in model
-            }
+            options |= {name: model[name] for name in OF_CHECKPOINTS if name in model}
         return options
 
     def data_options(self) -> dict[str, Any]:
         """Return keyword arguments for `simplellm.dataloaders.TinyStories`, from the flags and rank 0's decision."""
-        args, revision = self.settings, self.decided.get("data_revision")
-        options = {
-            "batch_size": args.batch_size,
-            "seq_l": args.seq_len,
-            "data": self.decided["data"],
-            "seed": args.seed,
-        }
+        args, data, revision = self.settings, self.decided["data"], self.decided.get("data_revision")
+        options = {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": data, "seed": args.seed}
         return options | ({"revision": revision} if revision else {})
 
     def optimizer(self, model: nn.Module | Mapping[int, nn.Module] | Mapping[str, nn.Parameter]) -> Optimizer:
@@ -131,19 +121,29 @@ class TrainingRun(Run[TrainSettingsT]):
             self.checkpointer.register(parameters, sizes, optimizer, parts.changing_shards, outer, compressor)
         self._record(parts.parameters(), parts.held(), optimizer)
         self._optimizer = optimizer
-        self._remark_on_weight_gradients(parts)
+        if self.rank == 0 and (remark := parts.remark_on(self.recorder.programs or ())):
+            say(remark)
         whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
         outer_bytes = outer.held_bytes() if outer else 0
-        rows_bytes = self._rows_bytes if getattr(args, "experts", 0) else None
+        rows_bytes = None
+        if getattr(args, "experts", 0):
+            from distlab.parallel.expert_parallel import most_rows_bytes
+
+            rows_bytes = partial(most_rows_bytes, parts.stages.values())
         self.memory = MemoryReport(optimizer, parts.sharded.values(), outer_bytes, whole, rows_bytes)
-        if getattr(args, "run_on", False):
+        runs_on = getattr(args, "run_on", False)
+        if runs_on or self.repair is not None:
+            from distlab.run.state_copy import StateCopy
+
+            copy = self.copy = StateCopy(optimizer, parts.changing_shards)
+        if runs_on:
             from distlab.run.run_on import RunningOn
 
-            self.running_on = RunningOn(self._copy_of(optimizer), self._loss_arrived, args.clip_norm)
+            self.running_on = RunningOn(copy, self._loss_arrived, args.clip_norm)
         if self.repair is not None:
             from distlab.run.handing_over import HandedOver
 
-            self.repair.copy, self.repair.running_on = self._copy_of(optimizer), self.running_on
+            self.repair.copy, self.repair.running_on = copy, self.running_on
             self.repair.state = HandedOver(optimizer)
         if args.eval_every:
             from distlab.run.validation import Validator
@@ -151,26 +151,6 @@ class TrainingRun(Run[TrainSettingsT]):
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
             self.validator = Validator(parts, sequences, rows=max(1, args.batch_size // args.micro_batches))
-
-    def _copy_of(self, optimizer: Optimizer) -> "StateCopy":
-        from distlab.run.state_copy import StateCopy
-
-        self.copy = self.copy or StateCopy(optimizer, self._parts.changing_shards)
-        return self.copy
-
-    def _rows_bytes(self) -> int:
-        """Return the bytes that the largest pass through this rank's experts has kept."""
-        from distlab.parallel.expert_parallel import mixtures_in
-
-        return max((mixture.most_rows_bytes for mixture in mixtures_in(self._parts.stages.values())), default=0)
-
-    def _remark_on_weight_gradients(self, parts: ModelParts) -> None:
-        """Print a remark if a schedule defers weight gradients that the layers compute at once."""
-        actions = [action for program in self.recorder.programs or () for action in program]
-        if self.rank == 0 and any(action.letter == "W" for action in actions) and (names := parts.undeferred()):
-            what = f"{names[0]} and {len(names) - 1} others compute" if len(names) > 1 else f"{names[0]} computes"
-            advice = "use simplellm.layers.Linear, which defers them"
-            say(f"{what} weight gradients in I, which leaves nothing to W; {advice}")
 
     def _sizes(self) -> dict[str, Any]:
         """Return the sizes of a model that is not the lab's Llama, as a checkpoint records them."""
@@ -195,9 +175,14 @@ class TrainingRun(Run[TrainSettingsT]):
         for is_asked, flags in ((args.eval_every, "--eval-every"), (changes, "--warmup-steps and --lr-schedule")):
             is_missing = is_asked and not has_tracked
             require(not is_missing, f"{flags} need a script that calls run.track before its first step")
-        compiler = self._compiled() if args.compile else None
+        compiler = None
+        if args.compile:
+            from distlab.run.compiling import compile_before_steps
+
+            require(has_tracked, "--compile needs a script that calls run.track before its first step")
+            compiler = compile_before_steps(self._parts, args, self.joined, self.records, self.is_first)
         tokens = replicas_in(self.grid.layout) * args.batch_size * args.seq_len
-        for step, batch in begin(self, stories, args.steps, tokens, "tokens", after_step=self._validate):
+        for step, batch in self.kind_of_steps(self, stories, args.steps, tokens, "tokens", self._validate):
             self.records.values["lr"] = lr = args.learning_rate(step)
             for group in self._optimizer.param_groups if self._optimizer else ():
                 group["lr"] = lr
@@ -210,24 +195,6 @@ class TrainingRun(Run[TrainSettingsT]):
                 if compiler is not None:
                     contexts.enter_context(compiler.applied())
                 yield step, self._batch
-
-    def _compiled(self) -> "Compiler":
-        """Compile the model for the run's micro-batches, unless the script has not called `track`."""
-        from distlab.run.compiling import compile_model
-        from simplellm.compiler import Compiler
-
-        args, started = self.settings, time.perf_counter()
-        require(self._optimizer is not None, "--compile needs a script that calls run.track before its first step")
-        compiler = Compiler(say)
-        if self.is_first:
-            say("compiling the blocks, the head and the loss; a later run with the same sizes finds them in a cache")
-        rows = args.batch_size // args.micro_batches
-        positions = getattr(args, "positions", -(-args.seq_len // self.grid.axis("cp").size))
-        compile_model(compiler, self._parts, rows, positions, self.joined, args.timeout)
-        seconds = self.records.seconds_apart["compiling"] = time.perf_counter() - started
-        if self.is_first:
-            say(f"compiled in {seconds:.1f} s")
-        return compiler
 
     def _is_validation_due(self, step: int) -> bool:
         return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0
@@ -245,8 +212,7 @@ class TrainingRun(Run[TrainSettingsT]):
             with self.records.timing_apart("validation", f"validation after {counted(step + 1, 'steps')}"), model:
                 loss = self.records.validation_loss = self.validator.loss(step)
             if self.is_first:
-                measured = f"loss {loss:.6f}, perplexity {perplexity(loss):,.2f}"
-                say(f"validation after {counted(step + 1, 'steps')}: {measured}")
+                say(f"validation after {counted(step + 1, 'steps')}: {self.validator.described(loss)}")
 
     def _wait_for_weights(self) -> None:
         self._parts.wait_for_weights()
@@ -265,14 +231,9 @@ class TrainingRun(Run[TrainSettingsT]):
         """Repeat the forward pass of a step and check every tensor."""
         if self._optimizer is None:
             return super()._why_not_finite(step, own_loss)
-        from distlab.run.forward_passes import forward_passes
-        from distlab.run.not_finite import find_cause
+        from distlab.run.not_finite import find_in_step
 
-        parts = self._parts
-        name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
-        micro_batches = self._batch.chunk(self.settings.micro_batches)
-        forward = partial(forward_passes, parts, micro_batches, name, kind="control")
-        return f": {find_cause(parts.stages, parts.by_stage(), forward, self.grid, self.device)}"
+        return f": {find_in_step(self._parts, step, self._batch.chunk(self.settings.micro_batches), self.device)}"
 
     def clip(self, optimizer: Optimizer) -> None:
         """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
@@ -339,8 +300,3 @@ class TrainingRun(Run[TrainSettingsT]):
             print(self._line, flush=True)
         elif isinstance(sys.stdout, RankOutput):
             sys.stdout.keep(self._line + "\n")  # on a shared terminal, only rank 0 prints it
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss): the number of equally likely tokens that would give this loss."""
-    return math.exp(min(loss, 700))

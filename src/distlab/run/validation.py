@@ -47,3 +47,12 @@ class Validator:
         grid = self._parts.grid
         counted = grid.size // grid.axis(STAGES, REPLICAS, EXPERTS).size  # times that each sequence is in the sum
         return total.item() / (self._count * counted)
+
+    def described(self, loss: float) -> str:
+        """Return a loss, and its perplexity, for a message."""
+        return f"loss {loss:.6f}, perplexity {perplexity(loss):,.2f}"
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss): the number of equally likely tokens that would give this loss."""
+    return math.exp(min(loss, 700))

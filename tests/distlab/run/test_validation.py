@@ -17,8 +17,7 @@ from distlab.axes.grid import Grid
 from distlab.comm.names import name_of
 from distlab.comm.transports.queues import QueuedMessage, SharedQueue
 from distlab.run.model import ModelParts
-from distlab.run.training import perplexity
-from distlab.run.validation import Validator
+from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
