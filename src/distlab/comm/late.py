@@ -4,9 +4,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.pending import Pending
-from distlab.machine.streams import copied_to_host, passed
-
 
 class LateNumber:
     """A scalar, and its sum over the ranks that may be under way.
@@ -21,9 +18,13 @@ class LateNumber:
 
     def leave(self) -> None:
         """Go on without the number; a later `read` does not wait for what the stream is given from now on."""
+        if not self._number.is_cuda:
+            return
+        from distlab.comm.pending import Pending
+        from distlab.machine.streams import copied_to_host, passed
+
         transfer = self._transfer
-        is_on_stream = transfer is None or (isinstance(transfer, Pending) and transfer.is_on_stream)
-        if not (self._number.is_cuda and is_on_stream):
+        if not (transfer is None or (isinstance(transfer, Pending) and transfer.is_on_stream)):
             return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -150,7 +150,7 @@ def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, m
     monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr("distlab.comm.late.copied_to_host", torch.Tensor.clone)
+    monkeypatch.setattr("distlab.machine.streams.copied_to_host", torch.Tensor.clone)
     context = context_over("nccl")
     number, pending = torch.tensor(6.0).as_subclass(OnGPU), begin(context)[0]
     late = LateNumber(number, pending)
