@@ -93,7 +93,8 @@ def status(run: Records) -> Json:
             "text": f"The run ended early, after {of}." + f" {why}" * bool(why),
             "steps": done,
         }
-    return {"state": "complete", "text": f"The run is complete: {of}.", "steps": done}
+    repaired = f", {len(run.repairs)} {'repair' if len(run.repairs) == 1 else 'repairs'}" * bool(run.repairs)
+    return {"state": "complete", "text": f"The run is complete: {of}{repaired}.", "steps": done}
 
 
 def about(run: Records) -> Json:

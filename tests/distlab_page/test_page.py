@@ -243,7 +243,7 @@ def test_a_run_repaired_in_its_last_step_shows_the_records_of_the_ranks_that_are
     ranks = [RankTrace([Event(STEP, "step 5", 0.0, 1.0), repaired])] * 5
     write_chrome(Trace(ranks, {"dp": 2, "pp": 3}, alive=(0, 1, 2, 3, 5)), tmp_path / "trace.json")  # no step after that
     page, held = contents(read(tmp_path, has_ended=True)), json.loads((tmp_path / "memory.json").read_text())
-    assert page["status"]["state"] == "complete"
+    assert page["status"]["text"] == f"The run is complete: {repairs.STEPS} of {repairs.STEPS} steps, 1 repair."
     assert [name.partition(" (")[0] for name in page["memory"]["ranks"]] == [f"rank {rank}" for rank in (0, 1, 2, 3, 5)]
     for kind, values in page["memory"]["bars"].items():
         assert values == [rank[kind] for rank in held]
