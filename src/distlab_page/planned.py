@@ -174,9 +174,12 @@ def sent_by(costs: Costs, rank: int) -> Formulas:
         return formulas
     is_ring = layout.cp_kind == "ring"
     to, visits = (worker, forward + backward) if is_ring else (None, forward)  # they travel again for gradients
-    number_bytes = NUMBER_BYTES if is_ring else sizes.inner_bytes
-    numbers = attention.keys_bytes // number_bytes
-    for kind, times in (("keys and values", visits), ("gradients of keys and values", backward)):
+    numbers = 2 * layout.rows * attention.positions * sizes.kv_width // layout.size("tp")
+    of_gradients = NUMBER_BYTES if is_ring else sizes.inner_bytes  # a ring adds them up on the way
+    for kind, times, number_bytes in (
+        ("keys and values", visits, sizes.inner_bytes),
+        ("gradients of keys and values", backward, of_gradients),
+    ):
         count = (ranks - 1) * times
         add(kind, to, count, f"{count} messages", Size(numbers, f"{numbers:,} numbers", number_bytes))
     return formulas
