@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from distlab.pipeline.schedules import SCHEDULES
+from distlab.reports.style import SETTINGS
 from support.chapters import OneProcess, train_alone
 from support.huge_pages import gather_in_huge_pages
 from support.processes import before_forks, leave_group, make_group_of_one
 
 torch.set_num_threads(1)
+SETTINGS["savefig.dpi"] = 50  # figures are looked at for what they show; their pixels take most of the time
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     for other in (torch.cuda, torch.xpu, torch.mtia):  # each would keep every seed, with a trace of the stack
         vars(other)["_is_in_bad_fork"] = lambda: True

@@ -27,7 +27,7 @@ MODEL = (
 )
 TINY = [*MODEL, *"--dp 2 --pp 2".split()]
 RANKS_OF_A_HOST = 2  # a replica
-STEPS = 120
+STEPS = 60
 # Word of a failure takes a second, the end of ranks that do not hear four; what more there is, is for machines whose
 # few cores are shared. It is far below --timeout, and a run that hangs is found all the same.
 SECONDS_TO_END = 30
