@@ -237,7 +237,7 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
     arguments = [*SMALL, "--data", "sample", *flags.split(), "--machine", str(machine_file)]
     prediction = parse(load(script).DEFAULTS, "", ["0", *arguments]).prediction
     out = tmp_path / "run"
-    train_on(ranks, script, out, *flags.split())
+    train_on(ranks, script, out, *flags.split(), "--steps", "2")
     *_, last = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "loads", "control")}
     assert sent_bytes(prediction.costs)[0] == pytest.approx(sum(counted.values()), rel=0.01), counted
