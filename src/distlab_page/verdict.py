@@ -42,7 +42,7 @@ def verdict(run: Records, other: Records) -> Json:
     elif worst <= close:
         text = (
             f"Close to {who}, but not the same run: {differ}, in step {step} by {worst:.2g} of the loss, more than the "
-            f"{same:g} of rounding in {dtype}. `./launch.sh compare {run.folder} {other.folder}` finds the first "
+            f"{same:g} of rounding in {dtype}. ./launch.sh compare {run.folder} {other.folder} finds the first "
             "difference, in runs with --record-gradients."
         )
     else:

@@ -29,6 +29,7 @@ from distlab.pipeline.schedules import AUTO, SCHEDULES
 from distlab.reports import style
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab.settings.folders import Claim
+from distlab_figures.runs import timelines
 from distlab_page.contents import contents
 from distlab_page.drawing_library import needed_parts
 from distlab_page.ends import detours
@@ -251,6 +252,8 @@ def test_a_run_repaired_in_its_last_step_shows_the_records_of_the_ranks_that_are
     assert page["ledger"]["table"]["caption"] == "Bytes that rank 0 sent (after a repair, no other rank reports)"
     assert (page["timeline"], page["missing"]["timeline"][:42]) == (None, "No step came after the last repair, so the")
     assert write(tmp_path) == tmp_path / "page.html"
+    with pytest.raises(InputError, match=r"trace.json: no step came after the last repair"):
+        timelines(tmp_path / "timeline.png", [str(tmp_path)])
 
 
 @pytest.fixture(scope="module")
