@@ -5,11 +5,11 @@
 ./launch.sh page runs/first --serve
 """
 
-from contextlib import suppress
+import sys
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -69,18 +69,23 @@ def serve(request: Request) -> None:
 
         def _answer(self, kind: str, text: str) -> None:
             body = text.encode()
-            with suppress(ConnectionError):  # the tab was closed
-                self.send_response(200)
-                self.send_header("Content-Type", f"{kind}; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             pass
 
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *about: Any) -> None:
+            """Print the traceback of an error; a tab that is closed while it loads is none."""
+            if not isinstance(sys.exc_info()[1], ConnectionError):
+                super().handle_error(*about)
+
     try:
-        server = ThreadingHTTPServer((HOST, request.port), Handler)
+        server = Server((HOST, request.port), Handler)
     except OSError as error:
         raise InputError(f"--port {request.port}: cannot listen there ({error.strerror}); give another one") from error
     with server:

@@ -6,7 +6,9 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import statistics
+import struct
 import sys
 import urllib.error
 import urllib.request
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from support import repairs
@@ -469,7 +472,12 @@ def test_a_served_page_follows_the_run(killed: Path, browser: Browser, tmp_path:
     claim, process = Claim(folder), start(*LAUNCH, "page", folder, "--serve")
     assert process.stdout is not None
     try:
-        page = browser.open(process.stdout.readline().split()[1])
+        address = process.stdout.readline().split()[1]
+        host, _, port = urlsplit(address).netloc.partition(":")
+        with socket.create_connection((host, int(port))) as tab:  # one that is closed while it loads
+            tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            tab.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        page = browser.open(address)
         page.wait_for(DRAWN)
         last = lines(killed)[-1]
         with (folder / "metrics.jsonl").open("a") as metrics:
@@ -481,6 +489,7 @@ def test_a_served_page_follows_the_run(killed: Path, browser: Browser, tmp_path:
         assert page.value("document.querySelectorAll('.js-plotly-plot').length") >= 1
     finally:
         process.send_signal(signal.SIGINT)
-        finish(process)
+        ended = finish(process)
         claim.release()
+    assert "Traceback" not in ended.err
     assert page.console == []

@@ -8,6 +8,7 @@ import runpy
 import signal
 import socket
 import sys
+from base64 import b64decode
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,8 @@ from distlab.show_schedule import Request as ScheduleRequest
 from distlab.show_schedule import plan_of
 from distlab_planner.collective_model import CostModel, predict_collective
 from distlab_playground import command, drawing, schedules
-from distlab_playground.command import NOTEBOOKS, notebooks
+from distlab_playground.command import NOTEBOOKS
+from distlab_playground.lessons import LESSONS, find_lesson
 from simplellm.errors import InputError
 
 MARIMO = pytest.mark.skipif(
@@ -37,7 +39,12 @@ MARIMO = pytest.mark.skipif(
 )
 BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
-APPS = "/schedules", "/collectives", "/layouts", "/records"
+DRAWN = {  # by app, what it shows after the guess
+    "/schedules": "all('svg .bar').length > 100 && all('[role=slider]').length",
+    "/collectives": "all('svg .bar').length && all('table').length > 1",
+    "/layouts": "all('button').some(button => button.innerText == 'Plan')",
+    "/records": "all('svg .bar').length",
+}
 # `all(selector)`: the elements in the page and in the shadow trees of its elements.
 ALL = """(() => { globalThis.all = (selector, root = document) => {
   const found = [...root.querySelectorAll(selector)];
@@ -51,6 +58,10 @@ WRITE = """(text => { const [field] = all('input'); field.focus();
 # Choose an option, or keep the number of a field.
 ANSWER = """(() => { const option = all('[role=radio]')[1]; if (option) option.click();
   return !!option || all('input').length > 0 })()"""
+PLAYED = "+all('[role=slider]')[0].ariaValueNow"
+FOCUS = "(selector => all(selector)[0].focus())"
+# All drawings are on the paper.
+ON_PAPER = "all('svg[role=img]').every(one => one.clientWidth > 500 && one.getBoundingClientRect().right <= innerWidth)"
 
 
 @pytest.mark.parametrize("name", [name for name in schedule_names() if name != "1f1b"])
@@ -231,13 +242,39 @@ def test_a_browser_opens_every_notebook_and_asks_no_other_machine(address: str, 
             page.value(f"{ALL}; {LOCK}.click()")
 
         wait_for(opened(""), "all('a').some(link => link.innerText == 'Pipeline schedules')")
-        for path in APPS:
-            assert path in dict(notebooks())
-            page = opened(path[1:])
+        apps = {path: opened(path[1:]) for path in DRAWN}
+        for path, page in apps.items():
+            page.call("Page.bringToFront")
             wait_for(page, f"{LOCK} && {ANSWER}")
             lock(page)
-            wait_for(page, f"!{LOCK}")
-            wait_for(page, "all('svg .bar').length || all('button').some(button => button.innerText == 'Plan')")
+            wait_for(page, f"!{LOCK} && {DRAWN[path]}")
+        page = apps["/layouts"]
+        page.value(f"{ALL}; all('button').find(button => button.innerText == 'Plan').focus()")
+        page.press("Enter")
+        wait_for(page, "all('td').some(cell => cell.innerText == '8 dp') && all('svg .bar').length")
+        page = apps["/schedules"]
+        page.call("Page.bringToFront")
+        page.value(f"{ALL}; {FOCUS}('[role=switch]')")
+        page.press(" ")  # plays from the beginning
+        wait_for(page, f"{PLAYED} > 1 && {PLAYED} < 36")
+        page.press(" ")  # pauses
+        wait_for(page, "!all('marimo-refresh').length")
+        paused = page.value(f"{ALL}; {PLAYED}")
+        page.value(f"{ALL}; {FOCUS}('[role=slider]')")
+        for at in (paused + 1, paused + 2):
+            page.press("ArrowRight")
+            wait_for(page, f"{PLAYED} == {at}")
+            pale = 36 - at
+            wait_for(page, f"all('svg g[opacity=\"{drawing.PLAYED_NOT_YET}\"]').length == {pale}")
+        page.call("Emulation.setEmulatedMedia", media="print")
+        assert page.value(f"{ALL}; {ON_PAPER}")
+        printed = b64decode(page.call("Page.printToPDF")["data"])
+        assert len(re.findall(rb"/Type\s*/Page\b", printed)) > 1, "all of it, not only what is in the window"
+        for file in sorted(LESSONS.glob("*.py")):
+            page, lesson = opened(f"lessons/{file.stem}/"), find_lesson(file.stem.partition("_")[2])
+            wait_for(page, f"{LOCK} && all('input').length == {len(lesson.questions) + 1}")
+            for one in lesson.questions:
+                assert page.value(f"{ALL}; all('*').some(each => each.textContent.includes({json.dumps(one.asks)}))")
         page = opened("lessons/2_collectives/")  # the only lesson that starts no ranks
         wait_for(page, f"!!{LOCK}")
         page.value(f"{ALL}; {WRITE}('')")
