@@ -250,9 +250,10 @@ def report(runs: Sequence[dict[str, Any]]) -> None:
     for (_, name), found in sorted(rows.items(), key=lambda row: row[0]):
         of = {id(one): one for one, _ in found}.values()
         good = [(one["late"][number], one["far"]) for one, number in found if "failed" not in one]
-        late, far = zip(*good, strict=True) if good else ((math.nan,), (math.nan,))
-        failed = sum("failed" in one for one in of)
-        times = f"{statistics.median(late):.2f} s | {max(late):.2f} s | {max(far):.0e}"
+        failed, times = sum("failed" in one for one in of), "| |"
+        if good:
+            late, far = zip(*good, strict=True)
+            times = f"{statistics.median(late):.2f} s | {max(late):.2f} s | {max(far):.0e}"
         print(f"| {name} | {len(of)} | {failed} | {len(found)} | {times} |")
     failed = sum("failed" in one for one in runs)
     if failed:
