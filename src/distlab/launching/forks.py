@@ -19,6 +19,7 @@ from distlab.machine.supervision import adopt_orphans, name_process, open_descri
 
 FIRST_OTHER_DESCRIPTOR = 3  # after stdin, stdout and stderr
 SECONDS_BETWEEN_LOOKS = 0.01
+SECONDS_TO_FORK = 30.0  # all ranks of a machine
 
 
 class Forked:
@@ -67,18 +68,21 @@ class ForkServer:
                 _serve(requests, before)
         requests.close()
 
-    def start(self, script: Sequence[str], environment: Mapping[str, str]) -> Forked:
-        """Run a script, given with its arguments, in a separate session and with all of its environment variables.
+    def start(self, script: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[Forked]:
+        """Run a script, given with its arguments, once for each environment, in a separate session.
 
         Raises:
-            OSError: the system cannot start it; or `EOFError`, `ConnectionError`: the server was killed.
+            OSError: the system cannot start them all, and none is left.
+            EOFError, ConnectionError: the server was killed, or is stopped.
         """
         with _signals_blocked():
-            self._server.send(([*script], {**environment}))
+            self._server.send(([*script], [dict(environment) for environment in environments]))
+            if not self._server.poll(SECONDS_TO_FORK):
+                raise EOFError
             answer = self._server.recv()
             if isinstance(answer, OSError):
                 raise answer
-            return Forked(answer)
+            return [Forked(pid) for pid in answer]
 
     def close(self) -> None:
         """End the server; what it has started goes on."""
@@ -106,39 +110,48 @@ def _serve(requests: Connection, blocked: Collection[int]) -> NoReturn:
         _have_the_signals_of_an_interpreter()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         while True:
-            script, environment = requests.recv()
+            script, environments = requests.recv()
             try:
-                requests.send(_fork_for_the_launcher(script, environment))
+                requests.send(_fork_for_the_launcher(script, environments))
             except OSError as error:
                 requests.send(error)
     finally:
         os._exit(1)
 
 
-def _fork_for_the_launcher(script: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Return the process that runs a script. Its parent exits, and so the launcher adopts it."""
+def _fork_for_the_launcher(script: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the processes that run a script. Their parent exits, and so the launcher adopts them."""
     told, tell = os.pipe()
     parent = os.fork()
     if parent == 0:
-        parent = os.getpid()
-        try:
-            if os.fork():
-                os._exit(0)
-        except OSError as error:
-            os.write(tell, str(-(error.errno or 1)).encode())
-            os._exit(1)
-        os.setsid()
-        while os.getppid() == parent:
-            time.sleep(0.0001)
-        os.write(tell, str(os.getpid()).encode())  # from now on it can be waited for, and its process group killed
-        _become(script, environment)
+        _fork_all(script, environments, tell)
     os.close(tell)
     os.waitpid(parent, 0)
-    answer = int(os.read(told, 20))
-    os.close(told)
-    if answer < 0:
-        raise OSError(-answer, os.strerror(-answer))
-    return answer
+    with open(told) as answer:
+        text = answer.read()  # to its end: from now on their process groups can be killed
+    if not text:
+        raise BlockingIOError
+    return [int(pid) for pid in text.split()]
+
+
+def _fork_all(script: Sequence[str], environments: Sequence[Mapping[str, str]], tell: int) -> NoReturn:
+    parent, pids = os.getpid(), list[int]()
+    try:
+        for environment in environments:
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()
+                os.close(tell)
+                while os.getppid() == parent:
+                    time.sleep(0.0001)
+                _become(script, environment)
+            pids.append(pid)
+        os.write(tell, " ".join(map(str, pids)).encode())
+    except OSError:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 def _have_the_signals_of_an_interpreter() -> None:

@@ -31,7 +31,8 @@ def fork(folder: Path, text: str, *args: str, **environment: str) -> Forked:
 def start(script: list[str], environment: dict[str, str]) -> Forked:
     server = ForkServer()
     try:
-        return server.start(script, environment)
+        (process,) = server.start(script, [environment])
+        return process
     finally:
         server.close()
 
@@ -160,6 +161,6 @@ def test_a_server_that_was_killed_is_named(tmp_path: Path) -> None:
     server = ForkServer()
     assert wait_for(lambda: "fork server" in map(name, children(os.getpid())))
     os.kill(next(pid for pid in children(os.getpid()) if name(pid) == "fork server"), signal.SIGKILL)
-    with pytest.raises(InputError, match="rank 0 cannot be started: the process that forks the ranks was killed"):
+    with pytest.raises(InputError, match="the ranks cannot be started: the process that forks ranks was killed"):
         Ranks(["a"], tmp_path / "errors", server).start([{"RANK": "0"}])
     server.close()
