@@ -70,6 +70,8 @@ class Settings:
     """use every N-th of the points of a step"""
     all_ranks: bool = False
     """visit each point on every rank, and not on one rank"""
+    run_on: bool = False
+    """--run-on: no rank waits for the loss of a step"""
     exact: bool = False
     """--repair exact: the losses have to be the same bit for bit"""
     cores: int = 0
@@ -106,10 +108,10 @@ def run(settings: Settings, deaths: list[Death], transport: str, steps: int = ST
         command += ["--transport", transport, "--out", name, "--steps", str(steps), "--spares", str(spares)]
         command += (
             WIDE * settings.speed
-            + ["--save-every", "1"] * (steps == STEPS)
+            + ["--save-every", "1"] * (steps == STEPS and not settings.run_on)  # ranks wait before they save
             + ["--schedule", settings.schedule] * (stages > 1)
         )
-        command += ["--repair", "exact" if settings.exact else "on"]
+        command += ["--repair", "exact" if settings.exact else "on", *["--run-on"] * settings.run_on]
         environment = {**os.environ, "DEATHS": json.dumps(deaths), "LESSON": script, "WATCH": str(not settings.speed)}
         environment |= {"CORES": str(settings.cores)} if settings.cores else {}
         times, backs, told, last = dict[int, float](), list[float](), 0, ""
@@ -120,7 +122,9 @@ def run(settings: Settings, deaths: list[Death], transport: str, steps: int = ST
             for line in process.stdout:
                 told, last = told + line.count(" was terminated by ") + line.count(" failed: "), line.strip()
                 if line[0].isdigit():
-                    times[int(line.split()[0])] = time.perf_counter()
+                    step = int(line.split()[0])
+                    if not (settings.run_on and step in times):  # a new writer prints the last one again
+                        times[step] = time.perf_counter()
                 elif " is back" in line:
                     backs.append(time.perf_counter())
             watchdog.cancel()
@@ -167,7 +171,7 @@ def runs_of(settings: Settings) -> list[tuple[str, list[Death]]]:
     programs = [] if stages == 1 else all_stages(settings.schedule, stages, 3)
     actions = max(map(len, programs), default=4)
     unsplit = min((2 * sum(action.letter == "F" for action in program) for program in programs), default=actions)
-    points = range(0, actions + AFTER_ACTIONS, settings.every)
+    points = range(0, actions + AFTER_ACTIONS - 2 * settings.run_on, settings.every)  # without those of a checkpoint
     places = itertools.product(points, range(ranks)) if settings.all_ranks else ((p, p % ranks) for p in points)
     for number, (point, rank) in enumerate(places):
         first, second = (settings.hows[(number + more) % len(settings.hows)] for more in (0, 1))
@@ -195,7 +199,8 @@ def compare(settings: Settings) -> None:
 
 def compare_points(settings: Settings) -> None:
     schedule = f"{settings.schedule}, {settings.cores} cores" if settings.cores else settings.schedule
-    what = {"case": settings.case, "schedule": schedule * (settings.case != "dp"), "exact": settings.exact}
+    case = settings.case + ", run-on" * settings.run_on
+    what = {"case": case, "schedule": schedule * (settings.case != "dp"), "exact": settings.exact}
     known = [(*(one[name] for name in what), one["transport"], one["deaths"]) for one in read(settings.record)]
     wanted = [
         (way, deaths)
@@ -222,7 +227,7 @@ def measure(settings: Settings, deaths: list[Death], transport: str, usual: Run)
     found = run(settings, deaths, transport)
     gaps = [end - start for start, end in itertools.pairwise(found.times)]
     # A death at a late point of a step delays the next one: its own line has been printed.
-    late = [max(gaps[step - 1 : step + 1]) - statistics.median(gaps) for step in (FIRST, SECOND)]
+    late = [max(gaps[step - 1 - settings.run_on : step + 1]) - statistics.median(gaps) for step in (FIRST, SECOND)]
     far = farthest(found.losses, usual.losses)
     expect(far <= (0 if settings.exact else ROUNDING), f"the losses are {far:.1e} from those of the undisturbed run")
     for rank, held in found.held.items():
