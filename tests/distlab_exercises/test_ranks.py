@@ -1,6 +1,7 @@
 """Forked ranks of a student's code end whatever it does, with all that it has started."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -70,10 +71,10 @@ def never_end(rank: int, submission: Submission) -> Facts:
 
 def test_an_endless_loop_is_ended_and_its_line_named(tmp_path: Path) -> None:
     """It is always at the same place, and yet does not stand still."""
-    patience = Patience(still=2, longest=3)
+    patience = Patience(still=3, work=3.3)  # on a busy machine it takes long to have computed that much
     found = trouble(Submission(Path(__file__), tmp_path, patience).run_ranks(1, never_end))
     assert found.mistake == "deadlock"
-    assert "rank 0 had not finished after 3 s, in line " in found.sentences[1]
+    assert re.match(r"rank 0 had not finished after \d+ s, in line ", found.sentences[1])
 
 
 def wait_without_a_name(rank: int, submission: Submission) -> Facts:
