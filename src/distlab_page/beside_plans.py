@@ -34,11 +34,14 @@ def ledger(run: Records) -> Json | None:
             formula = formulas.get((kind, to))
             total[0] += sent["messages"]
             total[1] += sent["bytes"]
-            if formula:
+            is_collective = sent["way"] != "send"
+            groups = [one["kind"] for one in account["sent"] if one["way"] == sent["way"]].count(kind)
+            if formula and not (is_collective and formula.words in total[3]):  # once for all groups of ranks
                 total[2] = (total[2] or 0) + formula.bytes
                 total[3].append(formula.words)
             for peer in peers:
-                expected = formula.bytes * count / len(peers) if formula else None
+                has_own = formula and (groups == 1 or not is_collective)
+                expected = formula.bytes * count / len(peers) if formula and has_own else None
                 kinds[rank][peer].append([kind, sent["bytes"] / len(peers), expected])
         for kind, (messages, size, expected, words) in by_kind.items():
             each = size / count if count else None

@@ -16,7 +16,7 @@ from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine
 from distlab_planner.memory import held
-from distlab_planner.model import NUMBER_BYTES, Model, ModelSettings, Sizes
+from distlab_planner.model import ID_BYTES, NUMBER_BYTES, Model, ModelSettings, Sizes
 from distlab_planner.step import LOSS_BYTES
 from simplellm.errors import InputError
 
@@ -25,7 +25,6 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 WITHOUT: dict[str, tuple[Any, ...]] = {
     "residual": ("float32",),
     "document_mask": (False,),
-    "experts": (0,),
     "outer": ("none",),
     "compress": ("none",),
     "sequence_parallel": (False,),
@@ -134,13 +133,15 @@ def sent_by(costs: Costs, rank: int) -> Formulas:
             add(kind, receiver, len(sent), f"{len(sent)} messages", messages)
 
     stages, parts = stages_of(programs[worker]), layout.micro_batches
-    count, rounded = (sum(n for n, _ in ways(*stages)) for ways in (costs.weights_by_holders, costs.rounded_by_holders))
     counts = {"none": (1, 0), "optimizer": (1, 1), "gradients": (parts, 1), "weights": (parts, 2 * parts)}
     reduced, gathered = counts[layout.shard]
-    add_ring("gradients", layout.copies, reduced, 2 if layout.shard == "none" else 1, Size(count, f"{count:,} weights"))
-    for numbers, number_bytes in ((count - rounded, NUMBER_BYTES), (rounded, sizes.inner_bytes)):
-        if numbers:
-            add_ring("weights", layout.copies, gathered, 1, Size(numbers, f"{numbers:,} weights", number_bytes))
+    by_holders = zip(costs.weights_by_holders(*stages), costs.rounded_by_holders(*stages), strict=True)
+    for (count, holders), (rounded, _) in by_holders:  # all weights but experts', and experts'
+        weights = Size(count, f"{count:,} weights")
+        add_ring("gradients", holders.size, reduced * bool(count), 2 if layout.shard == "none" else 1, weights)
+        for numbers, number_bytes in ((count - rounded, NUMBER_BYTES), (rounded, sizes.inner_bytes)):
+            if numbers:
+                add_ring("weights", holders.size, gathered, 1, Size(numbers, f"{numbers:,} weights", number_bytes))
     for kind in ("loss", "gradient norm"):
         add_ring(kind, layout.ranks, 1, 2, Size(LOSS_BYTES // NUMBER_BYTES, "2 numbers"))
 
@@ -157,9 +158,17 @@ def sent_by(costs: Costs, rank: int) -> Formulas:
     forward, backward, again = (passes[way, "block"] for way in ("forward", "backward", "again"))
     embeddings, logits = (passes["forward", part] + passes["again", part] for part in ("embedding", "head"))
     inner, whole = activations(sizes.inner_bytes), activations(NUMBER_BYTES)
+    k, ep = sizes.experts_per_token, layout.size("ep")
+    rows = Size(k * inner.numbers, f"{k} {TIMES} {inner.words} at equal loads", inner.number_bytes)
+    add_ring("rows of experts", ep, 2 * (forward + again + backward), 1, rows)
+    add_ring("counts of rows", ep, forward, 1, Size(sizes.experts, f"{sizes.experts} experts", ID_BYTES))
+    if sizes.experts and (layers := forward // parts):
+        loads = Size(layers * (sizes.experts + 1), f"{layers} layers {TIMES} ({sizes.experts} + 1) numbers", ID_BYTES)
+        add_ring("loads", layout.copies, 1, 2, loads)
+    products = (1, 0) if sizes.experts else (2, unneeded)  # each slice computes all experts
     for kind, times, size in (
-        ("layer activations", 2 * (forward + again) - unneeded, inner),
-        ("layer gradients", 2 * backward, inner),
+        ("layer activations", products[0] * (forward + again) - products[1], inner),
+        ("layer gradients", products[0] * backward, inner),
         ("vocabulary activations", embeddings, whole),
         ("vocabulary activations", logits, Size(3 * tokens, f"3 {TIMES} {tokens:,} tokens")),
         ("vocabulary gradients", passes["backward", "head"], inner),

@@ -189,8 +189,12 @@ def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: 
             "--pp 2 --cp 2 --batch-size 4 --micro-batches 2 --cp-kind heads --dtype bfloat16 --recompute all",
             "activations, gradients of activations, heads, gradients, loss",
         ),
+        (  # of which each token uses all, so that loads are equal
+            "--dp 4 --ep 2 --pp 1 --batch-size 2 --micro-batches 2 --recompute all --experts 4 --experts-per-token 4",
+            "rows of experts, counts of rows, loads, gradients, loss",
+        ),
     ],
-    ids=["slices and a ring", "stages and heads"],
+    ids=["slices and a ring", "stages and heads", "experts"],
 )
 def test_the_bytes_of_all_kinds_have_formulas(flags: str, kinds: str, tmp_path: Path) -> None:
     launch("hybrid", *MODEL, "--dp", 1, *flags.split(), "--steps", 3, "--out", tmp_path / "run")
