@@ -90,7 +90,11 @@ def test_ranks_start_again_unless_the_failure_would_recur(recurs: bool, starts: 
 def test_a_failure_on_another_machine_starts_ranks_again_that_have_finished(tmp_path: Path) -> None:
     rounds = Rounds()
     rounds.others_failed = (tmp_path / "finished").exists
-    program = "(folder / 'finished').touch()\nif os.environ['RANK'] == '3': (folder / 'starts').open('a').write('x')"
+    program = """
+if os.environ["RANK"] == "3":
+    (folder / "starts").open("a").write("x")
+    (folder / "finished").touch()
+"""
     assert run(program, tmp_path, rounds, max_restarts=1) == {}
     assert (tmp_path / "starts").read_text() == "xx"
 
