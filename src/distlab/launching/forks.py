@@ -120,7 +120,10 @@ def _serve(requests: Connection, blocked: Collection[int]) -> NoReturn:
 
 
 def _fork_for_the_launcher(script: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the processes that run a script. Their parent exits, and so the launcher adopts them."""
+    """Return the processes that run a script. Their parent tells them, after 0 or an `errno`, and exits.
+
+    So the launcher adopts them.
+    """
     told, tell = os.pipe()
     parent = os.fork()
     if parent == 0:
@@ -129,9 +132,10 @@ def _fork_for_the_launcher(script: Sequence[str], environments: Sequence[Mapping
     os.waitpid(parent, 0)
     with open(told) as answer:
         text = answer.read()  # to its end: from now on their process groups can be killed
-    if not text:
-        raise BlockingIOError
-    return [int(pid) for pid in text.split()]
+    error, *pids = map(int, text.split())
+    if error:
+        raise OSError(error, os.strerror(error))
+    return pids
 
 
 def _fork_all(script: Sequence[str], environments: Sequence[Mapping[str, str]], tell: int) -> NoReturn:
@@ -146,10 +150,11 @@ def _fork_all(script: Sequence[str], environments: Sequence[Mapping[str, str]], 
                     time.sleep(0.0001)
                 _become(script, environment)
             pids.append(pid)
-        os.write(tell, " ".join(map(str, pids)).encode())
-    except OSError:
+        os.write(tell, " ".join(map(str, [0, *pids])).encode())
+    except OSError as error:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+        os.write(tell, str(error.errno).encode())
     finally:
         os._exit(0)
 

@@ -118,6 +118,8 @@ class Ranks:
             raise InputError(f"{who} cannot be started: {TOO_MANY_PROCESSES}") from None
         except (ConnectionError, EOFError):
             raise InputError(f"{who} cannot be started: the process that forks ranks was killed or stopped") from None
+        except OSError as error:
+            raise InputError(f"{who} cannot be started: {error.strerror}") from error
 
     def look(self) -> None:
         """Collect the ranks that have exited."""

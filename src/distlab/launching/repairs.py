@@ -8,7 +8,7 @@ from distlab.launching.processes import Ranks
 from distlab.rendezvous.store import SharedStore
 from distlab.rendezvous.survivors import FINISHED, Arbiter
 from distlab.settings.common import RunSettings
-from simplellm.errors import tell
+from simplellm.errors import InputError, tell
 
 
 class Repairs:
@@ -84,22 +84,30 @@ class Repairs:
         """Start spares, and give them the places of the dead."""
         for unit in self._units:
             places = [rank for rank in unit if rank in self._vacant]
-            if len(places) > len(self._idle) + self._unused:
+            while len(self._idle) < len(places) <= len(self._idle) + self._unused:
+                self._start_spare()
+            if len(places) > len(self._idle):
                 continue
             for rank in places:
-                number = self._idle.pop(0) if self._idle else self._start_spare()
+                number = self._idle.pop(0)
                 self._vacant.remove(rank)
                 self._taking[number] = rank
                 self._arbiter.give_place(number, self._ranks.environment_of(self._environments[rank]))
         self._is_ready = self._is_ready or self._arbiter.are_ready(self._ranks.processes)
         while self._is_ready and self._unused and len(self._idle) < len(self._units[0]):
-            self._idle.append(self._start_spare())
+            self._start_spare()
 
-    def _start_spare(self) -> int:
+    def _start_spare(self) -> None:
+        """Start one more spare; if that is impossible, the run goes on without."""
+        try:
+            self._ranks.start_spare(self._started + 1, self._environments[0])
+        except InputError as error:
+            self._unused = 0
+            tell(f"{error}; the run goes on, and no more spares are started")
+            return
         self._unused -= 1
         self._started += 1
-        self._ranks.start_spare(self._started, self._environments[0])
-        return self._started
+        self._idle.append(self._started)
 
     def _count(self) -> None:
         """Count spares among the ranks as soon as they, and those for the other slices, are ready to train."""

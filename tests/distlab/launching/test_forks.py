@@ -1,5 +1,6 @@
 """Ranks that are forks of their launcher: as new interpreters would be, and with nothing of the launcher's."""
 
+import errno
 import gc
 import logging
 import os
@@ -164,3 +165,28 @@ def test_a_server_that_was_killed_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the ranks cannot be started: the process that forks ranks was killed"):
         Ranks(["a"], tmp_path / "errors", server).start([{"RANK": "0"}])
     server.close()
+
+
+def test_a_fork_that_fails_is_told_and_leaves_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forked, forks = os.fork, 0
+
+    def fork_four_times() -> int:  # each process counts on from its parent: the server, a parent of ranks, two ranks
+        nonlocal forks
+        forks += 1
+        if forks > 4:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return forked()
+
+    monkeypatch.setattr(os, "fork", fork_four_times)
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(60)")
+    server = ForkServer()
+    try:
+        with pytest.raises(InputError, match="the ranks cannot be started: Cannot allocate memory"):
+            Ranks([str(script)], tmp_path / "errors", server).start([{"RANK": str(rank)} for rank in range(3)])
+        ranks = Ranks([str(script)], tmp_path / "others", server)
+        ranks.start([{"RANK": "0"}])  # the server goes on
+        ranks.kill(0)
+        assert wait_for(lambda: not any(name(pid).startswith("rank") for pid in children(os.getpid())))
+    finally:
+        server.close()

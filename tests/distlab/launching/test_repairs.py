@@ -8,6 +8,7 @@ import pytest
 
 from distlab.launching.repairs import Repairs
 from distlab.rendezvous.survivors import FINISHED, NEWS, READY, News
+from simplellm.errors import InputError
 
 
 class Store(dict[str, str]):
@@ -59,3 +60,22 @@ def test_a_spare_that_comes_after_the_others_have_finished_hears_that_they_have(
     news = News.from_json(store[NEWS])
     assert (news.alive, news.gone) == ((0,), {"0": "died", "1": FINISHED})
     assert json.loads(store[NEWS])["newcomers"] == {"0": 1}
+
+
+def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks, store, asked = FakeRanks(), Store(), list[int]()
+
+    def start_spare(number: int, of_others: dict[str, str]) -> None:
+        asked.append(number)
+        if number == 2:
+            raise InputError("spare 2 cannot be started: Cannot allocate memory")
+
+    ranks.start_spare = start_spare  # type: ignore[method-assign]
+    repairs = Repairs(SimpleNamespace(layout={"dp": 2, "tp": 2}), spares=3)  # type: ignore[arg-type]
+    repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
+    store.update({f"{READY}/0": "", f"{READY}/1": ""})
+    repairs.look()
+    repairs.look()
+    assert asked == [1, 2]
+    sentence = "# spare 2 cannot be started: Cannot allocate memory; the run goes on, and no more spares are started\n"
+    assert capfd.readouterr().err == sentence
