@@ -12,8 +12,8 @@ with app.setup:
     from distlab.collectives.simulation import SimulatedWorld
     from distlab.comm.link import Link
     from distlab_planner.collective_model import LIBRARY, CostModel, operations, predict_collective
-    from distlab_playground import drawing
-    from distlab_playground.guesses import ask
+    from distlab_playground import drawing, playback
+    from distlab_playground.guesses import ask, stop_without_numbers
 
     [KNOWN] = SimulatedWorld(1).run(lambda endpoint: operations(0, endpoint, device="meta"))
 
@@ -93,35 +93,50 @@ def _(locked):
 
 @app.cell
 def _(bandwidth, kilobytes, latency, operation, ranks):
-    numbers = [field.value for field in (bandwidth, kilobytes, latency, ranks)]
-    mo.stop(None in numbers, mo.md("Give a number in each field."))
+    stop_without_numbers(bandwidth, kilobytes, latency, ranks)
     worlds = simulated(operation.value, 1000 * kilobytes.value, ranks.value, latency.value, bandwidth.value)
     topology = mo.ui.radio(list(worlds), value=list(worlds)[-1], label="topology", inline=True)
+    topology
     return topology, worlds
 
 
 @app.cell
 def _(topology, worlds):
     world = worlds[topology.value]
-    shown = mo.ui.slider(
-        1,
-        len(world.messages),
-        value=len(world.messages),
-        label="messages, in the order of arrival (arrow keys)",
-        show_value=True,
-        full_width=True,
-    )
-    return shown, world
+    last = len(world.messages)
+    place, move = mo.state(last)
+    return last, move, place, world
 
 
 @app.cell
-def _(operation, ranks, shown, topology, world, worlds):
+def _(last, move):
+    play = playback.switch(last, move)
+    play
+    return (play,)
+
+
+@app.cell
+def _(last, move, play):
+    mo.stop(not play.value)
+    clock = playback.clock(last, move)
+    clock
+    return (clock,)
+
+
+@app.cell
+def _(last, move, place):
+    played = playback.slider(last, place(), move, "messages, in the order of arrival (arrow keys)")
+    played
+    return (played,)
+
+
+@app.cell
+def _(operation, place, ranks, world, worlds):
     busiest = {name: max(world.counts, key=lambda count: count.sent_bytes) for name, world in worlds.items()}
     mo.vstack(
         [
-            topology,
-            shown,
-            mo.Html(drawing.messages(ranks.value, world.messages, world.makespan, shown.value)),
+            mo.Html(drawing.messages(ranks.value, world.messages, world.makespan, place())),
+            mo.md(drawing.message_words(world.messages, place())),
             mo.Html(
                 drawing.table(
                     ["topology", "ms", "messages", "of the busiest sender", "its bytes"],

@@ -9,23 +9,24 @@ with app.setup:
 
     import marimo as mo
 
-    from distlab_playground.command import notebooks
+    from distlab_playground.command import apps
+    from distlab_playground.lessons import all_lessons
 
 
 @app.cell
 def _():
-    def links(lessons):
-        for path, file in notebooks():
-            if path != "/" and path.startswith("/lessons/") == lessons:
-                name, _, about = ast.get_docstring(ast.parse(file.read_text())).partition(":")
+    def links():
+        for path, file in apps():
+            name, _, about = ast.get_docstring(ast.parse(file.read_text())).partition(":")
+            if path not in ("/", "/lesson"):
                 yield f"- [{name}](.{path}/):{about}"
 
     mo.md(
         "# The playground\n\nEach page asks first: lock a guess, and it shows what the library says. Begin with "
         "[pipeline schedules](./schedules/): what is a bubble, and which schedule has none?\n\n"
-        + "\n".join(links(lessons=False))
+        + "\n".join(links())
         + "\n\n## Lessons\n\nPredict some numbers; the real commands run, some seconds each; compare.\n\n"
-        + "\n".join(links(lessons=True))
+        + "\n".join(f"- [{each.title}](./lesson/?name={each.name})" for each in all_lessons())
         + "\n\nThe pages are plain Python files in `notebooks/`. The tab key and the arrow keys reach all controls."
     )
     return

@@ -91,7 +91,7 @@ def _(axes, locked):
 def _(locked):
     mo.stop(locked() is None)
 
-    def number(value, label, start=1, stop=None):
+    def _number(value, label, start=1, stop=None):
         return mo.ui.number(start, stop, value=value, label=label)
 
     asked = (
@@ -101,16 +101,16 @@ def _(locked):
         )
         .batch(
             machine=mo.ui.dropdown(list(FILES), value="h100", label="machine"),
-            ranks=number(8, "ranks", stop=256),
-            global_batch=number(32, "sequences in a step"),
-            dmodel=number(4096, "dmodel"),
-            num_heads=number(32, "heads"),
-            n_layers=number(32, "layers"),
-            seq_len=number(2048, "tokens of a sequence", start=2),
-            vocab_size=number(32_000, "pieces of the tokenizer"),
+            ranks=_number(8, "ranks", stop=256),
+            global_batch=_number(32, "sequences in a step"),
+            dmodel=_number(4096, "dmodel"),
+            num_heads=_number(32, "heads"),
+            n_layers=_number(32, "layers"),
+            seq_len=_number(2048, "tokens of a sequence", start=2),
+            vocab_size=_number(32_000, "pieces of the tokenizer"),
             dtype=mo.ui.dropdown(["float32", "bfloat16"], value="bfloat16", label="dtype"),
             optimizer=mo.ui.dropdown(["adam", "adamw", "sgd"], value="adam", label="optimizer"),
-            top=number(8, "layouts to show", stop=30),
+            top=_number(8, "layouts to show", stop=30),
         )
         .form(submit_button_label="Plan")
     )

@@ -23,9 +23,9 @@ with app.setup:
 
 @app.cell
 def _():
-    known = runs.known(Path("runs"))
-    folder = mo.ui.dropdown(known, value=known[0] if known else None, label="run")
-    mo.vstack([mo.md("# A run's records"), folder if known else mo.callout(mo.md(HINT), kind="warn")])
+    _known = runs.known(Path("runs"))
+    folder = mo.ui.dropdown(_known, value=_known[0] if _known else None, label="run")
+    mo.vstack([mo.md("# A run's records"), folder if _known else mo.callout(mo.md(HINT), kind="warn")])
     return (folder,)
 
 

@@ -12,18 +12,13 @@ with app.setup:
     from distlab.pipeline.schedules import all_stages, schedule_names
     from distlab.show_schedule import Request, plan_of
     from distlab_playground import drawing, playback, schedules
-    from distlab_playground.guesses import ask
+    from distlab_playground.guesses import ask, stop_without_numbers
     from simplellm.errors import InputError
-
-    ALMOST_NONE = 0.02  # the gaps at the beginning of the first of ten steps and at the end of the last
 
     def drawn(name, micro_batches=6, steps=1):
         """Return the drawing of steps in a row."""
         plan = simulate(in_a_row(all_stages(name, 3, micro_batches), steps))
         return mo.Html(drawing.passes(plan, [f"worker {n}" for n in range(3)], about=f"{name}, {steps} steps"))
-
-    def stop_without_numbers(*fields):
-        mo.stop(None in [field.value for field in fields], mo.md("Give a number in each field."))
 
 
 @app.cell
@@ -55,16 +50,11 @@ def _(lock, locked):
 def _(bubbles, locked):
     mo.stop(locked() is None)
     shown = sorted(bubbles.items(), key=lambda pair: pair[1])
-    none = [name for name, bubble in shown if bubble < ALMOST_NONE]
+    compared = dict.fromkeys([locked(), shown[0][0]])
     mo.vstack(
         [
-            mo.md(
-                f"{'Right' if locked() in none else 'No'}: **{' and '.join(none)}** leave almost none, only at the "
-                f"beginning of the first step and at the end of the last. **{locked()}** has {bubbles[locked()]:.1%}. "
-                "\n\nThey split a backward pass: I, for which another worker waits, comes first, and W fills the gaps. "
-                f"Three steps of {' and of '.join(dict.fromkeys([locked(), none[0]]))}:"
-            ),
-            *(drawn(name, steps=3) for name in dict.fromkeys([locked(), none[0]])),
+            mo.md(f"{schedules.verdict(locked(), bubbles)}\n\nThree steps of {' and of '.join(compared)}:"),
+            *(drawn(name, steps=3) for name in compared),
             mo.Html(
                 drawing.table(
                     ["schedule", "bubble"],
@@ -221,7 +211,8 @@ def _(forward, inputs, own, transfer, weights):
     try:
         own_plan = simulate(schedules.typed(own.value), prices)
     except InputError as error:
-        mo.stop(True, mo.callout(mo.md(f"The library says: {error}"), kind="warn"))
+        _lines = schedules.numbered(own.value)
+        mo.stop(True, mo.callout(mo.md(f"The library says: {error}\n\n```text\n{_lines}\n```"), kind="warn"))
     numbered = [f"worker {n}" for n in range(len(own_plan.rows))]
     mo.vstack(
         [

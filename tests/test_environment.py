@@ -178,6 +178,15 @@ def test_the_cpu_build_is_the_exact_version_and_is_not_installed_twice(lab: Lab,
     assert not index.requests
 
 
+def test_the_playground_is_installed_when_it_is_asked_for(lab: Lab) -> None:
+    for name in ("launch.sh", "requirements-playground.txt"):
+        (lab.path / name).write_text((LAB / name).read_text())
+    path = f"{lab.programs}:{os.environ['PATH']}"
+    for name in ("hybrid", "playground"):  # there is nothing to run in this folder
+        finish(start("bash", "launch.sh", name, cwd=lab.path, PATH=path, LAB_TORCH="cuda"))
+    assert lab.installed() == [lab.rest, ["-r", str(lab.path / "requirements-playground.txt"), *lab.rest[2:]]]
+
+
 @pytest.mark.parametrize("chosen", ["", "cuda"])
 def test_with_a_driver_or_by_choice_torch_comes_from_pypi(chosen: str, lab: Lab, index: Index) -> None:
     if not chosen:

@@ -1,89 +1,43 @@
 """Lesson 1: replicas."""
 
-import marimo
+from distlab_playground.lessons import SMALL, Lesson, Question, difference, held, loss, ratio, scaled, sent
 
-app = marimo.App(app_title="Lesson 1. Replicas")
-
-with app.setup:
-    import marimo as mo
-
-    from distlab_playground import classroom
-    from distlab_playground.lessons import SMALL, Lesson, Question, difference, held, loss, ratio, scaled, sent
-
-    LESSON = Lesson(
-        name="replicas",
-        title="1. Replicas",
-        about=(
-            "One process trains on three sequences in a step; then three ranks train on one each, and average "
-            "their gradients. The model has 327,968 weights in float32: 1.31 MB."
+LESSON = Lesson(
+    name="replicas",
+    title="1. Replicas",
+    about=(
+        "One process trains on three sequences in a step; then three ranks train on one each, and average "
+        "their gradients. The model has 327,968 weights in float32: 1.31 MB."
+    ),
+    commands={
+        "one": f"primer {SMALL} --batch-size 3 --steps 5",
+        "three": f"dp-ga {SMALL} --world-size 3 --steps 5",
+    },
+    questions=(
+        Question(
+            key="loss",
+            asks="By how much do the losses of the fifth step differ?",
+            read=difference(loss("one"), loss("three")),
+            why=(
+                "It is the same training run: the mean of three means of equal size is the mean of all. Only "
+                "rounding differs."
+            ),
+            least=1e-4,
         ),
-        commands={
-            "one": f"primer {SMALL} --batch-size 3 --steps 5",
-            "three": f"dp-ga {SMALL} --world-size 3 --steps 5",
-        },
-        questions=(
-            Question(
-                key="loss",
-                asks="By how much do the losses of the fifth step differ?",
-                read=difference(loss("one"), loss("three")),
-                why=(
-                    "It is the same training run: the mean of three means of equal size is the mean of all. Only "
-                    "rounding differs."
-                ),
-                least=1e-4,
-            ),
-            Question(
-                key="megabytes",
-                asks="How many MB of gradients does rank 0 send in a step?",
-                read=scaled(sent("three", "gradients"), 1e-6),
-                why="Around a ring of n ranks, each sends 2 (n - 1) / n times the gradients: 4/3 of 1.31 MB.",
-            ),
-            Question(
-                key="activations",
-                asks="How large are the activations that rank 0 keeps, relative to those of the one process?",
-                read=ratio(held("three", "activations"), held("one", "activations")),
-                why=(
-                    "They grow with the sequences of a rank: one of three. Weights, gradients and Adam's state are "
-                    "whole on every rank."
-                ),
+        Question(
+            key="megabytes",
+            asks="How many MB of gradients does rank 0 send in a step?",
+            read=scaled(sent("three", "gradients"), 1e-6),
+            why="Around a ring of n ranks, each sends 2 (n - 1) / n times the gradients: 4/3 of 1.31 MB.",
+        ),
+        Question(
+            key="activations",
+            asks="How large are the activations that rank 0 keeps, relative to those of the one process?",
+            read=ratio(held("three", "activations"), held("one", "activations")),
+            why=(
+                "They grow with the sequences of a rank: one of three. Weights, gradients and Adam's state are "
+                "whole on every rank."
             ),
         ),
-    )
-
-
-@app.cell
-def _():
-    guesses, lock = mo.state(None, allow_self_loops=True)
-    return guesses, lock
-
-
-@app.cell
-def _(guesses, lock):
-    asked = classroom.predict(LESSON, guesses, lock)
-    asked
-    return (asked,)
-
-
-@app.cell
-def _(guesses):
-    mo.stop(guesses() is None)
-    outcomes = classroom.run(LESSON)
-    measured = LESSON.measured(outcomes)
-    return measured, outcomes
-
-
-@app.cell
-def _(guesses, measured, outcomes):
-    remarks = mo.ui.text_area(label="What did you not expect, and why is it so?", full_width=True)
-    mo.vstack([mo.Html(classroom.compare(LESSON, guesses(), measured)), classroom.output(outcomes), remarks])
-    return (remarks,)
-
-
-@app.cell
-def _(guesses, measured, remarks):
-    classroom.hand_in(LESSON, guesses(), measured, remarks.value)
-    return
-
-
-if __name__ == "__main__":
-    app.run()
+    ),
+)

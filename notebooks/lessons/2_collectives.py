@@ -1,83 +1,37 @@
 """Lesson 2: collectives."""
 
-import marimo
+from distlab_playground.lessons import Lesson, Question, printed, ratio
 
-app = marimo.App(app_title="Lesson 2. Collectives")
+NAIVE, TREE, RING = (rf"all-reduce +{topology} +" for topology in ("naive", "tree", "ring"))
+SMALLEST, LARGE = r"([\d.]+)", r"[\d.]+ +([\d.]+)"  # the columns of 4 kB and of 4 MB
 
-with app.setup:
-    import marimo as mo
-
-    from distlab_playground import classroom
-    from distlab_playground.lessons import Lesson, Question, printed, ratio
-
-    NAIVE, TREE, RING = (rf"all-reduce +{topology} +" for topology in ("naive", "tree", "ring"))
-    SMALLEST, LARGE = r"([\d.]+)", r"[\d.]+ +([\d.]+)"  # the columns of 4 kB and of 4 MB
-
-    LESSON = Lesson(
-        name="collectives",
-        title="2. Collectives",
-        about=(
-            "An all-reduce between eight computers with 10 Gbit/s each and 20 µs for a message, of 4 kB and of 4 "
-            "MB, by simulation of every message."
-        ),
-        commands={
-            "costs": "collective-costs 8 --kilobytes 4 4000",
-        },
-        questions=(
-            Question(
-                key="large",
-                asks="4 MB: how many times as long does the naive all-reduce take as the ring's?",
-                read=ratio(printed("costs", NAIVE + LARGE), printed("costs", RING + LARGE)),
-                why=(
-                    "The root receives 7 tensors and sends 7, one after another: 14 times 4 MB. In the ring, every "
-                    "link carries 14 parts of 4 / 8 MB at the same time: 1.75 times 4 MB."
-                ),
-                tolerance=0.1,
+LESSON = Lesson(
+    name="collectives",
+    title="2. Collectives",
+    about=(
+        "An all-reduce between eight computers with 10 Gbit/s each and 20 µs for a message, of 4 kB and of 4 "
+        "MB, by simulation of every message."
+    ),
+    commands={
+        "costs": "collective-costs 8 --kilobytes 4 4000",
+    },
+    questions=(
+        Question(
+            key="large",
+            asks="4 MB: how many times as long does the naive all-reduce take as the ring's?",
+            read=ratio(printed("costs", NAIVE + LARGE), printed("costs", RING + LARGE)),
+            why=(
+                "The root receives 7 tensors and sends 7, one after another: 14 times 4 MB. In the ring, every "
+                "link carries 14 parts of 4 / 8 MB at the same time: 1.75 times 4 MB."
             ),
-            Question(
-                key="small",
-                asks="4 kB: how many times as long does the ring's all-reduce take as the tree's?",
-                read=ratio(printed("costs", RING + SMALLEST), printed("costs", TREE + SMALLEST)),
-                why="Small messages cost their latency: the ring sends 14 in a row, the tree 3 up and 3 down.",
-                tolerance=0.2,
-            ),
+            tolerance=0.1,
         ),
-    )
-
-
-@app.cell
-def _():
-    guesses, lock = mo.state(None, allow_self_loops=True)
-    return guesses, lock
-
-
-@app.cell
-def _(guesses, lock):
-    asked = classroom.predict(LESSON, guesses, lock)
-    asked
-    return (asked,)
-
-
-@app.cell
-def _(guesses):
-    mo.stop(guesses() is None)
-    outcomes = classroom.run(LESSON)
-    measured = LESSON.measured(outcomes)
-    return measured, outcomes
-
-
-@app.cell
-def _(guesses, measured, outcomes):
-    remarks = mo.ui.text_area(label="What did you not expect, and why is it so?", full_width=True)
-    mo.vstack([mo.Html(classroom.compare(LESSON, guesses(), measured)), classroom.output(outcomes), remarks])
-    return (remarks,)
-
-
-@app.cell
-def _(guesses, measured, remarks):
-    classroom.hand_in(LESSON, guesses(), measured, remarks.value)
-    return
-
-
-if __name__ == "__main__":
-    app.run()
+        Question(
+            key="small",
+            asks="4 kB: how many times as long does the ring's all-reduce take as the tree's?",
+            read=ratio(printed("costs", RING + SMALLEST), printed("costs", TREE + SMALLEST)),
+            why="Small messages cost their latency: the ring sends 14 in a row, the tree 3 up and 3 down.",
+            tolerance=0.2,
+        ),
+    ),
+)

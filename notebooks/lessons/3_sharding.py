@@ -1,89 +1,42 @@
-"""Lesson 3: in a library."""
+"""Lesson 3: libraries and sharding."""
 
-import marimo
+from distlab_playground.lessons import SMALL, Lesson, Question, difference, held, loss, ratio, sent, total
 
-app = marimo.App(app_title="Lesson 3. In a library")
-
-with app.setup:
-    import marimo as mo
-
-    from distlab_playground import classroom
-    from distlab_playground.lessons import SMALL, Lesson, Question, difference, held, loss, ratio, sent, total
-
-    LESSON = Lesson(
-        name="sharding",
-        title="3. In a library",
-        about=(
-            "Three replicas train with Adam: each keeps the optimizer's whole state (`dp-ga`), or a third of it "
-            "(`dp-zero`)."
+LESSON = Lesson(
+    name="sharding",
+    title="3. Libraries and sharding",
+    about=(
+        "Three replicas train with Adam: each keeps the optimizer's whole state (`dp-ga`), or a third of it "
+        "(`dp-zero`)."
+    ),
+    commands={
+        "whole": f"dp-ga {SMALL} --world-size 3 --steps 5",
+        "sharded": f"dp-zero {SMALL} --world-size 3 --steps 5",
+    },
+    questions=(
+        Question(
+            key="state",
+            asks="How large is the optimizer's state of rank 0 with dp-zero, relative to dp-ga?",
+            read=ratio(held("sharded", "optimizer state"), held("whole", "optimizer state")),
+            why="Each rank keeps the two moments of a third of the weights.",
         ),
-        commands={
-            "whole": f"dp-ga {SMALL} --world-size 3 --steps 5",
-            "sharded": f"dp-zero {SMALL} --world-size 3 --steps 5",
-        },
-        questions=(
-            Question(
-                key="state",
-                asks="How large is the optimizer's state of rank 0 with dp-zero, relative to dp-ga?",
-                read=ratio(held("sharded", "optimizer state"), held("whole", "optimizer state")),
-                why="Each rank keeps the two moments of a third of the weights.",
+        Question(
+            key="bytes",
+            asks=(
+                "How many bytes of gradients and weights does rank 0 send in a step with dp-zero, relative to dp-ga?"
             ),
-            Question(
-                key="bytes",
-                asks=(
-                    "How many bytes of gradients and weights does rank 0 send in a step with dp-zero, relative to "
-                    "dp-ga?"
-                ),
-                read=ratio(total(sent("sharded", "gradients"), sent("sharded", "weights")), sent("whole", "gradients")),
-                why=(
-                    "An all-reduce is a reduce-scatter and an all-gather. dp-zero does the first with gradients and "
-                    "the second with the new weights: the same bytes."
-                ),
-            ),
-            Question(
-                key="loss",
-                asks="By how much do the losses of the fifth step differ?",
-                read=difference(loss("whole"), loss("sharded")),
-                why="Sharding changes where a weight is updated, not how.",
-                least=1e-4,
+            read=ratio(total(sent("sharded", "gradients"), sent("sharded", "weights")), sent("whole", "gradients")),
+            why=(
+                "An all-reduce is a reduce-scatter and an all-gather. dp-zero does the first with gradients and "
+                "the second with the new weights: the same bytes."
             ),
         ),
-    )
-
-
-@app.cell
-def _():
-    guesses, lock = mo.state(None, allow_self_loops=True)
-    return guesses, lock
-
-
-@app.cell
-def _(guesses, lock):
-    asked = classroom.predict(LESSON, guesses, lock)
-    asked
-    return (asked,)
-
-
-@app.cell
-def _(guesses):
-    mo.stop(guesses() is None)
-    outcomes = classroom.run(LESSON)
-    measured = LESSON.measured(outcomes)
-    return measured, outcomes
-
-
-@app.cell
-def _(guesses, measured, outcomes):
-    remarks = mo.ui.text_area(label="What did you not expect, and why is it so?", full_width=True)
-    mo.vstack([mo.Html(classroom.compare(LESSON, guesses(), measured)), classroom.output(outcomes), remarks])
-    return (remarks,)
-
-
-@app.cell
-def _(guesses, measured, remarks):
-    classroom.hand_in(LESSON, guesses(), measured, remarks.value)
-    return
-
-
-if __name__ == "__main__":
-    app.run()
+        Question(
+            key="loss",
+            asks="By how much do the losses of the fifth step differ?",
+            read=difference(loss("whole"), loss("sharded")),
+            why="Sharding changes where a weight is updated, not how.",
+            least=1e-4,
+        ),
+    ),
+)

@@ -1,89 +1,43 @@
 """Lesson 5: all at once."""
 
-import marimo
+from distlab_playground.lessons import SMALL, Lesson, Question, both, difference, loss, messages
 
-app = marimo.App(app_title="Lesson 5. All at once")
-
-with app.setup:
-    import marimo as mo
-
-    from distlab_playground import classroom
-    from distlab_playground.lessons import SMALL, Lesson, Question, both, difference, loss, messages
-
-    LESSON = Lesson(
-        name="hybrid",
-        title="5. All at once",
-        about=(
-            "Two pipelines of three stages, each with three micro-batches of one sequence; one process takes the "
-            "same six sequences in a step."
+LESSON = Lesson(
+    name="hybrid",
+    title="5. All at once",
+    about=(
+        "Two pipelines of three stages, each with three micro-batches of one sequence; one process takes the "
+        "same six sequences in a step."
+    ),
+    commands={
+        "six": f"hybrid {SMALL} --batch-size 3 --steps 5",
+        "one": f"primer {SMALL} --batch-size 6 --steps 5",
+    },
+    questions=(
+        Question(
+            key="loss",
+            asks="By how much do the losses of the fifth step differ?",
+            read=difference(loss("six"), loss("one")),
+            why=(
+                "The replicas of a stage average its gradients, and the stages pass on exactly what one process "
+                "computes."
+            ),
+            least=1e-4,
         ),
-        commands={
-            "six": f"hybrid {SMALL} --batch-size 3 --steps 5",
-            "one": f"primer {SMALL} --batch-size 6 --steps 5",
-        },
-        questions=(
-            Question(
-                key="loss",
-                asks="By how much do the losses of the fifth step differ?",
-                read=difference(loss("six"), loss("one")),
-                why=(
-                    "The replicas of a stage average its gradients, and the stages pass on exactly what one process "
-                    "computes."
-                ),
-                least=1e-4,
-            ),
-            Question(
-                key="messages",
-                asks="How many messages with activations does rank 0 send in a step?",
-                read=messages("six", "activations"),
-                why="One for each micro-batch of its own pipeline.",
-            ),
-            Question(
-                key="both",
-                asks="How many of the six ranks send both activations and gradients of activations?",
-                read=both("six", "activations", "gradients of activations"),
-                why=(
-                    "The middle stage of each pipeline: the first has nobody to send gradients to, the last nobody to "
-                    "send activations to."
-                ),
+        Question(
+            key="messages",
+            asks="How many messages with activations does rank 0 send in a step?",
+            read=messages("six", "activations"),
+            why="One for each micro-batch of its own pipeline.",
+        ),
+        Question(
+            key="both",
+            asks="How many of the six ranks send both activations and gradients of activations?",
+            read=both("six", "activations", "gradients of activations"),
+            why=(
+                "The middle stage of each pipeline: the first has nobody to send gradients to, the last nobody to "
+                "send activations to."
             ),
         ),
-    )
-
-
-@app.cell
-def _():
-    guesses, lock = mo.state(None, allow_self_loops=True)
-    return guesses, lock
-
-
-@app.cell
-def _(guesses, lock):
-    asked = classroom.predict(LESSON, guesses, lock)
-    asked
-    return (asked,)
-
-
-@app.cell
-def _(guesses):
-    mo.stop(guesses() is None)
-    outcomes = classroom.run(LESSON)
-    measured = LESSON.measured(outcomes)
-    return measured, outcomes
-
-
-@app.cell
-def _(guesses, measured, outcomes):
-    remarks = mo.ui.text_area(label="What did you not expect, and why is it so?", full_width=True)
-    mo.vstack([mo.Html(classroom.compare(LESSON, guesses(), measured)), classroom.output(outcomes), remarks])
-    return (remarks,)
-
-
-@app.cell
-def _(guesses, measured, remarks):
-    classroom.hand_in(LESSON, guesses(), measured, remarks.value)
-    return
-
-
-if __name__ == "__main__":
-    app.run()
+    ),
+)

@@ -1,88 +1,40 @@
 """Lesson 8: experts."""
 
-import marimo
+from distlab_playground.lessons import SMALL, Lesson, Question, load, messages, scaled, sent
 
-app = marimo.App(app_title="Lesson 8. Experts")
-
-with app.setup:
-    import marimo as mo
-
-    from distlab_playground import classroom
-    from distlab_playground.lessons import SMALL, Lesson, Question, load, messages, scaled, sent
-
-    LESSON = Lesson(
-        name="experts",
-        title="8. Experts",
-        about=(
-            "Each layer has four experts, two on each of two ranks, and each token goes to two of them. A rank "
-            "has 32 tokens of 32 numbers in a step, and four layers."
+LESSON = Lesson(
+    name="experts",
+    title="8. Experts",
+    about=(
+        "Each layer has four experts, two on each of two ranks, and each token goes to two of them. A rank "
+        "has 32 tokens of 32 numbers in a step, and four layers."
+    ),
+    commands={
+        "two": f"ep {SMALL} --world-size 2 --steps 5",
+    },
+    questions=(
+        Question(
+            key="messages",
+            asks="How many times does a rank exchange rows of tokens with the other in a step?",
+            read=messages("two", "rows of experts"),
+            why="In each of four layers: to the experts and back, forward and backward.",
         ),
-        commands={
-            "two": f"ep {SMALL} --world-size 2 --steps 5",
-        },
-        questions=(
-            Question(
-                key="messages",
-                asks="How many times does a rank exchange rows of tokens with the other in a step?",
-                read=messages("two", "rows of experts"),
-                why="In each of four layers: to the experts and back, forward and backward.",
+        Question(
+            key="kilobytes",
+            asks="How many kB of rows does a rank send in a step, if half of them go to the other rank?",
+            read=scaled(sent("two", "rows of experts"), 1e-3),
+            why=(
+                "16 exchanges of half of 32 tokens times 2 experts, of 32 numbers of 4 bytes: 65.5 kB. The router "
+                "decides the rest."
             ),
-            Question(
-                key="kilobytes",
-                asks="How many kB of rows does a rank send in a step, if half of them go to the other rank?",
-                read=scaled(sent("two", "rows of experts"), 1e-3),
-                why=(
-                    "16 exchanges of half of 32 tokens times 2 experts, of 32 numbers of 4 bytes: 65.5 kB. The router "
-                    "decides the rest."
-                ),
-                tolerance=0.1,
-            ),
-            Question(
-                key="load",
-                asks="How many tokens does the fullest expert of the first layer get, relative to the mean?",
-                read=load("two"),
-                why=(
-                    "A router that is hardly trained spreads the tokens nearly evenly; a balanced one must keep it so."
-                ),
-                tolerance=0.2,
-            ),
+            tolerance=0.1,
         ),
-    )
-
-
-@app.cell
-def _():
-    guesses, lock = mo.state(None, allow_self_loops=True)
-    return guesses, lock
-
-
-@app.cell
-def _(guesses, lock):
-    asked = classroom.predict(LESSON, guesses, lock)
-    asked
-    return (asked,)
-
-
-@app.cell
-def _(guesses):
-    mo.stop(guesses() is None)
-    outcomes = classroom.run(LESSON)
-    measured = LESSON.measured(outcomes)
-    return measured, outcomes
-
-
-@app.cell
-def _(guesses, measured, outcomes):
-    remarks = mo.ui.text_area(label="What did you not expect, and why is it so?", full_width=True)
-    mo.vstack([mo.Html(classroom.compare(LESSON, guesses(), measured)), classroom.output(outcomes), remarks])
-    return (remarks,)
-
-
-@app.cell
-def _(guesses, measured, remarks):
-    classroom.hand_in(LESSON, guesses(), measured, remarks.value)
-    return
-
-
-if __name__ == "__main__":
-    app.run()
+        Question(
+            key="load",
+            asks="How many tokens does the fullest expert of the first layer get, relative to the mean?",
+            read=load("two"),
+            why=("A router that is hardly trained spreads the tokens nearly evenly; a balanced one must keep it so."),
+            tolerance=0.2,
+        ),
+    ),
+)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distlab_playground import drawing
-from distlab_playground.guesses import Lock, Locked
+from distlab_playground.guesses import Lock, Locked, missing
 from distlab_playground.lessons import Answers, Lesson, Outcome
 from simplellm.errors import InputError
 
@@ -21,19 +21,13 @@ def predict(lesson: Lesson, locked: Locked, lock: Lock) -> Any:
     if guesses is not None:
         asked = "\n".join(f"- {each.asks} **{guesses[each.key]:,g}**" for each in lesson.questions)
         return mo.md(f"{begin}Locked:\n\n{asked}")
-    fields = {each.key: mo.ui.number(value=0, step=0.0001, label="") for each in lesson.questions}
-    asked = "\n\n".join(f"{each.asks} {{{each.key}}}" for each in lesson.questions)
-    form = mo.md(
-        f"{begin}Before they run (ratios and shares as numbers, such as 0.5):\n\n{asked}\n\nYour name: {{student}}"
+    fields = {each.key: mo.ui.number(step=0.0001, label=each.asks) for each in lesson.questions}
+    name = mo.ui.text(label="Your name, for the file to hand in")
+    asked = "\n\n".join(f"{{{key}}}" for key in (*fields, "student"))
+    form = mo.md(f"{begin}Before they run (ratios and shares as numbers, such as 0.5):\n\n{asked}")
+    return form.batch(**fields, student=name).form(
+        submit_button_label="Lock, and run the commands", validate=missing, on_change=lock
     )
-    return form.batch(**fields, student=mo.ui.text()).form(
-        submit_button_label="Lock, and run the commands", validate=_incomplete, on_change=lock
-    )
-
-
-def _incomplete(given: Any) -> str | None:
-    """Return what is missing from a form's values, in which an emptied field is None."""
-    return "Give a number for each question." if given and None in given.values() else None
 
 
 def _folded(command: str) -> str:

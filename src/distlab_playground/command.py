@@ -33,11 +33,10 @@ class Request:
     """open a browser"""
 
 
-def notebooks() -> Iterator[tuple[str, Path]]:
-    """Yield the path of each notebook in an address, and its file."""
-    for file in sorted(NOTEBOOKS.rglob("*.py")):
-        name = str(file.relative_to(NOTEBOOKS).with_suffix(""))
-        yield "/" + name * (name != INDEX), file
+def apps() -> Iterator[tuple[str, Path]]:
+    """Yield the path of each app in an address, and its file."""
+    for file in sorted(NOTEBOOKS.glob("*.py")):
+        yield "/" + file.stem * (file.stem != INDEX), file
 
 
 def start(request: Request) -> None:
@@ -54,7 +53,7 @@ def start(request: Request) -> None:
     import uvicorn
 
     builder = marimo.create_asgi_app(quiet=True, include_code=True)
-    for path, file in notebooks():
+    for path, file in apps():
         builder = builder.with_app(path=path, root=str(file))
     served = _OnlyHere(builder.build())
     config = uvicorn.Config(served, HOST, port, log_level="error", timeout_graceful_shutdown=1)

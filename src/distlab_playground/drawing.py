@@ -59,12 +59,12 @@ def rows(
     for row, (name, line) in enumerate(zip(names, bars, strict=True)):
         top = row * ROW
         parts.append(_text(LEFT - 8, top + ROW / 2, name, anchor="end"))
-        parts.append(f'<rect x="{LEFT}" y="{top}" width="{WIDTH - LEFT}" height="{ROW - GAP}" fill="#f5f5f5"/>')
+        parts.append(f'<rect x="{LEFT}" y="{top}" width="{WIDTH - LEFT}" height="{ROW - GAP}" fill="{style.PALE}"/>')
         for bar in line:
             left, width = x(bar.start), x(bar.end) - x(bar.start)
             words = f"<title>{html.escape(bar.words)}</title>"
             box = f'x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW - GAP}" fill="{bar.color}"'
-            parts.append(f'<g opacity="{bar.opacity}">{words}<rect class="bar" {box} stroke="#fff"/>')
+            parts.append(f'<g opacity="{bar.opacity}">{words}<rect class="bar" {box} stroke="{style.BACKGROUND}"/>')
             size = min(FONT, width / max(1, len(bar.label)) / WIDE)
             if size >= SMALLEST:
                 parts.append(_text(left + width / 2, top + (ROW - GAP) / 2, bar.label, ink=_ink(bar.color), size=size))
@@ -122,7 +122,8 @@ def kept(
         color = style.SERIES[worker % len(style.SERIES)]
         title = f"<title>{html.escape(names[worker])}</title>"
         parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="2">{title}</path>')
-        parts.append(_text(LEFT - 8, 20 + 16 * worker, names[worker], anchor="end", ink=color))
+        parts.append(_text(LEFT - 22, 20 + 16 * worker, names[worker], anchor="end"))
+        parts.append(f'<path d="M{LEFT - 18} {20 + 16 * worker}h12" stroke="{color}" stroke-width="4"/>')
     if limit is not None:
         y = height * (1 - limit / most)
         parts.append(
@@ -135,8 +136,7 @@ def kept(
 def messages(ranks: int, passed: Sequence["Passed"], makespan: float, shown: int | None = None) -> str:
     """Return messages in time: a line for each rank, and an arrow from each sender to the receiver."""
     end = makespan or 1.0
-    unit, factor = ("ms", 1e3) if end >= 1e-3 else ("µs", 1e6)
-    x, step = _scale(end * factor), max(24.0, min(60.0, 480 / ranks))
+    x, step = _scale(end * 1e3), max(24.0, min(60.0, 480 / ranks))
     height = step * ranks
     parts = [
         '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
@@ -145,21 +145,25 @@ def messages(ranks: int, passed: Sequence["Passed"], makespan: float, shown: int
     for rank in range(ranks):
         y = (rank + 0.5) * step
         parts.append(_text(LEFT - 8, y, f"rank {rank}", anchor="end"))
-        parts.append(f'<path d="M{LEFT} {y}H{WIDTH}" stroke="#999999"/>')
-    for number, one in enumerate(passed[:shown]):
+        parts.append(f'<path d="M{LEFT} {y}H{WIDTH}" stroke="{style.INK}" stroke-width="0.5"/>')
+    for number, one in enumerate(passed[:shown], start=1):
         color = style.SERIES[one.sender % len(style.SERIES)]
         (x0, y0), (x1, y1) = (
-            (x(at * factor), (rank + 0.5) * step)
+            (x(at * 1e3), (rank + 0.5) * step)
             for at, rank in ((one.started_seconds, one.sender), (one.ended_seconds, one.receiver))
         )
-        size = (
-            f"{one.size_bytes:,} bytes, {one.started_seconds * factor:.4g} to {one.ended_seconds * factor:.4g} {unit}"
-        )
-        words = f"message {number + 1}: rank {one.sender} to rank {one.receiver}, {size}"
-        arrow = f'<path class="bar" d="M{x0:.2f} {y0}L{x1:.2f} {y1}" stroke="{color}" stroke-width="2"'
-        parts.append(f'{arrow} marker-end="url(#head)"><title>{words}</title></path>')
+        width = 4 if number == shown else 2
+        arrow = f'<path class="bar" d="M{x0:.2f} {y0}L{x1:.2f} {y1}" stroke="{color}" stroke-width="{width}"'
+        parts.append(f'{arrow} marker-end="url(#head)"><title>{message_words(passed, number)}</title></path>')
     about = f"{len(passed)} messages between {ranks} ranks"
-    return _svg(height, about, [*parts, *_axis(end * factor, height, unit)])
+    return _svg(height, about, [*parts, *_axis(end * 1e3, height, "ms")])
+
+
+def message_words(passed: Sequence["Passed"], number: int) -> str:
+    """Return the message with this number, from 1, in words."""
+    one = passed[number - 1]
+    times = f"{one.started_seconds * 1e3:.4g} to {one.ended_seconds * 1e3:.4g} ms"
+    return f"Message {number}: rank {one.sender} to rank {one.receiver}, {one.size_bytes:,} bytes, {times}."
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> str:

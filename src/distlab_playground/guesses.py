@@ -18,15 +18,23 @@ def ask(question: str, options: Sequence[str] | None, locked: Locked, lock: Lock
     guess = locked()
     if guess is not None:
         return mo.callout(mo.md(f"{question}\n\nYour guess, locked: **{guess}**"), kind="neutral")
-    element = mo.ui.number(value=0, label="Your guess") if options is None else mo.ui.radio(options)
+    label = "Your guess"
+    element = mo.ui.number(label=label) if options is None else mo.ui.radio(options, label=label)
     text = mo.md(f"{question}\n\n{{guess}}")
     return text.batch(guess=element).form(
         submit_button_label="Lock this guess",
-        validate=_missing,
+        validate=missing,
         on_change=lambda given: lock(given and given["guess"]),
     )
 
 
-def _missing(given: Any) -> str | None:
+def missing(given: Any) -> str | None:
     """Return what to do before a form can be sent; an option that is not chosen and an empty field are None."""
-    return "Give an answer first." if not given or given["guess"] is None else None
+    return "Give an answer first." if not given or None in given.values() else None
+
+
+def stop_without_numbers(*fields: Any) -> None:
+    """Stop a cell if a field for a number is empty, and show what to do."""
+    import marimo as mo
+
+    mo.stop(None in [field.value for field in fields], mo.md("Give a number in each field."))

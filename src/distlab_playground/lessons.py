@@ -1,12 +1,12 @@
 """Lessons: predict numbers, run the real commands, compare; the numbers are read from the runs' records.
 
-A lesson is a notebook in `notebooks/lessons`, which names it `LESSON` in its setup cell.
+A lesson is a file in `notebooks/lessons` that defines `LESSON`; `notebooks/lesson.py` is the page of each.
 """
 
-import importlib.util
 import json
 import math
 import re
+import runpy
 import shlex
 import subprocess
 import tempfile
@@ -19,7 +19,7 @@ from distlab.subcommands import FUNCTIONS
 from distlab_page.records import Records
 from distlab_page.records import read as read_records
 from distlab_playground.command import NOTEBOOKS
-from simplellm.errors import InputError, require, require_package
+from simplellm.errors import InputError, require
 
 LESSONS = NOTEBOOKS / "lessons"
 SMALL = "--dmodel 32 --num-heads 2 --n-layers 4 --seq-len 32 --data sample --device cpu"  # seconds for a run
@@ -209,15 +209,13 @@ def read_answers(path: Path) -> Answers:
     return answers
 
 
+def all_lessons() -> list[Lesson]:
+    """Return the lessons in the order of the course."""
+    return [runpy.run_path(str(file))["LESSON"] for file in sorted(LESSONS.glob("*.py"))]
+
+
 def find_lesson(name: str) -> Lesson:
     """Return a lesson by its name; `InputError` if there is none."""
-    known = {file.stem.partition("_")[2]: file for file in sorted(LESSONS.glob("*.py"))}
+    known = {each.name: each for each in all_lessons()}
     require(name in known, f"{name}: no such lesson; there are {', '.join(known)}")
-    require_package("marimo", "a lesson")
-    spec = importlib.util.spec_from_file_location(f"lesson_{name}", known[name])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    lesson: Lesson = module.LESSON
-    return lesson
+    return known[name]

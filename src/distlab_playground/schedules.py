@@ -3,11 +3,12 @@
 import itertools
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distlab.pipeline.actions import KINDS, Action, ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, Span, in_a_row, simulate
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
+from distlab_page.contents import NO_BUBBLE
 from distlab_playground import drawing
 from simplellm.errors import InputError, require
 
@@ -31,6 +32,21 @@ def bubbles(workers: int, micro_batches: int, steps: int = 1) -> dict[str, float
     return found
 
 
+def verdict(guess: str, bubbles: Mapping[str, float]) -> str:
+    """Return whether the guessed schedule leaves almost no bubble, and which do, if any."""
+    best = min(bubbles, key=lambda name: bubbles[name])
+    none = sorted((name for name in bubbles if bubbles[name] < NO_BUBBLE), key=lambda name: bubbles[name])
+    own = f"**{guess}** has {bubbles[guess]:.1%}."
+    if not none:
+        return f"None of them: the least is that of **{best}**, {bubbles[best]:.1%}. {own}"
+    only = "only at the beginning of the first step and at the end of the last"
+    found = f"{'Right' if guess in none else 'No'}: almost none is left by **{' and '.join(none)}**, {only}. {own}"
+    return (
+        f"{found} A backward pass in two parts does it: I, for which another worker waits, comes first, and W fills "
+        "the gaps."
+    )
+
+
 def typed(text: str) -> list[list[Action]]:
     """Return the schedule that a text describes: a line for each worker, such as `F0 F1 B0 B1`.
 
@@ -39,8 +55,16 @@ def typed(text: str) -> list[list[Action]]:
     Raises:
         InputError: a line cannot be read. Whether the schedule can run, `simulate` says.
     """
-    lines = [line for line in text.splitlines() if line.strip()]
-    return [_typed_line(worker, line) for worker, line in enumerate(lines)]
+    return [_typed_line(worker, line) for worker, line in enumerate(_lines(text))]
+
+
+def numbered(text: str) -> str:
+    """Return the lines of a text, each with the number of its worker."""
+    return "\n".join(f"worker {worker} | {line}" for worker, line in enumerate(_lines(text)))
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _typed_line(worker: int, line: str) -> list[Action]:

@@ -1,20 +1,19 @@
 """The lessons: their numbers are those of the records, their commands run, and what a class hands in is checked."""
 
+import html
 import json
 import re
-import runpy
 import shlex
 from base64 import b64decode
-from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.notebooks import MARIMO, outputs
 from support.processes import free_port
 from support.terminals import fork_launcher
 
+from distlab.run.commands import LAB
 from distlab.subcommands import FUNCTIONS, run_subcommand
 from distlab_page.records import read
 from distlab_playground import lessons
@@ -25,6 +24,7 @@ from distlab_playground.lessons import (
     Lesson,
     Outcome,
     Question,
+    all_lessons,
     both,
     difference,
     held,
@@ -47,7 +47,6 @@ LESSON = Lesson(
         Question("ticks", "", printed("plan", r"(\d+) ticks"), "", tolerance=0, least=2),
     ),
 )
-MARIMO = pytest.mark.skipif(find_spec("marimo") is None, reason="lessons need marimo: requirements-playground.txt")
 
 
 def outcome(folder: Path, losses: list[float], scale: int) -> Outcome:
@@ -133,6 +132,13 @@ PREDICTED: dict[str, dict[str, float]] = {  # by hand, from what each lesson say
 }
 
 
+def test_the_lessons_have_the_names_of_the_teaching_guide() -> None:
+    guide = (LAB / "docs/teaching.md").read_text()
+    assert [each.title for each in all_lessons()] == re.findall(r"^\| (\d\. .*?) \|", guide, re.MULTILINE)
+    files = [f"{each.title.partition('.')[0]}_{each.name}" for each in all_lessons()]
+    assert files == sorted(file.stem for file in LESSONS.glob("*.py"))
+
+
 @MARIMO
 def test_each_lesson_is_predicted_run_compared_handed_in_and_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -150,23 +156,22 @@ def test_each_lesson_is_predicted_run_compared_handed_in_and_judged(
             ran[command] = Outcome(ended.out, read(out) if is_run else None)
         return ran[command]
 
-    def shown(app: Any, guesses: Mapping[str, object] | None) -> str:
-        outputs, _ = app.run(defs={"guesses": lambda: guesses, "lock": None})
-        return " ".join(output.text for output in outputs if hasattr(output, "text"))
-
     monkeypatch.setattr(lessons, "run_command", run_in_forks)
-    notebooks = sorted(LESSONS.glob("*.py"))
-    assert [file.stem.partition("_")[2] for file in notebooks] == list(PREDICTED)
-    for notebook, right in zip(notebooks, PREDICTED.values(), strict=True):
-        app, before = runpy.run_path(str(notebook))["app"], len(ran)
-        assert "Lock, and run the commands" in shown(app, None)
-        assert len(ran) == before, "nothing runs before the guesses are locked"
+    assert [each.name for each in all_lessons()] == list(PREDICTED)
+    for lesson, right in zip(all_lessons(), PREDICTED.values(), strict=True):
+        already = len(ran)
+        text, values = outputs("lesson", None, lesson=lesson)
+        assert "Lock, and run the commands" in text
+        assert not any(html.escape(each.why) in text for each in lesson.questions)
+        assert len(ran) == already, "nothing runs before the guesses are locked"
+        assert not {"outcomes", "measured"} & values.keys()
         wrong = {key: 2 * number + 1 for key, number in right.items()}
         for student, guesses, verdict in (("ada", right, "right"), ("bob", wrong, "off")):
-            text = shown(app, {**guesses, "student": student})
-            assert re.findall(">(right|off)<", text) == [verdict] * len(right), (notebook, text)
+            text, _ = outputs("lesson", {**guesses, "student": student}, lesson=lesson)
+            assert re.findall(">(right|off)<", text) == [verdict] * len(right), (lesson.name, text)
+            assert all(html.escape(each.why) in text for each in lesson.questions)
             [handed_in] = re.findall(r"data:application/json;base64,([\w+/=]+)", text)
-            (submissions / f"{student}-{notebook.stem}.json").write_bytes(b64decode(handed_in))
+            (submissions / f"{student}-{lesson.name}.json").write_bytes(b64decode(handed_in))
     assert check(Request(submissions)) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert {(line.split()[0], line.split()[2]) for line in lines} == {

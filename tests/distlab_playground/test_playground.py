@@ -1,16 +1,13 @@
 """The playground: what it says is what the library says, and a browser opens every notebook without another machine."""
 
-import functools
 import json
 import math
 import re
-import runpy
 import signal
 import socket
 import sys
 from base64 import b64decode
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -21,24 +18,25 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support.browser import CHROMIUM, Browser, Page
+from support.notebooks import MARIMO, outputs
 from support.processes import finish, start
 
 from distlab.comm.link import Link
 from distlab.pipeline.plan import Plan, simulate
 from distlab.pipeline.schedules import all_stages, schedule_names
+from distlab.reports import style
 from distlab.show_schedule import Request as ScheduleRequest
 from distlab.show_schedule import plan_of
+from distlab_page.contents import NO_BUBBLE
 from distlab_planner.collective_model import CostModel, predict_collective
 from distlab_playground import command, drawing, schedules
-from distlab_playground.command import NOTEBOOKS
-from distlab_playground.lessons import LESSONS, find_lesson
+from distlab_playground.guesses import missing
+from distlab_playground.lessons import all_lessons
 from simplellm.errors import InputError
 
-MARIMO = pytest.mark.skipif(
-    find_spec("marimo") is None, reason="needs marimo: pip install -r requirements-playground.txt"
-)
 BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
+GUESSES = {"schedules": "gpipe", "collectives": "tree", "layouts": "a pipeline of 8 stages", "records": 7}
 DRAWN = {  # by app, what it shows after the guess
     "/schedules": "all('svg .bar').length > 100 && all('[role=slider]').length",
     "/collectives": "all('svg .bar').length && all('table').length > 1",
@@ -51,14 +49,17 @@ ALL = """(() => { globalThis.all = (selector, root = document) => {
   for (const one of root.querySelectorAll("*")) if (one.shadowRoot) found.push(...all(selector, one.shadowRoot));
   return found; } })()"""
 LOCK = "all('button').find(button => button.innerText.includes('Lock'))"
-# Write into the first field.
-WRITE = """(text => { const [field] = all('input'); field.focus();
+# Write into all fields for numbers.
+WRITE = """(text => all('input[inputmode]').forEach(field => { field.focus();
   Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, 'value').set.call(field, text);
-  field.dispatchEvent(new Event('input', {bubbles: true})); field.blur() })"""
-# Choose an option, or keep the number of a field.
-ANSWER = """(() => { const option = all('[role=radio]')[1]; if (option) option.click();
-  return !!option || all('input').length > 0 })()"""
-PLAYED = "+all('[role=slider]')[0].ariaValueNow"
+  field.dispatchEvent(new Event('input', {bubbles: true})); field.blur() }))"""
+# Choose an option, or write a number.
+ANSWER = f"(all('[role=radio]')[1] ? all('[role=radio]')[1].click() : {WRITE}('7'), true)"
+PLACE = "+all('[role=slider]')[0].ariaValueNow"
+PLAYED = {  # by app, how many of its actions or messages are shown
+    "/collectives": "all('svg path.bar').length",
+    "/schedules": f"36 - all('svg g[opacity=\"{drawing.PLAYED_NOT_YET}\"]').length",
+}
 FOCUS = "(selector => all(selector)[0].focus())"
 # All drawings are on the paper.
 ON_PAPER = "all('svg[role=img]').every(one => one.clientWidth > 500 && one.getBoundingClientRect().right <= innerWidth)"
@@ -103,18 +104,48 @@ def test_a_schedule_is_played_in_order_and_drawn_whole() -> None:
     assert said.startswith(f"At {span.start:g}, {plan.rows[worker]} begins {plan.labels[span.action]}, forward of")
 
 
-@functools.cache
-def loaded(name: str) -> Any:
-    return runpy.run_path(str(NOTEBOOKS / f"{name}.py"))["app"]
-
-
-def shown(name: str, guess: str, **fields: object) -> tuple[str, Any]:
-    """Run a notebook as a plain program, with a guess locked and values in fields; return its text and its values."""
+def shown(name: str, guess: object, **fields: object) -> tuple[str, Any]:
+    """Run an app with a guess locked and values in its fields."""
     given: dict[str, Any] = {field: SimpleNamespace(value=value) for field, value in fields.items()}
-    if fields:  # the question is not what is asked
+    if name == "schedules" and fields:  # the question is not what is asked
         given |= {"bubbles": {guess: 0.25, "zb-v": 0.01}, "question": None}
-    outputs, values = loaded(name).run(defs={"locked": lambda: guess, "lock": None, **given})
-    return " ".join(output.text for output in outputs if hasattr(output, "text")), values
+    return outputs(name, guess, **given)
+
+
+PLANNED = dict(machine="h100", ranks=4, global_batch=8, dmodel=1024, num_heads=8, n_layers=8, seq_len=512)
+PLANNED |= dict(vocab_size=8000, dtype="bfloat16", optimizer="adam", top=4)
+
+
+@MARIMO
+@pytest.mark.parametrize("name", sorted({file.stem for _, file in command.apps()} - {"index", "lesson"}))
+def test_an_app_shows_nothing_of_its_answer_before_a_guess_and_then_colors_for_all_readers(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    before, asked = outputs(name, None)
+    after, then = shown(name, GUESSES[name], **({"asked": PLANNED} if name == "layouts" else {}))
+    assert ("Lock this guess" in before, "Lock this guess" in after) == (True, False)
+    answers = re.compile(r"Right|No:|did not compute|<table|<svg")
+    assert len(answers.findall(before)) == (name == "schedules"), "the drawing that explains the question"
+    assert answers.search(after)
+    assert then.keys() > asked.keys()
+    colors = {*re.findall('(?:fill|stroke)="(#[^"]*)"', after)}
+    palette = {*style.SERIES, style.YELLOW, style.INK, style.BACKGROUND, style.PALE}
+    assert colors <= palette, "colors that color-blind readers can distinguish"
+    assert len(colors) > 4
+
+
+def test_a_guess_is_an_answer_to_each_question() -> None:
+    assert missing(None) == missing({"guess": None}) == missing({"loss": 0, "bytes": None}) == "Give an answer first."
+    assert missing({"guess": 0}) is missing({"loss": 0, "student": ""}) is None
+
+
+def test_the_verdict_names_the_schedules_without_a_bubble_if_there_are_any() -> None:
+    bubbles = {"gpipe": 0.25, "zb-h1": NO_BUBBLE, "zb-v": NO_BUBBLE / 2}
+    assert schedules.verdict("zb-v", bubbles).startswith("Right: almost none is left by **zb-v**,")
+    assert schedules.verdict("zb-h1", bubbles).startswith("No: almost none is left by **zb-v**,")
+    del bubbles["zb-v"]
+    assert schedules.verdict("gpipe", bubbles).startswith("None of them: the least is that of **zb-h1**, 2.0%.")
 
 
 @MARIMO
@@ -144,6 +175,21 @@ def test_the_notebooks_show_the_numbers_of_the_library() -> None:
         for topology in ("naive", "tree", "butterfly", "ring"):
             milliseconds = predict_collective("all-reduce", topology, size, ranks, costs).makespan * 1e3
             assert f">{milliseconds:.3f}<" in text, (size, topology)
+
+
+@MARIMO
+def test_the_page_of_a_run_says_that_it_was_killed_or_that_it_is_none(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=50)
+    (tmp_path / "launcher.log").write_text("# rank 1 failed: killed by SIGKILL\n")
+    text, _ = shown("records", 7, folder=str(tmp_path))
+    assert "ended early, after 2 of 50 steps. rank 1 failed: killed by SIGKILL" in text
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "ended early, after 0 of 50 steps." in shown("records", 7, folder=str(tmp_path))[0]
+    for content in ('{"settings": {', "{}"):
+        (tmp_path / "config.json").write_text(content)
+        text, values = shown("records", 7, folder=str(tmp_path))
+        assert f"The library says: {tmp_path}: this is not a run" in text
+        assert "page" not in values
 
 
 FIELDS = dict(schedule="dapple", workers=3, micro_batches=4, chunks=2, forward=1, inputs=1, weights=1, transfer=0)
@@ -203,16 +249,26 @@ def test_a_busy_port_is_told_in_one_sentence(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    """Of a playground that knows one run."""
-    run = tmp_path / "runs/first"
-    run.mkdir(parents=True)
-    settings = {"steps": 2, "schedule": "dapple", "micro_batches": 2}
+def write_run(run: Path, steps: int) -> None:
+    """Write the records of a run that has taken two steps."""
+    settings = {"steps": steps, "schedule": "dapple", "micro_batches": 2}
     (run / "config.json").write_text(json.dumps({"settings": settings, "layout": {"dp": 1, "pp": 1}}))
     spent = {"step": 0, "loss": 5.0, "tokens": 8, "seconds": 2.0, "waited_seconds": 0.5, "collective_seconds": 0.25}
     (run / "metrics.jsonl").write_text(f"{json.dumps(spent)}\n{json.dumps(spent | {'step': 1, 'tokens': 16})}\n")
-    playground = start(sys.executable, "-m", "distlab.launch", "playground", "--no-browser", cwd=tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With one run."""
+    (tmp_path / "runs/first").mkdir(parents=True)
+    write_run(tmp_path / "runs/first", steps=2)
+    return tmp_path
+
+
+@pytest.fixture
+def address(folder: Path) -> Iterator[str]:
+    """Of a playground that knows one run."""
+    playground = start(sys.executable, "-m", "distlab.launch", "playground", "--no-browser", cwd=folder)
     try:
         assert playground.stdout is not None
         yield playground.stdout.readline().split()[1]
@@ -220,6 +276,10 @@ def address(tmp_path: Path) -> Iterator[str]:
         playground.send_signal(signal.SIGINT)
         ended = finish(playground)
         assert "Traceback" not in ended.err
+
+
+def says(text: str) -> str:
+    return f"all('*').some(one => one.textContent.includes({json.dumps(text)}))"
 
 
 @MARIMO
@@ -245,41 +305,41 @@ def test_a_browser_opens_every_notebook_and_asks_no_other_machine(address: str, 
         apps = {path: opened(path[1:]) for path in DRAWN}
         for path, page in apps.items():
             page.call("Page.bringToFront")
-            wait_for(page, f"{LOCK} && {ANSWER}")
+            wait_for(page, f"!!{LOCK}")
+            lock(page)
+            wait_for(page, says("Give an answer first."))
+            wait_for(page, ANSWER)
             lock(page)
             wait_for(page, f"!{LOCK} && {DRAWN[path]}")
         page = apps["/layouts"]
         page.value(f"{ALL}; all('button').find(button => button.innerText == 'Plan').focus()")
         page.press("Enter")
         wait_for(page, "all('td').some(cell => cell.innerText == '8 dp') && all('svg .bar').length")
-        page = apps["/schedules"]
-        page.call("Page.bringToFront")
-        page.value(f"{ALL}; {FOCUS}('[role=switch]')")
-        page.press(" ")  # plays from the beginning
-        wait_for(page, f"{PLAYED} > 1 && {PLAYED} < 36")
-        page.press(" ")  # pauses
-        wait_for(page, "!all('marimo-refresh').length")
-        paused = page.value(f"{ALL}; {PLAYED}")
-        page.value(f"{ALL}; {FOCUS}('[role=slider]')")
-        for at in (paused + 1, paused + 2):
-            page.press("ArrowRight")
-            wait_for(page, f"{PLAYED} == {at}")
-            pale = 36 - at
-            wait_for(page, f"all('svg g[opacity=\"{drawing.PLAYED_NOT_YET}\"]').length == {pale}")
+        for path, played in PLAYED.items():
+            page = apps[path]
+            page.call("Page.bringToFront")
+            page.value(f"{ALL}; {FOCUS}('[role=switch]')")
+            page.press(" ")  # plays from the beginning
+            wait_for(page, f"{PLACE} == 2 && {played} == 2")
+            page.press(" ")  # pauses
+            wait_for(page, "!all('marimo-refresh').length")
+            paused = page.value(f"{ALL}; {PLACE}")
+            page.value(f"{ALL}; {FOCUS}('[role=slider]')")
+            for at in (paused + 1, paused + 2):
+                page.press("ArrowRight")
+                wait_for(page, f"{PLACE} == {at} && {played} == {at}")
         page.call("Emulation.setEmulatedMedia", media="print")
         assert page.value(f"{ALL}; {ON_PAPER}")
         printed = b64decode(page.call("Page.printToPDF")["data"])
         assert len(re.findall(rb"/Type\s*/Page\b", printed)) > 1, "all of it, not only what is in the window"
-        for file in sorted(LESSONS.glob("*.py")):
-            page, lesson = opened(f"lessons/{file.stem}/"), find_lesson(file.stem.partition("_")[2])
+        for lesson in all_lessons():
+            page = opened(f"lesson/?name={lesson.name}")
             wait_for(page, f"{LOCK} && all('input').length == {len(lesson.questions) + 1}")
-            for one in lesson.questions:
-                assert page.value(f"{ALL}; all('*').some(each => each.textContent.includes({json.dumps(one.asks)}))")
-        page = opened("lessons/2_collectives/")  # the only lesson that starts no ranks
+            assert all(page.value(f"{ALL}; {says(one.asks)}") for one in lesson.questions)
+        page = opened("lesson/?name=collectives")  # the only lesson that starts no ranks
         wait_for(page, f"!!{LOCK}")
-        page.value(f"{ALL}; {WRITE}('')")
         lock(page)
-        wait_for(page, "all('*').some(one => one.textContent == 'Give a number for each question.')")
+        wait_for(page, says("Give an answer first."))
         page.value(f"{ALL}; {WRITE}('7')")
         lock(page)
         wait_for(page, "all('a').some(link => link.innerText.includes('collectives-nobody.json'))")
