@@ -32,7 +32,7 @@ from typing import Any
 
 import tyro
 
-from distlab.parallel.compression import encoded_bytes
+from distlab.parallel.division import encoded_bytes
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages

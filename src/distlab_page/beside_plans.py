@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 from distlab.axes.layout import coordinate
-from distlab_page.planned import costs_of, memory_of, sent_by
+from distlab_page.planned import costs_of, counts_memory, memory_of, sent_by
 from distlab_page.records import Records, name_of
 from distlab_page.tables import Json, table
 
@@ -26,7 +26,7 @@ def ledger(run: Records) -> Json | None:
     kinds: list[list[list[Any]]] = [[[] for _ in names] for _ in names]
     for account in run.ledger:
         rank, count = account["rank"], account["steps"]
-        formulas = sent_by(costs, rank) if costs else {}
+        formulas = sent_by(run, costs, rank, count) if costs and count else {}
         by_kind: dict[str, list[Any]] = defaultdict(lambda: [0, 0, None, []])
         for sent in account["sent"]:
             kind, peers, total = sent["kind"], sent["peers"], by_kind[sent["kind"]]
@@ -76,7 +76,7 @@ def _ledger_of_rank_0(run: Records) -> Json | None:
     if not totals:
         return None
     costs, planned = costs_of(run), dict[str, tuple[int, str]]()
-    for (kind, _), formula in sent_by(costs, 0).items() if costs else ():
+    for (kind, _), formula in sent_by(run, costs, 0, len(run.metrics)).items() if costs else ():
         size, words = planned.get(kind, (0, ""))
         planned[kind] = size + formula.bytes, " + ".join(filter(None, (words, formula.words)))
     rows = [(kind, size, size / len(run.metrics), *planned.get(kind, (None, ""))) for kind, size in totals.items()]
@@ -88,7 +88,7 @@ def memory(run: Records) -> Json | None:
     """Return the bytes that each rank held, by kind, beside the plan."""
     if not run.memory or run.alive is None:
         return None
-    costs, names = costs_of(run), [name_of(run, rank) for rank in run.alive]
+    costs, names = costs_of(run) if counts_memory(run) else None, [name_of(run, rank) for rank in run.alive]
     kinds = [kind for kind in run.memory[0] if kind != WITHOUT and any(rank.get(kind) for rank in run.memory)]
     planned = [memory_of(costs, rank) for rank in run.alive] if costs else None
     rows = [

@@ -64,15 +64,16 @@ def missing(run: Records) -> dict[str, str]:
         why = dict.fromkeys(("timeline", "memory"), "The ranks report this at the end of the run.")
     else:
         why = dict.fromkeys(("timeline", "memory"), "The run ended before its ranks reported this.")
-    if run.repairs and status(run)["state"] == "complete":
+    if run.repairs and run.state == "complete":
         why["timeline"] = "No step came after the last repair, so the run has no trace of one."
     if not run.settings.get("trace"):
         why["timeline"] = "The run has no trace: it needs --trace."
     if run.memory:
         why["memory"] = f"The counts of {len(run.memory)} ranks are recorded, but not which ranks these are."
-    elif status(run)["state"] == "complete":
+    elif run.state == "complete":
         why["memory"] = "The run did not count its memory."
-    sent = "One process sends nothing." if run.ranks == 1 else "The run has no records of it yet."
+    sent = f"The run {'has not recorded a step yet' if run.is_running else 'ended before it recorded a step'}."
+    sent = "One process sends nothing." if run.ranks == 1 else sent
     return why | {"time": "The run has no records of its time.", "ledger": sent}
 
 
@@ -82,19 +83,16 @@ def title_of(run: Records) -> str:
 
 def status(run: Records) -> Json:
     """Return whether the run took all of its steps."""
-    asked, done = run.settings.get("steps"), run.metrics[-1]["step"] + 1 if run.metrics else 0
+    asked, done, state = run.settings.get("steps"), run.steps, run.state
     of = f"{done:,} of {asked:,} steps" if asked else f"{done:,} steps"
-    if run.is_running:
-        return {"state": "running", "text": f"The run goes on: {of} so far.", "steps": done}
-    if asked and done < asked:
-        why = next(iter(ended(run)["causes"]), None)
-        return {
-            "state": "ended early",
-            "text": f"The run ended early, after {of}." + f" {why}" * bool(why),
-            "steps": done,
-        }
-    repaired = f", {len(run.repairs)} {'repair' if len(run.repairs) == 1 else 'repairs'}" * bool(run.repairs)
-    return {"state": "complete", "text": f"The run is complete: {of}{repaired}.", "steps": done}
+    why, repairs = next(iter(ended(run)["causes"]), None), len(run.repairs)
+    repaired = f", {repairs} {'repair' if repairs == 1 else 'repairs'}" * bool(repairs)
+    text = {
+        "running": f"The run goes on: {of} so far.",
+        "ended early": f"The run ended early, after {of}." + f" {why}" * bool(why),
+        "complete": f"The run is complete: {of}{repaired}.",
+    }[state]
+    return {"state": state, "text": text, "steps": done}
 
 
 def about(run: Records) -> Json:
@@ -128,13 +126,13 @@ def _plain(value: Any) -> str:
 def layout(run: Records) -> Json:
     """Return where each rank stands: its pipeline's column and its replica's row; slices and parts inside."""
     axes, split = run.layout, run.config.get("layers_per_stage")
-    held, ranks = _stages(run), list[Json]()
+    held, dead, ranks = _stages(run), run.dead, list[Json]()
     for rank in range(run.ranks):
         worker = coordinate(axes, rank, "pp")
         stages = held[worker]
         layers = sum(split[stage] for stage in stages) if split and max(stages) < len(split) else None
         inner = coordinate(axes, rank, "cp") * axes.get("tp", 1) + coordinate(axes, rank, "tp")
-        place = {"column": worker, "row": replica_of(axes, rank), "inner": inner}
+        place = {"column": worker, "row": replica_of(axes, rank), "inner": inner, "died": rank in dead}
         ranks.append({"rank": rank, "name": name_of(run, rank), **place, "stages": stages, "layers": layers})
     words = {
         "dp": "replicas",
@@ -145,8 +143,12 @@ def layout(run: Records) -> Json:
     }
     named = [f"{size} {words.get(axis, axis)}" for axis, size in axes.items() if size > 1]
     sizes = {"columns": axes.get("pp", 1), "rows": replicas_in(axes), "inner": axes.get("cp", 1) * axes.get("tp", 1)}
-    head = ("rank", *(f"{WORDS.get(axis) or axis}" for axis in axes), "layers")
-    rows = [(r["rank"], *(coordinate(axes, r["rank"], axis) for axis in axes), r["layers"]) for r in ranks]
+    head = ("rank", *(f"{WORDS.get(axis) or axis}" for axis in axes), "layers", *(["end"] if dead else []))
+    ends = [["died" if r["died"] else ""] * bool(dead) for r in ranks]
+    rows = [
+        (r["rank"], *(coordinate(axes, r["rank"], axis) for axis in axes), r["layers"], *end)
+        for r, end in zip(ranks, ends, strict=True)
+    ]
     return {
         "ranks": ranks,
         "words": f" {TIMES} ".join(named) or "one process",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from distlab.axes.layout import Layout, describe_rank, layout_size
 from distlab.reports.newest import newest_run
@@ -18,6 +18,7 @@ from simplellm.errors import InputError, require
 NOT_COMPLETE = "this is not a complete record of a run; remove it, or wait until the run has written it"
 STEP = {"step", "loss", "seconds"}  # what each line of metrics.jsonl has at least
 GOES_ON = re.compile(r"ranks? (\d[\d, and]*) goe?s? on with step (\d+)")  # after a repair, in the log of each rank
+FAILED = re.compile(r"rank (\d+)(?: \(.*?\))? (?:failed|has exited|was terminated)")
 ACCOUNT = {"name", "rank", "steps", "seconds", "waited_seconds", "collective_seconds", "sent"}  # each of ledger.json
 
 
@@ -60,8 +61,29 @@ class Records:
     @property
     def repairs(self) -> list[tuple[int, tuple[int, ...]]]:
         """The repairs after deaths: the step with which ranks went on, and their numbers in the layout."""
-        told = {found.groups() for lines in self.logs.values() for line in lines if (found := GOES_ON.search(line))}
-        return sorted((int(step), tuple(map(int, re.findall(r"\d+", names)))) for names, step in told)
+        found = (GOES_ON.search(line) for lines in self.logs.values() for line in lines)
+        told = dict.fromkeys(one.groups() for one in found if one)  # those of one step in the order of the log
+        repairs = ((int(step), tuple(map(int, re.findall(r"\d+", names)))) for names, step in told)
+        return sorted(repairs, key=lambda repair: repair[0])
+
+    @property
+    def dead(self) -> set[int]:
+        """The ranks that the last repair left out, and those that a log names as having failed."""
+        left = self.repairs[-1][1] if self.repairs else range(self.ranks)
+        lines = (line for lines in self.logs.values() for line in lines if not GOES_ON.search(line))
+        return {*range(self.ranks)} - {*left} | {int(found[1]) for line in lines if (found := FAILED.match(line))}
+
+    @property
+    def steps(self) -> int:
+        """The steps that the run has taken."""
+        return self.metrics[-1]["step"] + 1 if self.metrics else 0
+
+    @property
+    def state(self) -> Literal["running", "ended early", "complete"]:
+        """The state of the run; it ended early if it has not taken all steps that it was asked for."""
+        if self.is_running:
+            return "running"
+        return "ended early" if self.steps < (self.settings.get("steps") or 0) else "complete"
 
     @property
     def alive(self) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """The verdict on two runs: are they the same training run, and how far do their losses differ?"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from distlab_page.records import Records, in_words
@@ -19,46 +19,79 @@ TRAINING = (
 OTHERS: dict[str, Any] = {"outer": "none", "compress": "none", "residual": "float32"}
 OTHERS |= {"experts": 0, "experts_per_token": 2, "shared_expert": False, "router_scores": "softmax", "qk_norm": False}
 OTHERS |= {"capacity": 0, "balance_rate": 0.003}
+Pair = tuple[int, float | None, float | None]  # a step, and the losses of both runs
 
 
 def verdict(run: Records, other: Records) -> Json:
     """Return whether two runs are the same training run, by their settings, their batches and their losses."""
     who = "one process" if other.ranks == 1 else f"{other.name} ({in_words(other)})"
+    runs = {"the run": run, "one process" if other.ranks == 1 else other.name: other}
     reasons = [f"{name} {ours} and {theirs}" for name, ours, theirs in _different_settings(run, other)]
     if reasons:
         return {"is_same": None, "text": f"Not the same training run as {who}: {'; '.join(reasons)}.", "table": None}
-    theirs = {record["step"]: record["loss"] for record in other.metrics}
-    pairs = [(r["step"], r["loss"], theirs[r["step"]]) for r in run.metrics if r["step"] in theirs]
-    pairs = [pair for pair in pairs if pair[1] is not None and pair[2] is not None]
-    if not pairs:
+    ours, theirs = _losses(run), _losses(other)
+    shared = [(step, loss, theirs[step]) for step, loss in ours.items() if step in theirs]
+    if not shared:
         return {"is_same": None, "text": f"Nothing to compare with {who}: the runs share no step.", "table": None}
     dtype = run.settings.get("dtype", "float32")
     same, close = BOUNDS.get(dtype, BOUNDS["float32"])
-    most, over = max(abs(a - b) for _, a, b in pairs), f"{len(pairs):,} steps"
-    worst, step = max((_relative(a, b), step) for step, a, b in pairs)
-    differ = f"losses differ by at most {most:.2g} over {over}"
+    differences = {step: abs(a - b) for step, a, b in shared if a is not None and b is not None}
+    worst, step = max((_relative(a, b), step) for step, a, b in shared)
+    parts, most = [*_missing([*runs], shared)], max(differences.values(), default=0.0)
+    if differences:
+        differ = f"losses differ by at most {most:.2g}" if most else "equal losses"
+        in_step = f", in step {step} by {worst:.2g} of the loss" * (same < worst < math.inf)
+        parts.insert(0, f"{differ} over {_extent(runs, differences)}{in_step}")
+    text = f"Not the same losses as {who}: {'; '.join(parts)}."
     if worst <= same:
-        text = f"The same run as {who}: {differ if most else f'equal losses over {over}'}."
+        text = f"The same run as {who}: {'; '.join(parts)}."
     elif worst <= close:
         text = (
-            f"Close to {who}, but not the same run: {differ}, in step {step} by {worst:.2g} of the loss, more than the "
-            f"{same:g} of rounding in {dtype}. ./launch.sh compare {run.folder} {other.folder} finds the first "
-            "difference, in runs with --record-gradients."
+            f"Close to {who}, but not the same run: {'; '.join(parts)}, more than the {same:g} of rounding in {dtype}. "
+            f"./launch.sh compare {run.folder} {other.folder} finds the first difference, in runs with "
+            "--record-gradients."
         )
-    else:
-        text = f"Not the same losses as {who}: {differ}, in step {step} by {worst:.2g} of the loss."
-    rows = [(step, a, b, a - b) for step, a, b in evenly_spaced(pairs, MOST_ROWS)]
+    rows = [(step, a, b, differences.get(step)) for step, a, b in evenly_spaced(shared, MOST_ROWS)]
     head = ("step", run.name, other.name, "difference")
-    shown = table(f"Losses of both runs, {shown_of(rows, pairs)}", head, rows)
-    return {"is_same": worst <= same, "text": text, "most": most, "steps": len(pairs), "table": shown}
+    shown = table(f"Losses of both runs, {shown_of(rows, shared)}", head, rows)
+    return {"is_same": worst <= same, "text": text, "most": most, "steps": len(differences), "table": shown}
 
 
-def _relative(ours: float, theirs: float) -> float:
-    """Return the relative difference of two losses; infinite if one of them is not a number."""
+def _losses(run: Records) -> dict[int, float | None]:
+    """Return the loss of each step for which ranks exchange it; None for one that is not finite."""
+    every, losses = run.settings.get("report_every") or 1, {r["step"]: r["loss"] for r in run.metrics}
+    return {
+        step: loss if loss is not None and math.isfinite(loss) else None
+        for step, loss in losses.items()
+        if loss is not None or (step + 1) % every == 0
+    }
+
+
+def _relative(ours: float | None, theirs: float | None) -> float:
+    """Return the relative difference of two losses; infinite if only one of them is a number."""
     if ours == theirs:
         return 0.0
-    difference = abs(ours - theirs) / max(abs(ours), abs(theirs))
-    return difference if math.isfinite(difference) else math.inf
+    return math.inf if ours is None or theirs is None else abs(ours - theirs) / max(abs(ours), abs(theirs))
+
+
+def _missing(names: Sequence[str], shared: Sequence[Pair]) -> Iterator[str]:
+    """Yield which of the two runs has no finite loss, and in which steps."""
+    for who, lacking in ((names[0], (True, False)), (names[1], (False, True)), ("neither", (True, True))):
+        steps = [step for step, a, b in shared if (a is None, b is None) == lacking]
+        if steps:
+            more = f" and {len(steps) - 1:,} more" * (len(steps) > 1)
+            yield f"in step {steps[0]}{more}, {who} has {'a' if all(lacking) else 'no'} finite loss"
+
+
+def _extent(runs: Mapping[str, Records], steps: Collection[int]) -> str:
+    """Return in words how many of all steps are compared."""
+    asked = max(run.settings.get("steps") or run.steps for run in runs.values())
+    if len(steps) == asked:
+        return f"{asked:,} steps"
+    ends = {"running": "goes on", "ended early": "ended early"}
+    why = ", ".join(f"{name} {ends[run.state]}" for name, run in runs.items() if run.state in ends)
+    first = "the first " * ([*steps] == [*range(len(steps))])
+    return f"{first}{len(steps):,} of {asked:,} steps" + f" ({why})" * bool(why)
 
 
 def _different_settings(run: Records, other: Records) -> Iterator[tuple[str, Any, Any]]:

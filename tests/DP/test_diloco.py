@@ -11,8 +11,8 @@ from support.chapters import MODEL, TRAINING, State, assert_equal, initial_weigh
 from support.processes import run_ranks
 from torch import Tensor, nn
 
-from distlab.parallel.compression import decode, encode, encoded_bytes
-from distlab.parallel.division import Compression
+from distlab.parallel.compression import decode, encode
+from distlab.parallel.division import Compression, encoded_bytes
 from distlab.run.optimizers import build_optimizer
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings

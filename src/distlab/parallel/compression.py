@@ -15,16 +15,7 @@ from torch.nn.functional import pad
 from distlab.axes.grid import Axis
 from distlab.comm.group import all_gather_single
 from distlab.comm.pending import Pending
-from distlab.parallel.division import Compression
-
-BLOCK = 256  # values that share a scale
-LARGEST = {"int8": 127, "int4": 7}  # integers go from minus this to this
-
-
-def encoded_bytes(kind: Compression, elements: int) -> int:
-    """Return the size of the message that `encode` makes of `elements` values."""
-    values = {"none": 4 * elements, "bf16": 2 * elements, "int8": elements, "int4": (elements + 1) // 2}[kind]
-    return values + (4 * -(-elements // BLOCK) if kind in LARGEST else 0)
+from distlab.parallel.division import BLOCK, LARGEST, Compression
 
 
 def encode(kind: Compression, values: Tensor) -> Tensor:
@@ -57,7 +48,7 @@ def start_mean(result: Tensor, values: Tensor, kind: Compression, residual: Tens
 
     Each rank sends its message to all others (an all-gather), and adds up the decoded vectors in float32 and in the
     order of ranks. So all ranks have the same mean to the last bit, and nothing is rounded twice. A rank sends
-    (ranks - 1) * `encoded_bytes`. Without compression, an all-reduce averages the vectors.
+    (ranks - 1) * `division.encoded_bytes`. Without compression, an all-reduce averages the vectors.
 
     Args:
         result: (elements,), float32; holds the mean after the wait for the returned handle.

@@ -10,6 +10,8 @@ Compression = Literal["none", "bf16", "int8", "int4"]
 Kind = Literal["ring", "gather", "heads"]  # how queries get the keys and values of the ranks that share a sequence
 Order = Literal["zigzag", "contiguous"]  # which positions each of these ranks holds
 Repair = Literal["off", "on", "exact"]
+BLOCK = 256  # values of a compressed vector that share a scale
+LARGEST = {"int8": 127, "int4": 7}  # integers go from minus this to this
 
 
 def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None:
@@ -32,3 +34,9 @@ def check_sharing(seq_len: int, heads: int, ranks: int, kind: Kind, flag: str = 
     require(ranks == 1 or seq_len >= least, f"--seq-len {seq_len} with {given}: give at least {least} tokens")
     advice = f"each rank gets as many of {heads} heads as the others; give a divisor, or another --cp-kind"
     require(kind != "heads" or heads % ranks == 0, f"--cp-kind heads with {given}: {advice}")
+
+
+def encoded_bytes(kind: Compression, elements: int) -> int:
+    """Return the size of the message that `distlab.parallel.compression.encode` makes of `elements` values."""
+    values = {"none": 4 * elements, "bf16": 2 * elements, "int8": elements, "int4": (elements + 1) // 2}[kind]
+    return values + (4 * -(-elements // BLOCK) if kind in LARGEST else 0)

@@ -40,6 +40,9 @@ class GradientAverageSettings(DataParallelSettings):
 class WrappedSettings(DataParallelSettings):
     """A data-parallel training run whose model is wrapped: every backward pass averages the gradients."""
 
+    def decide(self) -> dict[str, Any]:
+        return {**super().decide(), "averages_in_each_pass": True}
+
 
 @dataclass
 class LocalStepsSettings(DataParallelSettings):

@@ -1,0 +1,91 @@
+"""The bytes that a run of each kind has sent are those of the formulas beside them on its page."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.chapters import MODEL, TRAINING
+from support.terminals import fork_launcher
+
+from distlab_page.contents import contents
+from distlab_page.records import read
+
+WITHOUT = {"control", "check", "checkpoints"}  # which are not sent in each step
+RUNS = {  # commands of one run or of several, and the kinds that have formulas
+    "slices and a ring": (
+        "5d --dp 1 --pp 1 --cp 2 --tp 2 --batch-size 3 --shard optimizer --clip-norm 1 "
+        "--recompute blocks --dtype bfloat16",
+        "layer activations, layer gradients, vocabulary activations, keys and values, gradients, weights, loss, "
+        "gradient norm",
+    ),
+    "stages and heads": (
+        "5d --dp 1 --pp 2 --cp 2 --batch-size 4 --micro-batches 2 --cp-kind heads --dtype bfloat16 "
+        "--recompute all --document-mask",
+        "activations, heads, gradients, loss",
+    ),
+    "experts, all of which each token uses": (
+        "5d --dp 4 --ep 2 --pp 1 --batch-size 2 --micro-batches 2 --recompute all --experts 4 "
+        "--experts-per-token 4 --record-routes ROUTES; "
+        "5d --dp 1 --cp 2 --pp 1 --batch-size 8 --micro-batches 8 --experts 4 "
+        "--experts-per-token 4 --capacity 2 --replay-routes ROUTES",
+        "rows of experts, counts of rows, loads, gradients, loss; choices of experts, other routes, keys and values",
+    ),
+    "auto, run on, and a residual in bfloat16": (
+        "5d --dp 1 --pp 2 --batch-size 2 --micro-batches 2 --schedule auto --run-on "
+        "--dtype bfloat16 --residual bfloat16 --recompute all",
+        "activations, gradients of activations, loss",
+    ),
+    "auto with a stage on each rank": (
+        "5d --dp 1 --pp 2 --batch-size 2 --micro-batches 2 --schedule auto --chunks-per-stage 1",
+        "activations, loss",
+    ),
+    "outer steps and a ring": (
+        "5d --dp 2 --cp 2 --pp 1 --batch-size 2 --micro-batches 2 --outer diloco --sync-every 2 "
+        "--compress int4 --report-every 2",
+        "outer gradients, gradients, keys and values, loss",
+    ),
+    "fragments": (
+        "streaming-diloco --sync-every 2 --fragments 2 --compress int8",
+        "outer gradients, loss",
+    ),
+    "averaged weights, resumed": (
+        "dp-wa --sync-every 3 --save-every 3; dp-wa --sync-every 3 --resume RUN --steps 7",
+        "weights, loss; weights, loss",
+    ),
+    "a sum for each replica": ("dp-repair --repair exact", "gradients, loss"),
+    "averages in each pass": ("ddp --batch-size 2 --micro-batches 2", "gradients, loss"),
+    "low rank": ("dp-buckets --compress powersgd", "gradients, loss"),
+    "the largest": ("dp-buckets --compress topk", "gradients, loss"),
+    "slices": ("tp --world-size 2", "layer activations, layer gradients, loss"),
+    "slices of sequences": (
+        "tp-styles --world-size 2 --sequence-parallel --micro-batches 2 --batch-size 2",
+        "layer activations, layer gradients, vocabulary activations, vocabulary gradients, norm gradients, loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", RUNS)
+def test_a_run_sends_the_bytes_of_the_formulas(which: str, tmp_path: Path) -> None:
+    for number, (command, kinds) in enumerate(zip(*(part.split("; ") for part in RUNS[which]), strict=True)):
+        out, earlier = tmp_path / f"run{number}", tmp_path / f"run{number - 1}"
+        name, *flags = command.replace("ROUTES", f"{tmp_path}/routes").replace("RUN", str(earlier)).split()
+        ended = fork_launcher(name, *MODEL, *TRAINING, *flags, "--out", out).finish()
+        assert ended.status == 0, ended.err
+        rows = [row for row in contents(read(out))["ledger"]["table"]["rows"] if "0" in row[1]]
+        formulas = {kind: (each, formula, words) for kind, _, _, _, each, formula, words in rows if words}
+        assert {*formulas} >= {*kinds.split(", ")}
+        assert {*formulas} >= {kind for kind, *_ in rows} - WITHOUT - (
+            {"weights", "broadcast"} if name == "ddp" else set()
+        )
+        for kind, (each, formula, words) in formulas.items():
+            # All weights are gathered twice before the first of four steps, in float32, as gradients are.
+            before = 2 / 4 * formulas["gradients"][1] if kind == "weights" and "--shard" in flags else 0
+            assert each == pytest.approx(formula + before, rel=1e-3), kind
+            assert computed(words) == pytest.approx(formula, rel=1e-3, abs=1), words
+
+
+def computed(words: str) -> float:
+    """Return the value of a formula in words, such as "3 of 4 steps x 2 (3 - 1) / 3 x 20 weights x 4 B"."""
+    plain = re.sub(r"\([^()]*[a-z][^()]*\)", "", words)  # a remark
+    signs = re.sub(r"\b(in|of)\b", "/", re.sub(r"(\d) \(", r"\1 * (", plain)).replace("\N{MULTIPLICATION SIGN}", "*")
+    return float(eval(re.sub(r"[A-Za-z,]", "", signs)))  # noqa: S307
