@@ -38,6 +38,7 @@ sys.path.insert(0, str(LESSON.parent))
 lesson: Any = importlib.import_module(LESSON.stem)
 DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
+SECONDS_TO_CLOSE = 5.0
 WITHIN: dict[str, tuple[Any, str]] = {"agree": (Survivor, "agree"), "groups": (dist, "init_process_group")}
 starting = os.environ.get("RANK") if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
 for rank, step, number, how in DEATHS:
@@ -64,6 +65,15 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def held_at_the_end() -> dict[str, int]:
+    """Return what is held when only the connection to the store is left, or at least some seconds later."""
+    deadline = time.monotonic() + SECONDS_TO_CLOSE
+    gc.collect()
+    while (now := held())["descriptors"] > 1 and time.monotonic() < deadline:
+        pass
+    return now
+
+
 def await_news(run: TrainingRun[RepairSettings]) -> None:
     assert run.repair is not None
     with contextlib.suppress(NewsError):
@@ -74,7 +84,7 @@ def await_news(run: TrainingRun[RepairSettings]) -> None:
 
 def train(run: TrainingRun[RepairSettings]) -> None:
     at, of_deaths = {"step": -1, "point": 0}, [step for _, step, *_ in DEATHS]
-    holdings: list[dict[str, int]] = []
+    holdings: dict[int, dict[str, int]] = {}  # by step, when it begins for the first time
     optimizers: list[Any] = []
 
     def reach() -> None:
@@ -117,7 +127,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
             if "ALL_BACK" in os.environ and is_one_missing and step not in of_deaths:
                 await_news(run)
             if os.environ.get("WATCH") != "False":  # it takes time
-                holdings.append(held())
+                holdings.setdefault(step, held())
             at.update(step=step, point=0)
             yield step, batch
 
@@ -142,8 +152,8 @@ def train(run: TrainingRun[RepairSettings]) -> None:
 
     def close(close: Callable[[], None] = run.close) -> None:
         close()
-        gc.collect()
-        (run.out / f"held{run.rank}.json").write_text(json.dumps({"steps": holdings, "at the end": held()}))
+        found = {"steps": holdings, "at the end": held_at_the_end()}
+        (run.out / f"held{run.rank}.json").write_text(json.dumps(found))
 
     run.close = close  # type: ignore[method-assign]
     lesson.train(run)

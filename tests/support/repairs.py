@@ -15,7 +15,10 @@ Death = tuple[int, int, int, str]  # rank, step, point, how
 def run_with(
     deaths: Sequence[Death], out: Path, lesson: str, *flags: str, steps: int = STEPS, **environment: str
 ) -> str:
-    """Run a script with these deaths; return what it prints. Each of its steps has to be recorded once."""
+    """Run a script with these deaths; return what it prints.
+
+    Each of its steps has to be recorded once, and at the end a rank has nothing but its connection to the store.
+    """
     environment |= {"DEATHS": json.dumps(deaths), "LESSON": lesson}
     launcher = fork_launcher(LAB / "bench/dying.py", *SHAPE, *flags, "--out", out, **environment)
     ended = launcher.finish()
@@ -23,6 +26,9 @@ def run_with(
     assert not children(launcher.pid)
     recorded = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert recorded == list(range(steps)), "each step once"
+    ends = [json.loads(file.read_text())["at the end"] for file in out.glob("held*.json")]
+    assert ends
+    assert [(end["descriptors"], end["threads"]) for end in ends] == [(1, 1)] * len(ends)
     printed = {line.partition(" ")[0] for line in ended.out.splitlines()}
     assert printed >= {str(step) for step in range(steps)}, "whichever rank prints them"
     return ended.out

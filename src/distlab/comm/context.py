@@ -88,6 +88,7 @@ class Context:
     def __post_init__(self) -> None:
         if self.options.previous is not None:
             self.ledger, self.recorder = self.options.previous.ledger, self.options.previous.recorder
+            self.options.previous = None  # or all earlier ones would stay
         self.describe = self.options.describe
         self.recorder.is_over_nccl = self.is_over_nccl
 

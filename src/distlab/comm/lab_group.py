@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # now: its functions keep for ever the default group that there is when it is imported
 from torch import Tensor
 from torch.distributed import ReduceOp
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class LateNumber:
-    """A scalar, and its sum over the ranks that may be under way.
+    """A scalar, or parts of it, and the sum over the ranks that may be under way.
 
     On a GPU, to read a tensor waits for all work that the stream was given before, such as the next step's passes. So
     a number that is left is copied to the host by a side stream, as soon as it is there.
@@ -44,7 +44,7 @@ class LateNumber:
         if self._copy is not None:
             on_host, done = self._copy
             done.synchronize()
-            return on_host.item()
+            return on_host.sum().item()
         if self._transfer is not None:
             self._transfer.wait()
-        return self._number.item()
+        return self._number.sum().item()

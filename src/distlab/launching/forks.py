@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from distlab.machine.supervision import adopt_orphans, name_process, open_descriptors
+from distlab.machine.supervision import adopt_orphans, is_stopped, name_process, open_descriptors
 
 FIRST_OTHER_DESCRIPTOR = 3  # after stdin, stdout and stderr
 SECONDS_BETWEEN_LOOKS = 0.01
@@ -59,7 +59,7 @@ class ForkServer:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or both processes would write the rest of the buffer
         gc.freeze()  # the collector would write to every object, and thus copy the memory shared with the forks
-        adopt_orphans(True)
+        self._adopted = adopt_orphans(True)
         self._server, requests = Pipe()
         with _signals_blocked() as before:  # until the fork has its own handlers
             self._process = Forked(os.fork())
@@ -68,28 +68,47 @@ class ForkServer:
                 _serve(requests, before)
         requests.close()
 
-    def start(self, script: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[Forked]:
-        """Run a script, given with its arguments, once for each environment, in a separate session.
+    def start(
+        self,
+        script: Sequence[str],
+        environments: Mapping[int, Mapping[str, str]],
+        keep: Callable[[int, Forked], object],
+    ) -> None:
+        """Run a script once for each environment, in a separate session.
+
+        Args:
+            script: its path and its arguments.
+            environments: by a number for each process.
+            keep: called with each number and its process, before a signal can raise an exception here.
 
         Raises:
             OSError: the system cannot start them all, and none is left.
             EOFError, ConnectionError: the server was killed, or is stopped.
         """
         with _signals_blocked():
-            self._server.send(([*script], [dict(environment) for environment in environments]))
-            if not self._server.poll(SECONDS_TO_FORK):
-                raise EOFError
+            self._refuse_if_stopped()
+            self._server.send(([*script], [dict(environment) for environment in environments.values()]))
+            deadline = time.monotonic() + SECONDS_TO_FORK
+            while not self._server.poll(SECONDS_BETWEEN_LOOKS):
+                self._refuse_if_stopped()
+                if time.monotonic() > deadline:
+                    raise EOFError
             answer = self._server.recv()
             if isinstance(answer, OSError):
                 raise answer
-            return [Forked(pid) for pid in answer]
+            for number, pid in zip(environments, answer, strict=True):
+                keep(number, Forked(pid))
+
+    def _refuse_if_stopped(self) -> None:
+        if is_stopped(self._process.pid):
+            raise EOFError
 
     def close(self) -> None:
         """End the server; what it has started goes on."""
         self._server.close()
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        adopt_orphans(False)
+        adopt_orphans(self._adopted)
 
 
 @contextlib.contextmanager

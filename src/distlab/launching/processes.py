@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,8 @@ class Ranks:
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         self._errors.mkdir()
-        own = [self.environment_of(each) for each in environments]
-        for each, process in zip(own, self._start(own, "the ranks"), strict=True):
-            self.processes[int(each["RANK"])] = process
+        own = {int(each["RANK"]): self.environment_of(each) for each in environments}
+        self._start(self.processes, own, "the ranks")
 
     def environment_of(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a rank, with the file for the record of its failure."""
@@ -90,7 +89,7 @@ class Ranks:
         """Start a process that will be told which rank's place it takes."""
         file = str(self._errors / f"spare{number}")
         own = {**of_others, "RANK": "-1", NEWCOMER: str(number), "TORCHELASTIC_ERROR_FILE": file}
-        (self._spares[number],) = self._start([own], f"spare {number}")
+        self._start(self._spares, {number: own}, f"spare {number}")
 
     def exited_spares(self) -> dict[int, int]:
         """Return the spares that have exited since the last call, with their statuses."""
@@ -105,19 +104,21 @@ class Ranks:
         (self._errors / str(rank)).unlink(missing_ok=True)  # of the rank before it
         self.processes[rank] = self._spares.pop(number)
 
-    def _start(self, group: Sequence[Mapping[str, str]], who: str) -> Iterator[Process]:
-        environments = [{**os.environ, **own} for own in group]
+    def _start(self, among: dict[int, Process], group: Mapping[int, Mapping[str, str]], who: str) -> None:
+        environments = {number: {**os.environ, **own} for number, own in group.items()}
         try:
             if self._server is not None:
-                yield from self._server.start(self._script, environments)
+                self._server.start(self._script, environments, among.__setitem__)
                 return
-            for environment in environments:
+            for number, environment in environments.items():
                 command = [sys.executable, "-u", *self._script]
-                yield subprocess.Popen(command, env=environment, start_new_session=True)
+                among[number] = subprocess.Popen(command, env=environment, start_new_session=True)
         except BlockingIOError:
             raise InputError(f"{who} cannot be started: {TOO_MANY_PROCESSES}") from None
         except (ConnectionError, EOFError):
-            raise InputError(f"{who} cannot be started: the process that forks ranks was killed or stopped") from None
+            raise InputError(
+                f"{who} cannot be started: the process that forks ranks was killed or is stopped"
+            ) from None
         except OSError as error:
             raise InputError(f"{who} cannot be started: {error.strerror}") from error
 

@@ -108,7 +108,7 @@ def leaving_no_process() -> Iterator[None]:
     Linux gives them to this process when their parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
     """
     before = _children()
-    adopt_orphans(True)
+    adopted = adopt_orphans(True)
     try:
         yield
     finally:
@@ -117,13 +117,19 @@ def leaving_no_process() -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
-        adopt_orphans(False)
+        adopt_orphans(adopted)
 
 
-def adopt_orphans(does: bool) -> None:
-    """On Linux, have the processes below this one become its children when their parents exit, or no longer."""
+def adopt_orphans(does: bool) -> bool:
+    """On Linux, have the processes below this one become its children when their parents exit, or no longer.
+
+    Returns whether they did before.
+    """
+    did = ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(37, ctypes.byref(did))  # PR_GET_CHILD_SUBREAPER
         ctypes.CDLL(None).prctl(36, int(does))  # PR_SET_CHILD_SUBREAPER
+    return bool(did.value)
 
 
 def _children() -> set[int]:

@@ -4,6 +4,9 @@
 whole model's gradient, so each weight counts once, whichever ranks hold it. Each rank adds up the squares of the
 gradients that it holds; if several ranks hold a gradient, each adds an equal share. The ranks exchange only these sums,
 one number each.
+
+The sum depends on who adds up what, by rounding. With `exact`, it does not: of the ranks that hold a gradient, only the
+first one adds its square, to a number for its place in a replica; each of these numbers has one source.
 """
 
 import math
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Grid
+from distlab.axes.layout import REPLICAS
 from distlab.axes.placement import holders
 from distlab.comm.late import LateNumber
 from distlab.comm.names import named
@@ -28,7 +32,7 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class NormSum:
     """The global norm, while the sum of its square over the ranks is in progress."""
 
-    squared: Tensor  # a scalar, float64; the sum over all ranks after the wait for `transfer`
+    squared: Tensor  # float64, a scalar or parts of it; the sum over all ranks after the wait for `transfer`
     transfer: dist.Work | None  # None where every rank holds everything
 
     @cached_property
@@ -41,7 +45,7 @@ class NormSum:
 
 
 @torch.no_grad()
-def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.device) -> NormSum:
+def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.device, exact: bool = False) -> NormSum:
     """Start to add up the squared norm of the gradients over all ranks; all of them must call this.
 
     Args:
@@ -49,10 +53,14 @@ def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.
         grid: this rank's position among the ranks that hold parts of the model.
         what: name of the wait.
         device: device of the gradients.
+        exact: give the same norm bit for bit whichever of the replicas' ranks are left.
     """
     everywhere, squared = grid.axis(*grid.layout), torch.zeros((), dtype=torch.float64, device=device)
-    sizes = {parameter: holders(parameter, everywhere).size for parameter in parameters}
+    on = {parameter: holders(parameter, everywhere) for parameter in parameters}
+    sizes = {parameter: ranks.size for parameter, ranks in on.items()}
     is_whole = bool(sizes) and all(size == grid.size for size in sizes.values())
+    if exact and not is_whole:
+        sizes = {parameter: 1 for parameter, ranks in on.items() if ranks.rank == 0}
     if held := [parameter for parameter in sizes if parameter.grad is not None]:
         # In float32, the sum of the squares of a whole matrix would have only four or five correct digits.
         norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in held]
@@ -61,6 +69,9 @@ def sum_norm(parameters: Iterable[Tensor], grid: Grid, what: str, device: torch.
     if is_whole:
         return NormSum(squared, None)
     with named(what, "gradient norm"):
+        if exact:
+            here = [grid.rank in ranks for ranks in grid.ranks_along((REPLICAS,))]
+            squared = torch.where(torch.tensor(here, device=device), squared, 0.0)
         return NormSum(squared, dist.all_reduce(squared, ReduceOp.SUM, async_op=True))
 
 

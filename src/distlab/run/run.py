@@ -268,6 +268,7 @@ class Run(Generic[SettingsT]):
         self.summarize()
         self.records.close()
         dist.destroy_process_group()
+        self.grid.keep(self.grid.alive)  # without groups
         self.terminal.give_back()
         if self.joined.claim is not None:
             self.joined.claim.release()
@@ -277,7 +278,7 @@ class Run(Generic[SettingsT]):
 
     def _keep_ledger(self) -> None:
         """Write the bytes that each rank sent; not after a repair, which numbers the ranks again."""
-        if self.joined.context.options.previous is not None:
+        if self.repair is not None and self.repair.survivor.epoch:
             return
         accounts = [json.loads(self.joined.store.get(f"account/{rank}")) for rank in range(self.world_size)]
         named = [{"name": self.grid.describe(account["rank"]), **account} for account in accounts]

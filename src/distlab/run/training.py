@@ -254,7 +254,8 @@ class TrainingRun(Run[TrainSettingsT]):
         from distlab.parallel.clipping import clip, sum_norm
 
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        under_way = sum_norm(parameters, self.grid, f"the norm of the gradients of step {step}", self.device)
+        exact = getattr(self.settings, "repair", "off") == "exact"
+        under_way = sum_norm(parameters, self.grid, f"the norm of the gradients of step {step}", self.device, exact)
         if late is not None and self.records.loss_is_late:
             late.leave_norm_open(under_way)
             return

@@ -9,15 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import children, name, wait_for
+from support.processes import alive, children, name, wait_for
 
-from distlab.launching.forks import Forked, ForkServer
+from distlab.launching.forks import SECONDS_TO_FORK, Forked, ForkServer
 from distlab.launching.processes import Ranks
-from distlab.launching.supervisor import raise_signal
+from distlab.launching.supervisor import TerminatedError, raise_signal
+from distlab.machine.supervision import adopt_orphans, is_stopped
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
@@ -30,10 +32,10 @@ def fork(folder: Path, text: str, *args: str, **environment: str) -> Forked:
 
 
 def start(script: list[str], environment: dict[str, str]) -> Forked:
-    server = ForkServer()
+    server, found = ForkServer(), dict[int, Forked]()
     try:
-        (process,) = server.start(script, [environment])
-        return process
+        server.start(script, {0: environment}, found.__setitem__)
+        return found[0]
     finally:
         server.close()
 
@@ -158,13 +160,43 @@ def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeyp
         server.close()
 
 
-def test_a_server_that_was_killed_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_was_killed_or_stopped_is_named_at_once(sent: signal.Signals, tmp_path: Path) -> None:
     server = ForkServer()
     assert wait_for(lambda: "fork server" in map(name, children(os.getpid())))
-    os.kill(next(pid for pid in children(os.getpid()) if name(pid) == "fork server"), signal.SIGKILL)
-    with pytest.raises(InputError, match="the ranks cannot be started: the process that forks ranks was killed"):
+    pid = next(pid for pid in children(os.getpid()) if name(pid) == "fork server")
+    os.kill(pid, sent)
+    assert wait_for(lambda: is_stopped(pid) or not alive(pid))
+    started = time.monotonic()
+    with pytest.raises(InputError, match="cannot be started: the process that forks ranks was killed or is stopped"):
         Ranks(["a"], tmp_path / "errors", server).start([{"RANK": "0"}])
     server.close()
+    assert time.monotonic() < started + SECONDS_TO_FORK / 2
+    assert not alive(pid)
+
+
+def test_a_signal_while_ranks_start_does_not_lose_them(tmp_path: Path) -> None:
+    """It raises as soon as the launcher knows their processes; and orphans go where they went before."""
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(60)")
+    found: dict[int, Forked] = {}
+
+    def keep(number: int, process: Forked) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        found[number] = process
+
+    adopted, before = adopt_orphans(True), signal.signal(signal.SIGTERM, raise_signal)
+    server = ForkServer()
+    try:
+        with pytest.raises(TerminatedError):
+            server.start([str(script)], {3: {"RANK": "3"}, 5: {"RANK": "5"}}, keep)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        server.close()
+        for process in found.values():
+            os.kill(process.pid, signal.SIGKILL)
+    assert {number: process.wait(20) for number, process in found.items()} == {3: -signal.SIGKILL, 5: -signal.SIGKILL}
+    assert adopt_orphans(adopted), "as before the server"
 
 
 def test_a_fork_that_fails_is_told_and_leaves_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
