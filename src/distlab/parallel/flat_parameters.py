@@ -200,7 +200,7 @@ class FlatParameters:
 
     def whole(self) -> list[Tensor]:
         """Return new tensors with the parameters' values: those of the shards, in the dtype that the model had."""
-        own = self.shard.detach().clone()  # in shared memory, it is at another place on each rank
+        own = self.shard.detach()
         parts = own.new_empty(self.axis.size, len(own))
         with named("the weights", "weights"):
             all_gather_single(parts, own, self.axis.group)

@@ -160,6 +160,44 @@ def test_parts_of_buffers_groups_and_any_order_of_waits() -> None:
         assert parts == [10 * rank, 30, 30, 30, 10 * rank] + [1] * (rank != 1)
 
 
+def give_different_places(rank: int, port: int) -> None:
+    """Each rank's tensor begins at another place of its shared memory, and that of rank 2 lies in another buffer."""
+    with process_group(rank, 3, port, options=SHARED):
+        like = torch.empty(0)
+        first, second = empty(60, like), empty(60, like)
+        own = (second if rank == 2 else first)[7 * rank + 1 :][:6]
+        rows = torch.arange(18.0).view(3, 6)
+
+        def filled() -> Tensor:
+            first.fill_(-1)
+            second.fill_(-1)
+            return own.copy_(rows[rank])
+
+        dist.all_reduce(filled())
+        assert torch.equal(own, rows.sum(0))
+        for source in range(3):
+            dist.broadcast(filled(), source)
+            assert torch.equal(own, rows[source])
+        for gathered in (torch.empty(3, 6), first[30 + rank :][:18].view(3, 6)):
+            dist.all_gather_single(gathered, filled())
+            assert torch.equal(gathered, rows)
+            dist.all_gather(list(gathered.zero_()), filled())
+            assert torch.equal(gathered, rows)
+        part, received = torch.empty(2), torch.empty(6)
+        dist.reduce_scatter_single(part, filled())
+        assert torch.equal(part, rows.sum(0)[2 * rank :][:2])
+        dist.all_to_all_single(received, filled())
+        assert torch.equal(received, rows[:, 2 * rank :][:, :2].flatten())
+        reduced = filled()
+        dist.reduce(reduced, 1)
+        assert rank != 1 or torch.equal(reduced, rows.sum(0))
+        assert first[0] == second[0] == -1
+
+
+def test_ranks_may_give_tensors_at_different_places_of_their_shared_memory() -> None:
+    run_ranks(3, give_different_places, free_port())
+
+
 def send_with_gaps(rank: int, port: int) -> None:
     """Columns, which have gaps between their elements, in shared memory and outside."""
     with process_group(rank, 2, port, options=SHARED):

@@ -12,45 +12,42 @@ from distlab.comm.transports.sums import CHUNK_BYTES, add_in_order, combine_in_o
 class InPlace(SharedCollective):
     """A collective of tensors that lie in each rank's part of the memory; only the result is copied."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, own: Tensor) -> None:
+        self._times, self._own = memory.start_in_place(own), own.view(-1)
         super().__init__(memory)
-        memory.in_place += 1
-        self._times = memory.in_place
-        memory.ready.send()
 
     def _do_share(self, deadline: float) -> None:
         self._memory.ready.wait(self._times, deadline)
-        self._combine()
+        self._combine(self._memory.parts_of(self._times, self._own))
         self._memory.done.send()
 
     def _wait_for_others(self, deadline: float) -> None:
         self._memory.done.wait(self._times, deadline)
 
     @abstractmethod
-    def _combine(self) -> None:
-        """Compute this rank's part of the result from the parts of all ranks."""
+    def _combine(self, parts: list[Tensor]) -> None:
+        """Compute this rank's part of the result from the tensors of all ranks, (elements,) each."""
 
 
 class Reduce(InPlace):
-    """A combination of the tensors at the same place in each rank's part; the first part gets the result.
+    """A combination of the tensors in the ranks' parts; the first gets the result.
 
     Each rank combines some of the elements, over the ranks in their order, ((x0 + x1) + x2) + …
     """
 
-    def __init__(self, memory: SharedMemory, parts: list[Tensor], op: ReduceOp.RedOpType) -> None:
+    def __init__(self, memory: SharedMemory, own: Tensor, op: ReduceOp.RedOpType) -> None:
+        super().__init__(memory, own)
         self._op = op
-        elements, item_bytes = parts[0].numel(), parts[0].element_size()
+
+    def _combine(self, parts: list[Tensor]) -> None:
+        memory, elements, item_bytes = self._memory, self._own.numel(), self._own.element_size()
         line = max(1, 64 // item_bytes)  # elements: ranks that wrote to the same cache line would slow each other
         length = -(-elements // (memory.size * line)) * line
         start = min(elements, memory.rank * length)
-        self._share = [part[start : start + length] for part in parts]
-        super().__init__(memory)
-
-    def _combine(self) -> None:
-        in_a_chunk = max(1, CHUNK_BYTES // self._share[0].element_size())
-        for parts in zip(*(share.split(in_a_chunk) for share in self._share), strict=True):
-            result, *others = parts
-            combine_in_order(parts, self._op, result)
+        in_a_chunk = max(1, CHUNK_BYTES // item_bytes)
+        for chunks in zip(*(part[start : start + length].split(in_a_chunk) for part in parts), strict=True):
+            result, *others = chunks
+            combine_in_order(chunks, self._op, result)
             self._take(result, others)
 
     def _take(self, result: Tensor, others: list[Tensor]) -> None:
@@ -58,7 +55,7 @@ class Reduce(InPlace):
 
 
 class AllReduce(Reduce):
-    """A combination of the tensors at the same place in each rank's part; all parts get the result.
+    """A combination of the tensors in the ranks' parts; all of them get the result.
 
     So every rank has the same sums, in every run; the average is the sum divided by the number of ranks.
     """
@@ -73,13 +70,13 @@ class AllReduce(Reduce):
 class Broadcast(InPlace):
     """Every rank copies the tensor in one rank's part, (elements,), into its own part."""
 
-    def __init__(self, memory: SharedMemory, parts: list[Tensor], source: int = 0) -> None:
-        self._source, self._own = parts[source], parts[memory.rank]
-        super().__init__(memory)
+    def __init__(self, memory: SharedMemory, own: Tensor, source: int = 0) -> None:
+        super().__init__(memory, own)
+        self._source = source
 
-    def _combine(self) -> None:
-        if self._own is not self._source:
-            self._own.copy_(self._source)
+    def _combine(self, parts: list[Tensor]) -> None:
+        if self._source != self._memory.rank:
+            self._own.copy_(parts[self._source])
 
 
 class ReduceScatter(InPlace):
@@ -88,23 +85,23 @@ class ReduceScatter(InPlace):
     It uses `add_in_order` over the ranks.
     """
 
-    def __init__(self, memory: SharedMemory, parts: list[Tensor], own: Tensor) -> None:
-        self._rows = [part.view(memory.size, -1)[memory.rank] for part in parts]
-        self._own = own.view(-1)
-        super().__init__(memory)
+    def __init__(self, memory: SharedMemory, own: Tensor, total: Tensor) -> None:
+        super().__init__(memory, own)
+        self._total = total.view(-1)
 
-    def _combine(self) -> None:
-        add_in_order(self._rows, self._own)
+    def _combine(self, parts: list[Tensor]) -> None:
+        size, rank = self._memory.size, self._memory.rank
+        add_in_order([part.view(size, -1)[rank] for part in parts], self._total)
 
 
 class AllGather(InPlace):
-    """Every rank copies all ranks' `sources`, (elements,) each, into the rows of `parts`."""
+    """Every rank copies all ranks' tensors, (elements,) each, into its `rows`, which need not be in its part."""
 
-    def __init__(self, memory: SharedMemory, sources: list[Tensor], parts: Tensor) -> None:
-        self._sources, self._parts = sources, parts.view(memory.size, -1)
-        super().__init__(memory)
+    def __init__(self, memory: SharedMemory, own: Tensor, rows: Tensor) -> None:
+        super().__init__(memory, own)
+        self._rows = rows
 
-    def _combine(self) -> None:
-        for row, source in zip(self._parts, self._sources, strict=True):
-            if row.data_ptr() != source.data_ptr():
-                row.copy_(source)
+    def _combine(self, parts: list[Tensor]) -> None:
+        for row, part in zip(self._rows, parts, strict=True):
+            if row.data_ptr() != part.data_ptr():
+                row.copy_(part)

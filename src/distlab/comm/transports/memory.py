@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections import deque
 from contextlib import ExitStack
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ SLOT_BYTES = 1 << 20  # of each of a rank's two slots for tensors that lie elsew
 # Tensor-parallel ranks wait for each other every few milliseconds. Waking a thread up takes a tenth of one, and a core
 # that has been idle is slow at first.
 SPIN_SECONDS = 5e-4
+PLACES = 4096  # collectives in place that a rank may start before the first of them has ended on all ranks
 
 
 class SharedMemory:
@@ -42,7 +44,10 @@ class SharedMemory:
         self.in_place = 0  # of these, collectives in place; each rank sends READY and DONE once for each
         self.asked_for = 0  # this rank has computed its part up to this one, or is about to
         self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
-        self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()  # a mapping is freed with the last tensor in it
+        # By number, the same on all ranks. A mapping is freed with the last tensor in it.
+        self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
+        self._allocated = 0  # mappings
+        self._places: list[Any] = []  # by rank, (PLACES, 2): where the tensors of its collectives in place begin
         self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
         passes_on = self.rank == 0 and self.size > 2
         spin_seconds = SPIN_SECONDS if has_own_core else 0.0
@@ -61,9 +66,7 @@ class SharedMemory:
         Raises:
             NotShared, RuntimeError: as in `allocate`.
         """
-        own = self.allocate(2 * SLOT_BYTES, torch.uint8, timeout)
-        parts = self.parts_like(own)
-        assert parts is not None
+        parts = self._allocate(2 * SLOT_BYTES, torch.uint8, timeout)
         self._slots = [[part[start : start + SLOT_BYTES] for part in parts] for start in (0, SLOT_BYTES)]
 
     def next_slots(self) -> list[Tensor]:
@@ -76,6 +79,7 @@ class SharedMemory:
         close_all(self._channels)
         self._channels.clear()
         self._slots.clear()
+        self._places.clear()
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
         """Return zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
@@ -84,6 +88,13 @@ class SharedMemory:
             NotShared: on all ranks, if one of them cannot make or map it.
             RuntimeError: raised by gloo; a rank did not take part.
         """
+        own = self._allocate(elements, dtype, timeout)[self.rank]
+        if not self._places:
+            self._places = [part.view(PLACES, 2).numpy() for part in self._allocate(2 * PLACES, torch.int64, timeout)]
+        return own
+
+    def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> list[Tensor]:
+        """Return all ranks' parts of a new mapping, as `allocate` does this rank's."""
         pipes_to = 0 if self._channels else self.size - 1
         room_bytes = elements * dtype.itemsize
         offer = Offer(room_bytes, self.size, pipes_to, huge=True) if self.rank == 0 else None
@@ -106,20 +117,41 @@ class SharedMemory:
                 raise not_shared(found, self.size * room_bytes)
             if_it_fails.pop_all()
         self._channels += opened
-        self._mappings.add(mapping)
-        return mapping.part(self.rank, torch.empty(elements, dtype=dtype, device="meta"))
+        self._allocated += 1
+        self._mappings[self._allocated] = mapping
+        like = torch.empty(elements, dtype=dtype, device="meta")
+        return [mapping.part(rank, like) for rank in range(self.size)]
 
-    def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
-        """Return the tensors at the same place in all ranks' parts, (elements,) each.
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return the number of a mapping, and the offset in this rank's part at which a tensor begins, in bytes.
 
-        None if `tensor` (any shape, contiguous) is not in this rank's part.
+        None if the tensor is not in a part of this rank.
         """
         at = tensor.data_ptr()
-        for mapping in self._mappings:
+        for number, mapping in self._mappings.items():
             offset = at - mapping.address - self.rank * mapping.part_bytes
             if 0 <= offset < mapping.part_bytes:
-                return [mapping.part(rank, tensor, offset) for rank in range(self.size)]
+                return number, offset
         return None
+
+    def start_in_place(self, own: Tensor) -> int:
+        """Tell the other ranks where this rank's tensor of a collective is, and return the collective's number."""
+        if self.in_place - self.done.received >= PLACES:
+            raise RuntimeError(f"{PLACES} collectives in shared memory have started before the first was waited for")
+        self.in_place += 1
+        self._places[self.rank][self.in_place % PLACES] = self.place_of(own)
+        self.ready.send()
+        return self.in_place
+
+    def parts_of(self, number: int, own: Tensor) -> list[Tensor]:
+        """Return all ranks' tensors of a collective in place, (elements,) each, once all ranks have started it.
+
+        Ranks may give tensors that lie at different places in their parts.
+        """
+        places = [of_rank[number % PLACES].tolist() for of_rank in self._places]
+        if any(mapping not in self._mappings for mapping, _ in places):
+            raise RuntimeError("another rank gave a tensor in shared memory of which this rank has freed its part")
+        return [self._mappings[mapping].part(rank, own, offset) for rank, (mapping, offset) in enumerate(places)]
 
 
 class InMemory(SharedWork):

@@ -120,15 +120,15 @@ class OneHost(MemoryTransport[SharedMemory]):
         self._memory = None
 
     def shares(self, tensor: Tensor) -> bool:
-        return self.parts_of(tensor) is not None
+        return self._part_of(tensor) is not None
 
     def held_back(self) -> list[Wait]:
         begun = list(self._memory.not_done) if self._memory else []
         return [one.named for one in begun if one.is_held_back and one.named is not None]
 
-    def parts_of(self, tensor: Tensor) -> list[Tensor] | None:
-        """Return the tensors at the same place in all ranks' parts, (elements,) each; None if it is not in a part."""
-        return None if self._memory is None else self._memory.parts_like(tensor)
+    def _part_of(self, tensor: Tensor) -> SharedMemory | None:
+        """Return the memory if a tensor lies in this rank's part of it."""
+        return self._memory if self._memory and self._memory.place_of(tensor) else None
 
     def _slots(self, tensor: Tensor) -> SharedMemory | None:
         """Return the memory, with slots for the pieces of a tensor; None if the tensor does not travel here."""
@@ -145,26 +145,23 @@ class OneHost(MemoryTransport[SharedMemory]):
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
         if not is_known(op):
             return None
-        if self._memory and (parts := self.parts_of(tensor)):
-            return Carried(in_place.AllReduce(self._memory, parts, op))
+        if memory := self._part_of(tensor):
+            return Carried(in_place.AllReduce(memory, tensor, op))
         if memory := self._slots(tensor):
             return Carried(slots.all_reduce(memory, tensor.view(-1), op))
         return None
 
     def broadcast(self, tensor: Tensor, source: int) -> Carried | None:
-        if self._memory and (parts := self.parts_of(tensor)):
-            return Carried(in_place.Broadcast(self._memory, parts, source))
+        if memory := self._part_of(tensor):
+            return Carried(in_place.Broadcast(memory, tensor, source))
         if memory := self._slots(tensor):
             return Carried(slots.broadcast(memory, tensor.view(-1), source))
         return None
 
     def all_gather(self, output: Tensor, own: Tensor) -> Carried | None:
         rows = output.view(self.members.size, -1)
-        if self._memory and (sources := self.parts_of(own)):
-            wholes = self.parts_of(output)
-            if wholes and own.data_ptr() == rows[self._memory.rank].data_ptr():  # each rank's is its row
-                sources = [whole.view(len(rows), -1)[rank] for rank, whole in enumerate(wholes)]
-            return Carried(in_place.AllGather(self._memory, sources, rows))
+        if memory := self._part_of(own):
+            return Carried(in_place.AllGather(memory, own, rows))
         return self.all_gather_list(list(rows.unbind()), own)
 
     def all_gather_list(self, rows: list[Tensor], own: Tensor) -> Carried | None:
@@ -176,14 +173,14 @@ class OneHost(MemoryTransport[SharedMemory]):
     def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried | None:
         if op != ReduceOp.SUM:
             return None
-        if self._memory and (sources := self.parts_of(parts)):
-            return Carried(in_place.ReduceScatter(self._memory, sources, own))
+        if memory := self._part_of(parts):
+            return Carried(in_place.ReduceScatter(memory, parts, own))
         if memory := self._slots(parts):
             return Carried(slots.reduce_scatter(memory, own.view(-1), parts))
         return None
 
     def received_bytes(self, parts: Tensor) -> int | None:
-        return 0 if self.parts_of(parts) or self._slots(parts) else None
+        return 0 if self._part_of(parts) or self._slots(parts) else None
 
     def all_to_all(
         self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]

@@ -47,13 +47,12 @@ class SeveralHosts(MemoryTransport["MemoryOfHosts"]):
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
         memory = self._memory
-        parts = memory.parts_like(tensor) if memory else None
-        if memory is None or parts is None:
+        if memory is None or not memory.memory.place_of(tensor):
             return None
         sent_bytes = {"": ring_bytes(tensor, memory.ranks_here)}
         if memory.is_first:
             sent_bytes[" between hosts"] = ring_bytes(tensor, memory.hosts)
-        return Carried(memory.all_reduce(parts, op, self.limit), sent_bytes=sent_bytes)
+        return Carried(memory.all_reduce(tensor.view(-1), op, self.limit), sent_bytes=sent_bytes)
 
     def close(self) -> None:
         if self._memory is not None:
@@ -126,23 +125,23 @@ class MemoryOfHosts:
             raise problem or NotShared("the ranks of another host cannot share memory")
         return buffer
 
-    def all_reduce(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
-        """Combine the tensors at the same place in each rank's part, on all hosts, after all earlier operations.
+    def all_reduce(self, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
+        """Combine the tensors in all ranks' parts, on all hosts, after all earlier operations.
 
-        `parts`, (elements,) each, belong to this host's ranks. They are first combined in the order of the ranks,
+        `own`, (elements,), is this rank's. Those of a host are first combined in the order of the ranks,
         ((x0 + x1) + x2) + …, then gloo combines the hosts' sums; every rank gets a copy of the first rank's result. So
         all ranks have the same sums, in every run. A thread does this, so that the hosts exchange while ranks compute.
         """
-        return self._thread.submit(self._combine, parts, op, timeout)
+        return self._thread.submit(self._combine, own, op, timeout)
 
-    def _combine(self, parts: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+    def _combine(self, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
         deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
-        Reduce(self.memory, parts, plain).wait(_until(deadline))
-        self._reduce_between(parts[0], plain, deadline)
+        Reduce(self.memory, own, plain).wait(_until(deadline))
+        self._reduce_between(own, plain, deadline)
         if self.is_first and op == ReduceOp.AVG:
-            parts[0].div_(len(self.ranks))
-        Broadcast(self.memory, parts).wait(_until(deadline))
+            own.div_(len(self.ranks))
+        Broadcast(self.memory, own).wait(_until(deadline))
 
     def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, deadline: float) -> None:
         """Combine the tensors of the hosts' first ranks; do nothing on other ranks."""
@@ -150,10 +149,6 @@ class MemoryOfHosts:
             options = dist.AllreduceOptions()
             options.reduceOp, options.timeout = ReduceOp(op), _until(deadline + 2 * SECONDS_MORE)
             self._between.allreduce([tensor], options).wait(options.timeout)
-
-    def parts_like(self, tensor: Tensor) -> list[Tensor] | None:
-        """Return the tensors at the same place in the parts of this host's ranks, as `SharedMemory.parts_like` does."""
-        return self.memory.parts_like(tensor)
 
 
 def _until(deadline: float) -> timedelta:

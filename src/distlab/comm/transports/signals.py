@@ -166,7 +166,7 @@ class Signal:
     def __init__(self, signal: int, channels: Sequence[Channel], passes_on: bool, spin_seconds: float) -> None:
         self._signal, self._channels, self._passes_on = signal, channels, passes_on
         self._spin_seconds = spin_seconds
-        self._received = 0
+        self.received = 0  # times that it has arrived from all others
 
     def send(self) -> None:
         """Send it; the first rank passes it on when it has arrived from the others."""
@@ -179,9 +179,9 @@ class Signal:
 
     def wait(self, times: int, deadline: float) -> None:
         """Return when all others have sent it `times` times; `RuntimeError` as in `Channel.wait`."""
-        while self._received < times:
+        while self.received < times:
             later = deadline + SECONDS_MORE * self._passes_on
-            wait_for_all(self._channels, self._signal, self._received + 1, later, self._spin_seconds)
-            self._received += 1
+            wait_for_all(self._channels, self._signal, self.received + 1, later, self._spin_seconds)
+            self.received += 1
             if self._passes_on:
                 self._send()
