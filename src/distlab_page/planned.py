@@ -256,7 +256,7 @@ def _of_layout(costs: Costs, rank: int) -> Formulas:
 
     ranks, forward = layout.size("cp"), forward + again * (layout.recompute != "except-attention")
     if layout.cp_kind == "heads":
-        numbers = round(4 * ranks * attention.message_bytes / sizes.inner_bytes)  # of queries, keys, values, results
+        numbers = round(4 * ranks * attention.forward[1] / sizes.inner_bytes)  # of queries, keys, values, results
         exchanged = Size(numbers, f"{numbers:,} numbers", sizes.inner_bytes)
         add_ring("heads", ranks, forward + backward, 1, exchanged)
         return formulas

@@ -278,14 +278,16 @@ class Costs:
     def shared_bytes(self, action: Action) -> float:
         """Return the bytes that a rank sends in an action to those with which it shares sequences."""
         kind, again = KIND_OF.get(action.letter), self._computes_blocks_again(action)
-        return self._sequence_messages(kind, action.stage, again) * self.attention.message_bytes
+        return sum(count * size_bytes for count, size_bytes in self._sequence_messages(kind, action.stage, again))
 
-    def _sequence_messages(self, kind: PassKind | None, stage: int, again: bool) -> int:
-        if kind in ("W", None):
-            return 0
-        forward, backward = self.attention.messages
-        again = again and not self._keeps_attention
-        return self.parts(stage)["block"] * (forward if kind == "F" else backward + again * forward)
+    def _sequence_messages(self, kind: PassKind | None, stage: int, again: bool) -> list[tuple[int, float]]:
+        """Return the messages of a pass to the ranks with which a rank shares sequences: their number, and size."""
+        attention, blocks = self.attention, self.parts(stage)["block"]
+        if kind in ("W", None) or not blocks or attention.ranks == 1:
+            return []
+        goes_forward = kind == "F" or (again and not self._keeps_attention)
+        messages = [attention.forward] * goes_forward + [attention.backward] * (kind != "F")
+        return [(blocks * count, size_bytes) for count, size_bytes in messages]
 
     def ring_seconds(self, action: Action) -> float:
         """Return the part of `exchanged` that rings of keys and values take: messages, not collectives."""
@@ -294,10 +296,10 @@ class Costs:
 
     def _sequence_seconds(self, kind: PassKind | None, stage: int, again: bool) -> float:
         """Return the seconds that ranks which share sequences add to a pass, each message after the one before it."""
-        messages, size_bytes = self._sequence_messages(kind, stage, again), self.attention.message_bytes
+        messages, hosts = self._sequence_messages(kind, stage, again), self.on_hosts
         if not messages or kind is None:
             return 0.0
-        seconds = messages * self.on_hosts.message_in_ring(self.on_hosts.parts, size_bytes)
+        seconds = sum(count * hosts.message_in_ring(hosts.parts, size_bytes) for count, size_bytes in messages)
         return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds
 
     def _gathered(self, kind: PassKind, stage: int) -> float:

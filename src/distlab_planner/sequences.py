@@ -37,20 +37,24 @@ class SharedAttention:
     @property
     def keys_bytes(self) -> int:
         """Bytes of a rank's own keys and values."""
-        number_bytes = NUMBER_BYTES if self.kind == "ring" else self.sizes.inner_bytes  # a ring sends float32
-        return 2 * self.rows * self.positions * self.sizes.kv_width // self.tp * number_bytes
+        return 2 * self.rows * self.positions * self.sizes.kv_width // self.tp * self.sizes.inner_bytes
 
     @property
-    def messages(self) -> tuple[int, int]:
-        """Number of messages that each rank sends in a row, forward and backward; of a collective, its parts."""
+    def forward(self) -> tuple[int, float]:
+        """Number of messages that each rank sends in a row in a forward pass, or parts of collectives; mean size."""
         others = self.ranks - 1
-        return {"ring": (others, 2 * others), "gather": (others, others), "heads": (4 * others, 4 * others)}[self.kind]
+        return (4 * others, self._heads_bytes) if self.kind == "heads" else (others, self.keys_bytes)
 
     @property
-    def message_bytes(self) -> float:
-        """Mean size of these messages."""
-        if self.kind != "heads":
-            return self.keys_bytes
+    def backward(self) -> tuple[int, float]:
+        """The same of a backward pass."""
+        if self.kind != "ring":
+            return self.forward
+        gradients_bytes = self.keys_bytes * NUMBER_BYTES / self.sizes.inner_bytes  # added up on the way in float32
+        return 2 * (self.ranks - 1), (self.keys_bytes + gradients_bytes) / 2
+
+    @property
+    def _heads_bytes(self) -> float:
         heads, key_heads = self.sizes.num_heads // self.tp, self.sizes.num_kv_heads // self.tp
         exchanged = 2 * heads + 2 * (key_heads if key_heads % self.ranks == 0 else heads)  # repeated until divisible
         return exchanged * self.sizes.head_dim * self.rows * self.positions * self.sizes.inner_bytes / self.ranks / 4

@@ -212,8 +212,8 @@ MEASURED = [  # ranks, flags
     (4, "--dp 1 --pp 2 --tp 2 --micro-batches 2 --batch-size 6 --dtype bfloat16"),
 ]
 SHARED = [
-    (2, "--dp 1 --pp 1 --cp 2 --cp-kind ring --micro-batches 3 --batch-size 6"),
-    (3, "--dp 1 --pp 1 --cp 3 --cp-kind gather --batch-size 2 --micro-batches 2 --seq-len 25"),
+    (2, "--dp 1 --pp 1 --cp 2 --cp-kind ring --micro-batches 3 --batch-size 6 --dtype bfloat16"),
+    (3, "--dp 1 --pp 1 --cp 3 --cp-kind gather --batch-size 2 --micro-batches 2 --seq-len 25 --dtype bfloat16"),
     (2, "--dp 1 --pp 1 --cp 2 --cp-kind heads --micro-batches 2 --batch-size 2 --num-heads 4 --num-kv-heads 2"),
     (3, "--dp 1 --pp 1 --cp 3 --cp-kind heads --num-heads 6 --num-kv-heads 2 --dmodel 48 --seq-len 25"),
     (4, "--dp 1 --pp 2 --cp 2 --cp-order contiguous --recompute blocks --batch-size 4 --micro-batches 2 --seq-len 25"),
