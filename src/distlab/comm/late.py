@@ -1,5 +1,8 @@
 """A number that the ranks add up while they go on, and that the host reads later."""
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +18,7 @@ class LateNumber:
     def __init__(self, number: Tensor, transfer: dist.Work | None) -> None:
         self._number, self._transfer = number, transfer
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None  # on the host, and when it is there
+        self._waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # for the copy
 
     def leave(self) -> None:
         """Go on without the number; a later `read` does not wait for what the stream is given from now on."""
@@ -31,6 +35,7 @@ class LateNumber:
         with torch.cuda.stream(side):
             if isinstance(transfer, Pending):
                 transfer.follow()
+                self._waiting = transfer.waiting
             self._copy = copied_to_host(self._number), passed()
 
     def has_arrived(self) -> bool:
@@ -43,7 +48,8 @@ class LateNumber:
         """Wait for the number, the same on all ranks, and return it."""
         if self._copy is not None:
             on_host, done = self._copy
-            done.synchronize()
+            with self._waiting():
+                done.synchronize()
             return on_host.sum().item()
         if self._transfer is not None:
             self._transfer.wait()

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,10 @@ class Pending(dist.Work):
         assert isinstance(self._carrier, dist.Work)
         self._carrier.wait()
         self._carrier, self._was_waited_for = None, True
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread waits for such a side stream; the watch then names the wait."""
+        return self._context.waits.during(self._wait)
 
     def was_waited_for(self) -> bool:
         """Return whether `wait` has been called, which is needed even if there was nothing left to wait for."""

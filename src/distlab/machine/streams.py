@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-MARKS = 1 << 16  # that can be told apart: twice the distance that a stream may be behind the host
+MARKS = 1 << 16  # that can be told apart: a stream is less far behind the host
 
 
 def passed() -> torch.cuda.Event:
@@ -73,14 +73,21 @@ class HostMarks:
     def __init__(self, device: torch.device, after: Callable[[Any, Callable[[], object]], object]) -> None:
         self._numbers = torch.arange(MARKS).to(device)
         self._latest = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._after, self._made = after, 0
+        self._after, self._made, self._passed = after, 0, 0
 
     def mark(self, event: Any) -> int:
         """Return the number of a mark at the place of an event of the stream."""
+        self._look()
         self._made += 1
         number = self._numbers[self._made % MARKS]
         self._after(event, lambda: self._latest.copy_(number, non_blocking=True))
         return self._made
 
     def has_passed(self, mark: int) -> bool:
-        return (int(self._latest) - mark) % MARKS < MARKS // 2
+        return mark <= self._look()
+
+    def _look(self) -> int:
+        """Return the number of the latest mark that the stream has passed, which it copies without the full turns."""
+        passed = self._passed  # read before `_latest`, which another thread may then only find further on
+        self._passed = passed = passed + (int(self._latest) - passed) % MARKS
+        return passed

@@ -124,7 +124,9 @@ def test_other_threads_see_the_stream_without_a_call_of_cuda(gpu: Gpu, monkeypat
             copies.pop(0)[1]()
 
     waits = StreamWaits()
-    waits.marks = HostMarks(torch.device("cpu"), lambda *after: copies.append(after))
+    waits.marks = marks = HostMarks(torch.device("cpu"), lambda *after: copies.append(after))
+    first = marks.mark(stream_wait(gpu, reached=0, done=1).reached)
+    advance(0)
     for second in range(0, 30, 3):
         waits.add(stream_wait(gpu, reached=second + 1, done=second + 2))
         assert waits.under_way() is None
@@ -135,10 +137,12 @@ def test_other_threads_see_the_stream_without_a_call_of_cuda(gpu: Gpu, monkeypat
         assert waits.under_way() is None
         waits.collect(ledger := Ledger())
         assert ledger.waited_seconds == 1
+        assert marks.has_passed(first)
     assert gpu.queries == 0
 
 
 def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch names a wait for the number that does not end."""
     given: list[object] = []
 
     @contextlib.contextmanager
@@ -153,13 +157,23 @@ def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, m
     monkeypatch.setattr("distlab.machine.streams.copied_to_host", torch.Tensor.clone)
     context = context_over("nccl")
     number, pending = torch.tensor(6.0).as_subclass(OnGPU), begin(context)[0]
+    context.waits.timeout_seconds, failures = 0.2, list[TrafficError]()
+    context.waits.watch(failures.append)
     late = LateNumber(number, pending)
     late.leave()
     assert given == [main, side]
     assert pending.was_waited_for()
     assert not late.has_arrived()
     gpu.queued += 100  # the next step
+    assert failures == []
+
+    def hang(event: Event) -> None:
+        assert wait_for(lambda: bool(failures))
+        gpu.seconds = event.at
+
+    monkeypatch.setattr(Event, "synchronize", hang)
     assert late.read() == 6
+    assert "s for the gradients from rank 1: no answer" in str(failures[0])
     assert late.has_arrived()
     assert gpu.seconds < 10
     assert context.waits.waited_so_far() == 0
