@@ -175,12 +175,13 @@ def runs_of(settings: Settings) -> list[tuple[str, bool, list[Death]]]:
     programs = [] if stages == 1 else all_stages(settings.schedule, stages, 3)
     actions = max(map(len, programs), default=4)
     unsplit = min((2 * sum(action.letter == "F" for action in program) for program in programs), default=actions)
-    points = range(0, actions + AFTER_ACTIONS - 2 * settings.run_on, settings.every)  # without those of a checkpoint
+    after = AFTER_ACTIONS - 2 * settings.run_on  # without those of a checkpoint
+    points = range(0, actions + after, settings.every)
     in_turn = zip(points, itertools.cycle(range(ranks)), strict=False)
     places = itertools.product(points, range(ranks)) if settings.all_ranks else in_turn
     for number, (point, rank) in enumerate(places):
         first, second = (settings.hows[(number + more) % len(settings.hows)] for more in (0, 1))
-        later = point if point < unsplit + AFTER_ACTIONS else point - (actions - unsplit)
+        later = point if point < unsplit + after else point - (actions - unsplit)
         deaths = [(rank, FIRST, point, first), ((rank + slices) % ranks, SECOND, later, second)]
         turn, way = divmod(number, len(settings.transports))
         found.append((settings.transports[way], settings.exact or bool(turn % 2), deaths))

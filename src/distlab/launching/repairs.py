@@ -56,7 +56,8 @@ class Repairs:
             self.is_too_early = not self._arbiter.are_ready(left)
             early = "some ranks have yet to begin to train" if self.is_too_early else ""
             if why := self._settings.why_lost(left) or early:
-                tell(f"this cannot be repaired: {why}")
+                told = ", ".join(f"rank {rank} {cause}" for rank, cause in causes.items())
+                tell(f"{told}; this cannot be repaired: {why}")
                 return
         for unit in units:
             first = next(rank for rank in unit if rank in causes)
