@@ -97,9 +97,8 @@ def test_the_planner_and_the_exercises_are_in_it(installed: Installed) -> None:
 def test_a_script_of_a_user_imports_what_is_installed(installed: Installed) -> None:
     script = installed.empty / "mine.py"
     script.write_text(USER_SCRIPT)
-    for program in ("python", "distlab"):
-        ended = installed.run(program, script, "--data", "sample")
-        assert ended.status == 0, ended.err
-        modules = [line[2:] for line in ended.out.splitlines() if line.endswith("__init__.py")]
-        assert len(modules) == 8
-        assert all(Path(module).is_relative_to(installed.python.parents[1]) for module in modules), modules
+    ended = installed.run("distlab", script, "--data", "sample")
+    assert ended.status == 0, ended.err
+    modules = [line[2:] for line in ended.out.splitlines() if line.endswith("__init__.py")]
+    assert len(modules) == 8
+    assert all(Path(module).is_relative_to(installed.python.parents[1]) for module in modules), modules

@@ -16,7 +16,7 @@ SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
 N_LAYERS = int(MODEL[MODEL.index("--n-layers") + 1])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("shard", SHARDED)
 def test_is_the_run_of_one_process(shard: Sharded, world_size: int, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(world_size * 2)
@@ -65,7 +65,7 @@ def test_in_bfloat16_weights_travel_as_the_passes_use_them(
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("world_size", "transport", "micro_batches"), [(1, "auto", 1), (2, "gloo", 3), (3, "shared", 1), (5, "auto", 2)]
+    ("world_size", "transport", "micro_batches"), [(1, "auto", 1), (2, "gloo", 3), (3, "shared", 2)]
 )
 def test_by_hand_it_is_the_run_of_one_process(
     world_size: int, transport: str, micro_batches: int, one_process: OneProcess, tmp_path: Path

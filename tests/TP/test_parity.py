@@ -64,7 +64,6 @@ def assert_carried_by(transport: str, out: Path) -> None:
         (3, "--tp-style megatron", "shared"),
         (2, "--sequence-parallel", "shared"),
         (3, "--sequence-parallel", "auto"),
-        (6, "--sequence-parallel", "auto"),
     ],
 )
 def test_is_the_run_of_one_process(
@@ -172,15 +171,15 @@ def test_another_width_of_the_feed_forward_layers(
 
 def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: Path) -> None:
     model = [*MODEL, *"--hidden-dim 41 --seq-len 2100 --lr 4 --steps 2".split()]
-    _, expected_gradients, expected_losses = one_process(2, *model)
-    flags = "--dp 1 --pp 2 --tp 2 --batch-size 2 --micro-batches 2".split()
+    _, expected_gradients, expected_losses = one_process(1, *model)
+    flags = "--dp 1 --pp 2 --tp 2 --batch-size 1 --micro-batches 1".split()
     _, gradients, own_losses = train_on(4, "hybrid/intro_hybrid.py", tmp_path, *model, *flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for place in range(2):
         together = gradients[place] | gradients[2 + place]
         assert_equal(together, slices(expected_gradients, "megatron", place, 2), ROUNDING)
     tokens = [json.loads(line)["tokens"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert tokens == [4200, 8400]
+    assert tokens == [2100, 4200]
 
 
 @pytest.mark.quick

@@ -9,7 +9,6 @@ from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
 PLAIN = "collectives/intro_collectives.py"
-SCRIPT = "collectives/compare_collectives.py"
 
 
 def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> None:
@@ -45,8 +44,9 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
 
 def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
     flags = "0 --world-size 1 --sizes 1000 --rounds 1".split()
-    ended = fork_python(SCRIPT, *flags, "--out", tmp_path).finish()
+    ended = fork_python(PLAIN, *flags, "--out", tmp_path).finish()  # which takes the comparison's flags, too
     assert ended.status == 0, ended.err
+    assert (tmp_path / "collectives.jsonl").exists()
     assert "# 1 MB at a time: adding at " in ended.out
     assert " µs each" not in ended.out, "nothing is sent"
 
@@ -67,10 +67,3 @@ def test_a_sum_that_is_wrong_ends_the_run(tmp_path: Path) -> None:
     ended = fork_launcher(script, "--world-size", 2, "--out", tmp_path / "run").finish()
     assert ended.status == 1
     assert "Tensor-likes are not close" in ended.err + ended.out
-
-
-def test_the_comparisons_flags_start_it_under_the_first_name_too(tmp_path: Path) -> None:
-    flags = "0 --world-size 1 --sizes 1000 --rounds 1".split()
-    ended = fork_python(PLAIN, *flags, "--out", tmp_path).finish()
-    assert ended.status == 0, ended.err
-    assert (tmp_path / "collectives.jsonl").exists()

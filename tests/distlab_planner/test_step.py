@@ -208,7 +208,6 @@ MEASURED = [  # ranks, flags
     (2, "--dp 2 --pp 1 --shard optimizer --micro-batches 3 --batch-size 3"),
     (2, "--dp 2 --pp 1 --shard gradients --micro-batches 3 --batch-size 3 --dtype bfloat16"),
     (4, "--dp 2 --pp 1 --tp 2 --shard weights --micro-batches 3 --batch-size 3 --dtype bfloat16"),
-    (2, "--dp 1 --pp 2 --schedule dapple --micro-batches 3 --batch-size 3 --dtype bfloat16"),
     (4, "--dp 1 --pp 2 --tp 2 --micro-batches 2 --batch-size 6 --dtype bfloat16"),
 ]
 SHARED = [
@@ -286,9 +285,15 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize(
+    ("machine", "enough"),
+    [
+        *((machine, plan.MULTIPLY_ADDS_OF_A_THREAD) for machine in MACHINES.values()),
+        *((MACHINES[name], 1.0) for name in ("two cores", "measured, many hosts")),
+    ],
+    ids=[*MACHINES, "two cores, further threads", "measured, further threads"],
+)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("enough", [1.0, plan.MULTIPLY_ADDS_OF_A_THREAD], ids=["further threads", "one thread"])
 def test_no_step_is_shorter_than_the_least(
     name: str, machine: Machine, enough: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

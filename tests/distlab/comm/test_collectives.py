@@ -215,7 +215,7 @@ def compare(rank: int, world_size: int, port: int, transport: Transport) -> list
         cases = [(everyone, SIZES, DTYPES[:1]), (everyone, SIZES[:-1], DTYPES[1:])]
         cases += [(everyone[::2], [0, 1000, 300_001], DTYPES[:1])]
     else:
-        cases = [(everyone, [3, 300_001], DTYPES[:1]), (everyone[1::2], [0, 1000], DTYPES[1:])]
+        cases = [(everyone, [3, 1000], DTYPES[:1]), (everyone[1::2], [0, 1000], DTYPES[1:])]
     memory = (False, True) if transport == "shared" else (False,)
     with process_group(rank, world_size, port, options=Options(transport=transport)) as context:
         for ranks, sizes, dtypes in cases:

@@ -9,7 +9,6 @@ from support.chapters import LAYOUTS, State, assert_equal, losses, train_on
 
 ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81, 0.81, 0.83 and 1.02
 OTHERS = {
-    "2x2x2": (8, "hybrid/intro_hybrid.py", "--dp 2 --pp 2 --tp 2 --batch-size 3"),
     "tp-naive": (2, "TP/intro_TP_styles.py", "--world-size 2 --tp-style naive --batch-size 6"),
     "tp-sequence": (2, "TP/intro_TP_styles.py", "--world-size 2 --sequence-parallel --batch-size 6"),
     "shards": (8, "hybrid/intro_5d.py", "--dp 2 --pp 2 --tp 2 --batch-size 3 --shard optimizer"),

@@ -26,6 +26,7 @@ from distlab_planner.memory import held
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 
+ZERO_BUBBLE = "PP/schedules/intro_PP_schedules.py"
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
     reason="needs g++ and Python's headers",
@@ -60,19 +61,19 @@ def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "script", "flags"),
+    ("ranks", "rows", "script", "flags"),  # each pass is of two rows: the compiler's cache has most of its kernels
     [
-        (3, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 3 --batch-size 2 --transport shared"),
-        (3, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6 --micro-batches 3"),
-        (2, "PP/schedules/intro_PP_schedules.py", "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3"),
-        (2, "hybrid/intro_hybrid.py", "--dp 1 --pp 1 --tp 2 --batch-size 6 --micro-batches 3 --recompute all"),
-        (2, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard weights --batch-size 3 --transport shared"),
+        (2, 4, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 2 --batch-size 2 --transport shared"),
+        (3, 6, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6 --micro-batches 3"),
+        (2, 6, ZERO_BUBBLE, "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3"),
+        (2, 4, "hybrid/intro_hybrid.py", "--dp 1 --pp 1 --tp 2 --batch-size 4 --micro-batches 2 --recompute all"),
+        (2, 4, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard weights --batch-size 2 --micro-batches 1"),
     ],
 )
 def test_a_compiled_run_is_the_run_of_one_process(
-    ranks: int, script: str, flags: str, one_process: OneProcess, tmp_path: Path
+    ranks: int, rows: int, script: str, flags: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(6)
+    expected_parameters, expected_gradients, expected_losses = one_process(rows)
     parameters, gradients, losses = train_on(ranks, script, tmp_path, "--compile", *flags.split(), deadline=240)
     if "DP/" in script:
         assert_activations_as_planned(script, flags, tmp_path)
