@@ -81,7 +81,7 @@ def _ledger_of_rank_0(run: Records) -> Json | None:
         planned[kind] = size + formula.bytes, " + ".join(filter(None, (words, formula.words)))
     rows = [(kind, size, size / len(run.metrics), *planned.get(kind, (None, ""))) for kind, size in totals.items()]
     caption = f"Bytes that {run.reporter} sent ({run.why_alone})"
-    return {"table": table(caption, ("kind", *BYTES), rows), "matrix": None}
+    return {"table": table(caption, ("kind", *BYTES), rows), "matrix": None, "has_formulas": costs is not None}
 
 
 def memory(run: Records) -> Json | None:

@@ -89,7 +89,8 @@ def status(run: Records) -> Json:
     repaired = f", {repairs} {'repair' if repairs == 1 else 'repairs'}" * bool(repairs)
     text = {
         "running": f"The run goes on: {of} so far.",
-        "ended early": f"The run ended early, after {of}." + f" {why}" * bool(why),
+        "ended early": f"The run ended early, after {of}."
+        + (f" {why[0].upper()}{why[1:].rstrip('.')}." if why else ""),
         "complete": f"The run is complete: {of}{repaired}.",
     }[state]
     return {"state": state, "text": text, "steps": done}

@@ -54,7 +54,10 @@ class Formulas(dict[tuple[str, int | None], Formula]):
     def add(self, kind: str, to: int | None, count: int | Fraction, times: str, size: Size) -> None:
         """Add `count` messages of a size; `times` is the count in words."""
         if count:
-            before, words = self.get((kind, to)), f"{times} {TIMES} {size.words} {TIMES} {size.number_bytes} B"
+            before, words = (
+                self.get((kind, to)),
+                f"{times} {TIMES} {size.words} {TIMES} {size.number_bytes}\N{NO-BREAK SPACE}B",
+            )
             total = int(count * size.numbers * size.number_bytes)
             self[kind, to] = (
                 Formula(before.bytes + total, f"{before.words} + {words}") if before else Formula(total, words)

@@ -1,6 +1,9 @@
 """A run's page in a browser: expressions for what it holds, and what its content says that it should hold."""
 
+from collections.abc import Sequence
 from typing import Any
+
+from support.page_numbers import NUMBER, in_texts, numbers
 
 DRAWN = "document.body && document.body.dataset.isDrawn"
 TEXTS = "Object.fromEntries([...document.querySelectorAll('header, section')].map(one => [one.id, one.innerText]))"
@@ -10,7 +13,31 @@ TABLES = """[...document.querySelectorAll('table')].map(one => [one.caption.inne
 FIGURES = """Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')].map(one => [one.closest('section').id,
   one.data.flatMap(t => t.z ? t.z.flat() : t.orientation ? [...(t.base || []), ...t.x] : t.y)]))"""
 COLORS = """[...document.querySelectorAll('.js-plotly-plot')].flatMap(one => one.data.flatMap(t =>
-  [t.marker && t.marker.color, t.line && t.line.color].filter(Boolean)))"""
+  [t.marker && t.marker.color, t.line && t.line.color])).concat([...document.querySelectorAll('svg.layout *')].flatMap(
+  one => [one.getAttribute('fill'), one.getAttribute('stroke')])).filter(color => color && !color.startsWith('url'))"""
+PROSE = "[...document.querySelectorAll('p, output, li, summary, svg.layout text')].map(one => one.textContent)"
+LISTS = {"bars", "arrows", "plan", "at", "values", "kinds", "matrix", "rows", "loads", "logs", "table", "pairs"}
+
+
+def unknown(prose: Sequence[str], content: dict[str, Any]) -> list[str]:
+    """Return the numbers in a page's sentences that are not in its content, as they are or in percent."""
+    summary = {name: without_lists(part) for name, part in content.items()}
+    known = [*numbers(summary).values(), *(n for found in in_texts(content).values() for n in found)]
+    said = (text for sentence in prose for text in NUMBER.findall(sentence))
+    return [text for text in said if not any(is_shown(text, n) or is_shown(text, 100 * n) for n in known)]
+
+
+def without_lists(value: Any) -> Any:
+    """Return content without the numbers of figures and tables, among which any number is found."""
+    if isinstance(value, dict):
+        return {k: without_lists(held) for k, held in value.items() if k not in LISTS or isinstance(held, float)}
+    return [without_lists(held) for held in value] if isinstance(value, list) else value
+
+
+def is_shown(text: str, value: float) -> bool:
+    """Return whether a text is a number, rounded to the digits of the text."""
+    decimals = len(text.partition(".")[2])
+    return abs(float(text.replace(",", "")) - value) <= 0.501 * 10**-decimals
 
 
 def tables(value: Any) -> dict[str, list[list[Any]]]:

@@ -6,6 +6,7 @@ For runs of replicas and of pipelines with one stage for each worker, plain SGD 
 import functools
 import json
 import math
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,9 @@ from typing import Any
 from distlab.pipeline.schedules import all_stages
 from simplellm.errors import InputError
 
+STEPS = 20  # of the runs in tests/distlab_page/conftest.py
 CURVES = "loss", "validation_loss", "lr", "grad_norm"
+NUMBER = re.compile(r"(?<![\w.#-])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")  # not one in a name, such as zb-h1
 Pass = tuple[int, str]  # a worker, and the name of a pass: "F2"
 
 
@@ -26,6 +29,20 @@ def numbers(value: Any, at: str = "") -> dict[str, float]:
     if isinstance(value, list | tuple):
         return {place: n for index, held in enumerate(value) for place, n in numbers(held, f"{at}[{index}]").items()}
     return {at: value} if isinstance(value, int | float) and not isinstance(value, bool) else {}
+
+
+def in_texts(value: Any, at: str = "") -> dict[str, list[float]]:
+    """Return the numbers in texts in JSON values, by where the text is."""
+    if isinstance(value, dict):
+        return {place: n for key, held in value.items() for place, n in in_texts(held, f"{at}.{key}").items()}
+    if isinstance(value, list | tuple):
+        return {place: n for index, held in enumerate(value) for place, n in in_texts(held, f"{at}[{index}]").items()}
+    found = [float(text.replace(",", "")) for text in NUMBER.findall(value)] if isinstance(value, str) else []
+    return {at: found} if found else {}
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def named(timeline: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +65,7 @@ class Expected:
     def __init__(self, run: Path) -> None:
         self._run = run
         self.config = self._json("config.json")
-        self.steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        self.steps = lines(run)
         axes = self.config["layout"]
         self.dp, self.pp = (axes.get(axis, 1) for axis in ("dp", "pp"))
         self.ranks = range(self.dp * self.pp)
@@ -68,6 +85,27 @@ class Expected:
             (one[0], *(one[place[a]] if a in place else 0 for a in self.config["layout"]), split[one[2]]) for one in at
         ]
         return {"ranks": ranks, "columns": self.pp, "rows": self.dp, "inner": 1, "table": {"rows": rows}}
+
+    def names(self) -> list[str]:
+        return [f"rank {rank} (stage {rank % self.pp} of replica {rank // self.pp})" for rank in self.ranks]
+
+    def sentences(self) -> dict[str, list[float]]:
+        """The numbers in captions, heads and sentences, by where they are; names of ranks and events do not count."""
+        steps, parts, enough = len(self.steps), self.config["settings"]["micro_batches"], 2 * self.pp
+        sizes = [self.dp, self.pp]
+        return {
+            ".title": sizes,
+            ".status.text": [steps, self.config["settings"]["steps"]],
+            ".about[0].facts.layout": [*sizes, len(self.ranks)],
+            ".layout.words": sizes,
+            ".curves.runs[0].caption": [steps],
+            **{f".timeline.steps[{number}].label": [number + 1] for number in range(steps - 1)},
+            ".schedules.table.caption": [self.pp, parts],
+            **{f".schedules.table.head[{n}]": of for n, of in ((2, [1]), (4, [enough]), (5, [enough, 10]))},
+            **{f".schedules.table.shares[{n}]": of for n, of in ((1, [enough]), (2, [enough, 10]))},
+            ".ledger.table.caption": [steps],
+            ".ledger.pairs.caption": [steps],
+        }
 
     def curves(self) -> dict[str, Any]:
         seconds = [math.fsum(step["seconds"] for step in self.steps[: end + 1]) for end in range(len(self.steps))]

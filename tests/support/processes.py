@@ -33,6 +33,7 @@ from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
 
 LAB = Path(__file__).resolve().parents[2]
+LAUNCH = sys.executable, "-m", "distlab.launch"
 # Below those that the kernel hands out, and --master-port's default; each of pytest's workers has its own.
 PORTS = range(
     10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),

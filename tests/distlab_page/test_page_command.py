@@ -1,0 +1,72 @@
+"""The command `page`: it writes a small file quickly, refuses what is no run, and serves this machine only."""
+
+import json
+import resource
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.processes import LAUNCH, run
+
+from distlab_page.contents import contents
+from distlab_page.drawing_library import needed_parts
+from distlab_page.records import read
+from distlab_page.writing import as_script
+from simplellm.errors import InputError
+
+plotly = pytest.importorskip("plotly.offline", reason="pages need plotly: pip install plotly")
+
+
+def test_it_is_made_at_once_and_small(hybrid: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = run(*LAUNCH, "page", hybrid)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ended.out == f"# {hybrid / 'page.html'}\n", ended.err
+    assert (hybrid / "page.html").stat().st_size < 2e6
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2, "seconds of a core"
+    code = "import sys, distlab_page.command; print('torch' in sys.modules)"
+    assert run(sys.executable, "-c", code).out == "False\n"
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) -> None:
+    for args, sentence in (
+        ([tmp_path], f"# {tmp_path}: this is not a run's folder"),
+        ([alone, "--to", tmp_path], f"# {tmp_path}: cannot be written (Is a directory)"),
+        ([alone, "--port", "80"], "# --port 80: only --serve listens"),
+        ([alone, "--serve", "--port", "70000"], "# --port 70000: a port is a number"),
+    ):
+        ended = run(*LAUNCH, "page", *args)
+        assert (ended.status, ended.out) == (2, "")
+        assert ended.err.startswith(sentence), ended.err
+        assert ended.err.count("\n") == 1
+    (tmp_path / "config.json").write_text((alone / "config.json").read_text())
+    (tmp_path / "memory.json").write_text('[{"parameters"')
+    with pytest.raises(InputError, match=r"memory.json: this is not a complete record of a run"):
+        read(tmp_path)
+
+
+def test_a_script_element_holds_any_text() -> None:
+    assert "<" not in as_script({"name": "</script><!--", "loss": float("nan")})
+    assert json.loads(as_script(["</script>", float("inf")])) == ["</script>", None]
+
+
+def test_the_drawing_library_is_cut_to_what_a_page_draws_with() -> None:
+    whole = plotly.get_plotlyjs()
+    parts = needed_parts(whole)
+    assert len(parts) < len(whole) / 3
+    assert whole.startswith(parts[:2000])
+    other = whole.replace('name:"heatmap"', 'name:"another"')
+    assert needed_parts(other) == other, "all of a script in which the parts are not found"
+
+
+def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
+    assert server.startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(f"{server}data.json") as answer:
+        assert json.load(answer)["curves"] == contents(read(alone))["curves"]
+    foreign = urllib.request.Request(server, headers={"Host": "example.org"})
+    for request, status in ((foreign, 403), (urllib.request.Request(f"{server}config.json"), 404)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        assert refused.value.code == status
