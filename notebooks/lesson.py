@@ -1,4 +1,4 @@
-"""A lesson: predict numbers, run the real commands, compare, hand in. The address names it, as in `?name=replicas`."""
+"""A lesson: predict, run the real commands, compare, hand in. The address names the first, as in `?name=replicas`."""
 
 import marimo
 
@@ -14,16 +14,20 @@ with app.setup:
 @app.cell
 def _():
     try:
-        lesson = lessons.find_lesson(mo.query_params().get("name", "replicas"))
+        _first = lessons.find_lesson(mo.query_params().get("name", "replicas"))
     except InputError as error:
         mo.stop(True, mo.callout(mo.md(str(error)), kind="warn"))
-    return (lesson,)
+    _known = {each.title: each for each in lessons.all_lessons()}
+    chosen = mo.ui.dropdown(_known, value=_first.title, label="lesson")
+    chosen
+    return (chosen,)
 
 
 @app.cell
-def _():
+def _(chosen):
+    lesson = chosen.value  # another lesson has other guesses
     locked, lock = mo.state(None, allow_self_loops=True)
-    return lock, locked
+    return lesson, lock, locked
 
 
 @app.cell

@@ -4,6 +4,8 @@
 ./launch.sh playground --port 8000 --no-browser
 """
 
+import contextlib
+import runpy
 import socket
 import threading
 import webbrowser
@@ -52,7 +54,8 @@ def start(request: Request) -> None:
     import marimo
     import uvicorn
 
-    builder = marimo.create_asgi_app(quiet=True, include_code=True)
+    # All pages load the same scripts from "/assets", so that a browser reads and compiles them once.
+    builder = marimo.create_asgi_app(quiet=True, include_code=True, asset_url="")
     for path, file in apps():
         builder = builder.with_app(path=path, root=str(file))
     served = _OnlyHere(builder.build())
@@ -61,6 +64,9 @@ def start(request: Request) -> None:
     print(f"# {address} is the playground; Ctrl-C ends it", flush=True)
     if request.browser:
         threading.Timer(1, webbrowser.open, [address]).start()
+    for _, file in apps():  # each page has a thread; when two import torch at once, one may see half of it
+        with contextlib.suppress(Exception):  # its page will say what is wrong
+            runpy.run_path(str(file))
     uvicorn.Server(config).run([listening])
 
 

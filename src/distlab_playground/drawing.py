@@ -4,10 +4,12 @@ The colors are those of the lab's figures, which color-blind readers can disting
 """
 
 import html
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distlab.pipeline.actions import Action
 from distlab.pipeline.plan import Plan, Span
 from distlab.reports import style
 
@@ -93,15 +95,19 @@ def passes(plan: Plan, names: Sequence[str], played: int | None = None, about: s
     now = order[played - 1][1].end if 0 < played < len(order) else None
 
     def bar(span: Span) -> Bar:
-        label = plan.labels[span.action]
-        kind = type(span.action).__name__
-        words = f"{label}: {kind} of micro-batch {span.action.micro_batch}, stage {span.action.stage}, "
-        opacity = 1.0 if span.action in begun else PLAYED_NOT_YET
-        return Bar(
-            span.start, span.end, span.action.color, label, f"{words}{span.start:g} to {span.end:g} ticks", opacity
-        )
+        action, label = span.action, plan.labels[span.action]
+        what = f"{label}: {in_words(type(action))} of micro-batch {action.micro_batch}, stage {action.stage}"
+        words = f"{what}, {span.start:g} to {span.end:g} ticks"
+        return Bar(span.start, span.end, action.color, label, words, 1.0 if action in begun else PLAYED_NOT_YET)
 
-    return rows(names, [[bar(span) for span in line] for line in plan.spans], about, "ticks", plan.makespan, now)
+    kinds = dict.fromkeys(type(span.action) for _, span in order)
+    drawn = rows(names, [[bar(span) for span in line] for line in plan.spans], about, "ticks", plan.makespan, now)
+    return legend({f"{kind.letter}: {in_words(kind)}": kind.color for kind in kinds}) + drawn
+
+
+def in_words(kind: type[Action]) -> str:
+    """Return the name of a kind of action in words: "backward weight"."""
+    return re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).lower()
 
 
 def in_order(plan: Plan) -> list[tuple[int, Span]]:
@@ -172,14 +178,14 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]], caption: str) -> 
     def row(tag: str, cells: Sequence[str]) -> str:
         sides = ["left"] + ["right"] * (len(cells) - 1)
         shown = (
-            f'<{tag} style="text-align:{side};padding:2px 14px 2px 0">{html.escape(cell)}</{tag}>'
+            f'<{tag} style="text-align:{side};padding:2px 8px 2px 0">{html.escape(cell)}</{tag}>'
             for side, cell in zip(sides, cells, strict=True)
         )
         return f"<tr>{''.join(shown)}</tr>"
 
     title = f'<caption style="text-align:left;font-weight:bold;white-space:nowrap">{html.escape(caption)}</caption>'
     body = "".join(row("td", line) for line in lines)
-    return f'<table style="width:max-content">{title}<thead>{row("th", head)}</thead><tbody>{body}</tbody></table>'
+    return f'<table style="width:fit-content">{title}<thead>{row("th", head)}</thead><tbody>{body}</tbody></table>'
 
 
 def _scale(end: float) -> Callable[[float], float]:

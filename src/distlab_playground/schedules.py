@@ -78,7 +78,7 @@ def _typed_line(worker: int, line: str) -> list[Action]:
         require(found is not None, f"worker {worker}, {word}: {A_LINE}")
         assert found is not None
         letter, number, primes = found.groups()
-        known = ", ".join(f"{kind} ({KINDS[kind].__name__})" for kind in KINDS)
+        known = ", ".join(f"{kind} ({drawing.in_words(KINDS[kind])})" for kind in KINDS if kind.isalpha())
         require(letter in KINDS, f"worker {worker}, {word}: no such action; there are {known}")
         one = f"worker {worker}, {word}: it holds {len(stages)} stages"
         require(len(primes) < len(stages), f"{one}; name them before a colon, as in 0 3: F0 F0' B0' B0")
@@ -103,7 +103,7 @@ def says(plan: Plan, names: Sequence[str], played: int) -> str:
     place = line.index(span)
     idle = span.start - (line[place - 1].end if place else 0.0)
     needs = [str(need) for need in span.action.needs(len(plan.owners)) if need.stage != span.action.stage]
-    kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(span.action).__name__).lower()
+    kind = drawing.in_words(type(span.action))
     begins = f"At {span.start:g}, {names[worker]} begins {plan.labels[span.action]}, {kind} of micro-batch"
     sentence = f"{begins} {span.action.micro_batch}" + f"; it needs {' and '.join(needs)}" * bool(needs)
     return sentence + (f". It was idle for {idle:g} tick{'s' * (idle != 1)} before." if idle > 1e-9 else ".")

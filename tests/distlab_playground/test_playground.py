@@ -53,6 +53,10 @@ LOCK = "all('button').find(button => button.innerText.includes('Lock'))"
 WRITE = """(text => all('input[inputmode]').forEach(field => { field.focus();
   Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, 'value').set.call(field, text);
   field.dispatchEvent(new Event('input', {bubbles: true})); field.blur() }))"""
+# Choose from the first list.
+CHOOSE = """(title => { const [list] = all('select');
+  list.value = [...list.options].find(one => one.text == title).value;
+  list.dispatchEvent(new Event('change', {bubbles: true})); return true })"""
 # Choose an option, or write a number.
 ANSWER = f"(all('[role=radio]')[1] ? all('[role=radio]')[1].click() : {WRITE}('7'), true)"
 PLACE = "+all('[role=slider]')[0].ariaValueNow"
@@ -61,8 +65,9 @@ PLAYED = {  # by app, how many of its actions or messages are shown
     "/schedules": f"36 - all('svg g[opacity=\"{drawing.PLAYED_NOT_YET}\"]').length",
 }
 FOCUS = "(selector => all(selector)[0].focus())"
-# All drawings are on the paper.
-ON_PAPER = "all('svg[role=img]').every(one => one.clientWidth > 500 && one.getBoundingClientRect().right <= innerWidth)"
+# All drawings and tables are on the paper.
+ON_PAPER = """all('svg[role=img]').every(one => one.clientWidth > 500) && all('svg[role=img], table').every(one =>
+  one.getBoundingClientRect().right <= innerWidth)"""
 
 
 @pytest.mark.parametrize("name", [name for name in schedule_names() if name != "1f1b"])
@@ -74,7 +79,7 @@ def test_a_schedule_written_as_text_is_read_as_it_was(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("F0 B0\nF0 X0", "worker 1, X0: no such action; there are F (Forward)"),
+        ("F0 B0\nF0 X0", "worker 1, X0: no such action; there are F (forward)"),
         ("F0 B0\nF0'", "worker 1, F0': it holds 1 stages"),
         ("F0 B0\none: F0", "worker 1, one: give the numbers of its stages"),
         ("F0 then B0", "worker 0, then: give a worker's actions on a line"),
@@ -328,21 +333,26 @@ def test_a_browser_opens_every_notebook_and_asks_no_other_machine(address: str, 
             for at in (paused + 1, paused + 2):
                 page.press("ArrowRight")
                 wait_for(page, f"{PLACE} == {at} && {played} == {at}")
-        page.call("Emulation.setEmulatedMedia", media="print")
-        assert page.value(f"{ALL}; {ON_PAPER}")
-        printed = b64decode(page.call("Page.printToPDF")["data"])
+        for page in apps.values():
+            page.call("Emulation.setEmulatedMedia", media="print")
+            page.call("Emulation.setDeviceMetricsOverride", width=740, height=900, deviceScaleFactor=1, mobile=False)
+            wait_for(page, ON_PAPER)
+        printed = b64decode(apps["/schedules"].call("Page.printToPDF")["data"])
         assert len(re.findall(rb"/Type\s*/Page\b", printed)) > 1, "all of it, not only what is in the window"
-        for lesson in all_lessons():
-            page = opened(f"lesson/?name={lesson.name}")
-            wait_for(page, f"{LOCK} && all('input').length == {len(lesson.questions) + 1}")
-            assert all(page.value(f"{ALL}; {says(one.asks)}") for one in lesson.questions)
-        page = opened("lesson/?name=collectives")  # the only lesson that starts no ranks
-        wait_for(page, f"!!{LOCK}")
+        page = opened("lesson/?name=faults")
+        for lesson in all_lessons()[::-1]:
+            wait_for(page, f"!!{LOCK} && {CHOOSE}({json.dumps(lesson.title)})")
+            for one in lesson.questions:
+                wait_for(page, says(one.asks))
+        wait_for(page, f"{CHOOSE}('2. Collectives')")  # the only lesson that starts no ranks
+        wait_for(page, says("4 kB: how many"))
         lock(page)
         wait_for(page, says("Give an answer first."))
         page.value(f"{ALL}; {WRITE}('7')")
         lock(page)
         wait_for(page, "all('a').some(link => link.innerText.includes('collectives-nobody.json'))")
+        wait_for(page, f"{CHOOSE}('1. Replicas')")
+        wait_for(page, f"!!{LOCK}")
     assert not [said for page in pages for said in page.console if said.startswith("error")]
     asked = {urlsplit(request).hostname for page in pages for request in page.requests}
     assert asked <= {"127.0.0.1", None}, asked
