@@ -51,18 +51,21 @@ def test_transformers_computes_the_same_and_back(options: dict[str, Any], kind: 
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
     assert type(theirs).__name__ == kind
     ids = torch.tensor([SPTokenizer().encode(story(index))[:60] for index in range(3)])
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        expected, own = theirs(ids).logits, saved.build()(ids)
-    assert expected.std() > 0.5
-    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
+        there = theirs(ids).logits
+        torch.testing.assert_close(saved.build()(ids), there, rtol=1e-5, atol=1e-5)
+        for tensor in theirs.state_dict().values():  # a model of theirs, with weights that the lab has not written
+            tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=0.01)
+        expected = theirs(ids).logits
     theirs.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved/tokenizer.model").write_bytes(saved.tokenizer.read_bytes())
     back = read_llama(tmp_path / "saved")
-    assert all(tensor.equal(saved.parameters[name]) for name, tensor in back.parameters.items())
-    assert back.parameters.keys() == saved.parameters.keys()
-    assert {name: back.options[name] for name in saved.options if name != "padding_idx"} == {
-        name: value for name, value in saved.options.items() if name != "padding_idx"
-    }
+    with torch.no_grad():
+        torch.testing.assert_close(back.build()(ids), expected, rtol=1e-5, atol=1e-5)
+    assert there.std() > 0.5
+    assert (expected - there).std() > 0.1
+    assert saved.options.items() <= {**back.options, "padding_idx": saved.options["padding_idx"]}.items()
 
 
 @pytest.mark.parametrize(
