@@ -63,4 +63,4 @@ def test_goes_on_with_other_parts(one_process: OneProcess, tmp_path: Path) -> No
     first = train_on(4, SCRIPT, tmp_path / "a", *shape, *"--cp 2 --steps 2 --save-every 2".split())[2]
     more = ["--resume", str(tmp_path / "a"), "--steps", "4"]
     second = train_on(2, SCRIPT, tmp_path / "b", *shape, "--cp", "1", *more)[2]
-    assert [*first, *second] == pytest.approx(one_process(4, *MODEL)[2], rel=1e-6)
+    assert [*first, *second] == pytest.approx(one_process(4, *MODEL, "--steps", "4")[2], rel=1e-6)

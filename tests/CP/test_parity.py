@@ -61,8 +61,12 @@ def test_one_rank_is_one_process_bit_for_bit(one_process: OneProcess, tmp_path: 
 
 def test_clipping_validation_and_another_number_of_ranks(one_process: OneProcess, tmp_path: Path) -> None:
     """A run of two ranks goes on with three, and then as one process: the losses are those of an unbroken run."""
-    recipe = [*MODEL, *DOCUMENTS.split(), *"--clip-norm 0.3 --eval-every 2 --eval-sequences 3 --batch-size 2".split()]
-    alone = train_on(1, RING, tmp_path / "alone", *recipe, "--world-size", "1")[2]
+    recipe = [
+        *MODEL,
+        *DOCUMENTS.split(),
+        *"--clip-norm 0.3 --eval-every 2 --eval-sequences 3 --batch-size 2 --steps 4".split(),
+    ]
+    alone = train_on(1, RING, tmp_path / "alone", *recipe, *"--world-size 1 --steps 4".split())[2]
     first = train_on(2, RING, tmp_path / "run", *recipe, *"--world-size 2 --steps 2 --save-every 2".split())[2]
     more = ["--resume", str(tmp_path / "run"), "--steps"]
     second = train_on(3, RING, tmp_path / "second", *recipe, "--world-size", "3", *more, "3", "--save-every", "1")[2]

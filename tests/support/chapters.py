@@ -26,9 +26,9 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 from support.processes import LAB, free_port, run_ranks
 
-STEPS = 4
+STEPS = 3  # of the runs of `train_on`, which need no more to show in weights and gradients what is wrong
 MODEL = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --device cpu".split()
-TRAINING = f"--steps {STEPS} --optimizer sgd --lr 0.5 --data sample".split()
+TRAINING = "--steps 4 --optimizer sgd --lr 0.5 --data sample".split()
 BATCH = 6  # sequences to a step in each of the layouts, of all replicas together
 LAYOUTS = {  # ranks, script, flags
     "primer": (1, "primer/intro.py", "--batch-size 6"),
@@ -130,7 +130,7 @@ def train_on(
     world_size: int, script: str, out: Path, *flags: str, exact: bool = False, deadline: float = 60
 ) -> tuple[list[State], list[State], list[float]]:
     """A chapter on several ranks: each rank's parameters and gradients, and the run's losses."""
-    arguments = ["--out", str(out), *flags, "--master-port", str(free_port())]
+    arguments = ["--steps", str(STEPS), "--out", str(out), *flags, "--master-port", str(free_port())]
     with contextlib.suppress(InputError):  # each rank raises it itself
         prepared(script, tuple(arguments))
     ended = run_ranks(world_size, train, script, arguments, exact, deadline=deadline)
@@ -147,10 +147,10 @@ def train_alone(folder: Path) -> OneProcess:
     @functools.cache
     def run(batch_size: int, *model: str) -> tuple[State, State, list[float]]:
         out = folder / " ".join([str(batch_size), *model])
-        flags = ["--batch-size", str(batch_size), "--out", str(out), *model]
+        flags = ["--steps", str(STEPS), "--batch-size", str(batch_size), "--out", str(out), *model]
         [(parameters, gradients)] = run_ranks(1, train, "primer/intro.py", flags)
         for name, weight in initial_weights(*model).items():
-            assert (parameters[name] - weight).abs().max() > 1e-4, f"{name} was trained"
+            assert (parameters[name] - weight).abs().max() > 5e-5, f"{name} was trained"
         return parameters, gradients, losses(out)
 
     return run

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chapters import BATCH, LAYOUTS, OneProcess, State, assert_equal, train
+from support.chapters import BATCH, LAYOUTS, STEPS, OneProcess, State, assert_equal, train
 from support.processes import free_port, run_ranks
 
 ONLY_ON_LINUX = {
@@ -43,7 +43,7 @@ def test_a_run_without_what_only_linux_has_is_the_run_of_one_process(
     name: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
     ranks, script, flags = LAYOUTS[name]
-    flags = f"{flags} --out {tmp_path} --master-port {free_port()}"
+    flags = f"{flags} --steps {STEPS} --out {tmp_path} --master-port {free_port()}"
     held: State = {}
     for own in run_ranks(ranks, train_elsewhere, script, flags.split()):
         held |= own

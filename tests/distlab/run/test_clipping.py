@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import LAYOUTS, State, assert_equal, losses, train_on
+from support.chapters import LAYOUTS, STEPS, State, assert_equal, losses, train_on
 
 ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81, 0.81, 0.83 and 1.02
 OTHERS = {
@@ -27,7 +27,8 @@ Run = tuple[list[State], list[State], list[float], list[float]]
 def clipped(layout: str, out: Path, clip_norm: str, *flags: str) -> Run:
     """Each rank's parameters and gradients of the last step, the losses and the norms."""
     ranks, script, own = RUNS[layout]
-    parameters, gradients, own_losses = train_on(ranks, script, out, *own.split(), "--clip-norm", clip_norm, *flags)
+    clipping = ["--steps", "4", "--clip-norm", clip_norm]
+    parameters, gradients, own_losses = train_on(ranks, script, out, *own.split(), *clipping, *flags)
     return parameters, gradients, own_losses, norms(out)
 
 
@@ -83,7 +84,7 @@ def test_without_the_flag_nothing_is_sent_or_recorded(tmp_path: Path) -> None:
         train_on(ranks, script, out, *own.split(), *most)
         [first, *_] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert ("gradient norm" in first["sent_bytes"]) == ("grad_norm" in first) == kinds
-        assert len(losses(out)) == 4
+        assert len(losses(out)) == STEPS
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-FLAGS = "--num-heads 2 --n-layers 2 --optimizer sgd --lr 0.5".split()
+FLAGS = "--steps 4 --num-heads 2 --n-layers 2 --optimizer sgd --lr 0.5".split()
 
 
 def records(out: Path) -> list[dict[str, float]]:

@@ -66,10 +66,7 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: 
 CIRCLE = "primer dp-ga tp hybrid dp-zero dp-fsdp ddp mydp dp-buckets pp-1f1b pp-zbv 3d pp-dapple primer".split()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [*itertools.pairwise(CIRCLE), ("pp-dapple", "dp-ga"), ("dp-zero", "hybrid"), ("dp-fsdp", "dp-zero")],
-)
+@pytest.mark.parametrize(("before", "after"), itertools.pairwise(CIRCLE))
 def test_another_layout_goes_on(before: str, after: str, saved: Any, tmp_path: Path) -> None:
     assert {*CIRCLE} == {*LAYOUTS} - {"dp-wa"}, "each is in both places"
     folder, _, expected = saved[before]
@@ -90,10 +87,10 @@ def test_bfloat16_goes_on(tmp_path: Path) -> None:
     """The residual stream, too: bit for bit in its layout, and in another to what bfloat16 rounds."""
     dtypes = "--dtype", "bfloat16", "--residual", "bfloat16"
     _, expected = run("hybrid", tmp_path / "before", *dtypes, "--save-every", str(HALF))
-    for layout, rel in (("hybrid", 0), ("3d", 1e-3), ("primer", 1e-3)):
+    for layout, rel in (("hybrid", 0), ("3d", 1e-3)):
         _, own = run(layout, tmp_path / layout, "--resume", half_way(tmp_path / "before"))
         assert own == pytest.approx(expected[HALF:], rel=rel, abs=0), layout
-    settings = json.loads((tmp_path / "primer" / "config.json").read_text())["settings"]
+    settings = json.loads((tmp_path / "3d" / "config.json").read_text())["settings"]
     assert settings["dtype"] == settings["residual"] == "bfloat16", "as the checkpoint has it"
 
 
