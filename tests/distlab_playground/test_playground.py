@@ -187,7 +187,7 @@ def test_the_page_of_a_run_says_that_it_was_killed_or_that_it_is_none(tmp_path: 
     write_run(tmp_path, steps=50)
     (tmp_path / "launcher.log").write_text("# rank 1 failed: killed by SIGKILL\n")
     text, _ = shown("records", 7, folder=str(tmp_path))
-    assert "ended early, after 2 of 50 steps. rank 1 failed: killed by SIGKILL" in text
+    assert "ended early, after 2 of 50 steps. Rank 1 failed: killed by SIGKILL" in text
     (tmp_path / "metrics.jsonl").unlink()
     assert "ended early, after 0 of 50 steps." in shown("records", 7, folder=str(tmp_path))[0]
     for content in ('{"settings": {', "{}"):
