@@ -18,7 +18,7 @@ def build_optimizer(
     weight_decay: float | None = None,
     betas: tuple[float, float] | None = None,
 ) -> Optimizer:
-    """Make an optimizer of `KINDS`, with one fused kernel instead of one for each operation.
+    """Make an optimizer of `KINDS`, with one fused kernel instead of one for each operation if all is contiguous.
 
     Args:
         name: one of `KINDS`.
@@ -32,7 +32,10 @@ def build_optimizer(
     """
     kind = without_compiler(KINDS[name])
     options: dict[str, Any] = {} if betas is None else {"betas": betas}
-    optimizer = kind(parameters, lr=lr, fused=True, **options)  # type: ignore[call-arg]
+    parameters = list(parameters)
+    # On a CPU, torch's fused kernels take any tensor for a contiguous one: they would also update what is in its gaps.
+    fused = all(parameter.is_contiguous() for parameter in parameters)
+    optimizer = kind(parameters, lr=lr, fused=fused, **options)  # type: ignore[call-arg]
     [group] = optimizer.param_groups
     decay = group["weight_decay"] if weight_decay is None else weight_decay
     group["weight_decay"] = 0.0

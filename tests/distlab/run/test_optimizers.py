@@ -114,3 +114,19 @@ def test_training_does_not_import_torchs_compiler(tmp_path: Path) -> None:
     )
     ended = run(sys.executable, program)
     assert ended.out.strip() == "False", ended.err
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_weights_that_are_columns_of_a_matrix_are_trained_and_the_other_columns_left_alone(name: str) -> None:
+    matrix = torch.arange(60.0).view(6, 10)
+    columns, copied = nn.Parameter(matrix[:, 2:6]), nn.Parameter(matrix[:, 2:6].clone())
+    for weight in (columns, copied):
+        optimizer = build_optimizer(name, [weight], 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(columns, copied)
+    assert (copied[0, 0] != 2).all()
+    matrix[:, 2:6] = torch.arange(60.0).view(6, 10)[:, 2:6]
+    assert torch.equal(matrix, torch.arange(60.0).view(6, 10))
