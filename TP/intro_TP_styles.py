@@ -49,7 +49,8 @@ DEFAULTS = StylesSettings(batch_size=3)
 def train(run: TrainingRun[StylesSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
-    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
+    options = {"padding_idx": tokenizer.pad_id, "without_weights": True, **run.model_options()}
+    net = LLama(CausalLLama, tokenizer.vocab_size, **options)
     shard(net, args.tp_style, sequence_parallel=args.sequence_parallel)
     loss_of = partial(
         causalLLMLoss if args.tp_style == "naive" else vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size

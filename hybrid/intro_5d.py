@@ -62,14 +62,14 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     program = programs[stages.rank]  # this rank's actions
     split = args.split(tokenizer.vocab_size)
     own = own_experts(args.experts, sharing)
-    options = {"padding_idx": tokenizer.pad_id, "own_experts": own, **run.model_options()}
-    options["without_weights"] = args.shard == "weights" and args.schedule != "auto"  # which measures passes
+    options = {"padding_idx": tokenizer.pad_id, "own_experts": own, "without_weights": True, **run.model_options()}
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
 
     run.grid.make_groups("dp", "ep", "cp", ("dp", "ep"), ("dp", "cp"), ("dp", "ep", "cp"), "tp")
+    draws = args.shard != "weights" or args.schedule == "auto"  # which measures passes
     for net in nets.values():
-        shard(net, axis=slices)
+        shard(net, axis=slices, draw=draws)
     share_experts(nets.values(), sharing)
     choices = ChoicesOfSequences(parts, args.cp_order)
     limit_experts(nets.values(), args.capacity, choices)

@@ -45,10 +45,10 @@ def train(run: TrainingRun[ThreeAxesSettings]) -> None:
     stages, replicas, slices = (run.grid.axis(name) for name in ("pp", "dp", "tp"))
     run.grid.make_groups("dp", "tp")
     programs, split = args.programs(), args.split(tokenizer.vocab_size)
-    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
+    options = {"padding_idx": tokenizer.pad_id, "without_weights": True, **run.model_options()}
     nets = build_stages(stages_of(programs[stages.rank]), split, tokenizer.vocab_size, **options)
     for net in nets.values():
-        shard(net, axis=slices)  # with --tp 1, a slice is the whole layer
+        shard(net, axis=slices)  # draws the weights of the slices; with --tp 1, a slice is the whole layer
     loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
     costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
     pipeline = Pipeline(

@@ -52,7 +52,7 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     pipelines, parts, is_exact = args.dp, args.micro_batches, args.repair == "exact"
     programs, split = args.programs(), args.split(tokenizer.vocab_size)
-    options = {"padding_idx": tokenizer.pad_id, **run.model_options()}
+    options = {"padding_idx": tokenizer.pad_id, "without_weights": True, **run.model_options()}
     slices, peers = run.grid.axis("tp"), run.grid.axis("dp")  # peers: the ranks that are left with this stage
     nets = build_stages(stages_of(programs[run.grid.axis("pp").rank]), split, tokenizer.vocab_size, **options)
     for net in nets.values():

@@ -80,7 +80,7 @@ class LLamaPart(nn.Module):
 
     Attributes:
         options: the arguments that make the same model again, except for weights and device.
-        initial: with `without_weights`, the initial weights by name; else None.
+        initial: with `without_weights`, the initial weights by name, until the model has its weights; else None.
 
     Raises:
         InputError: the sizes do not fit together, or the default of `first_layer` does not fit the ranks; on a call,

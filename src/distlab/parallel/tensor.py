@@ -10,10 +10,11 @@ computes them for its shard of the sequence (Korthikanti et al., arXiv 2205.0519
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis, all_ranks
-from distlab.axes.placement import placement_of
+from distlab.axes.placement import own_slice, placement_of
 from distlab.parallel import tp_group as tp
 from distlab.parallel.division import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
@@ -22,16 +23,23 @@ from simplellm.blocks import Attention
 from simplellm.errors import InputError, require
 from simplellm.feed_forward import MixtureOfExperts
 from simplellm.layers import MLP, Linear
+from simplellm.llama import LLamaPart
 
 Exchange = Callable[[Tensor, TPGroup], Tensor]
 
 
-def shard(net: nn.Module, style: Style = "megatron", axis: Axis | None = None, sequence_parallel: bool = False) -> None:
+def shard(
+    net: nn.Module,
+    style: Style = "megatron",
+    axis: Axis | None = None,
+    sequence_parallel: bool = False,
+    draw: bool = True,
+) -> None:
     """Replace the layers of `net`, a whole model that is the same on every rank, by this rank's shards of them.
 
-    Weights keep their names, and no random numbers are drawn. The model's code does not change: the collectives are
-    hooks before and after its modules. Whole weights are freed one by one; a model that does not fit on one host would
-    have to be built on the meta device and initialized layer by layer.
+    Weights keep their names. The model's code does not change: the collectives are hooks before and after its modules.
+    Whole weights are freed one by one. A model that was built `without_weights` gets its shards of the initial weights,
+    which are drawn one whole weight at a time, unless `draw` is false.
 
     Style "megatron": `copy_to` before each `Attention` and `MLP`, `reduce_from` after it. The embeddings and the head
     (the only `Linear` outside attention and MLP) are split over the vocabulary; use `vocabulary_parallel_loss` as the
@@ -46,12 +54,16 @@ def shard(net: nn.Module, style: Style = "megatron", axis: Axis | None = None, s
     parts = _Parts(net)
     axis = axis or all_ranks("tp")
     parts.check(style, axis.size, sequence_parallel)
-    if axis.size == 1:
-        return  # a slice is the whole layer
-    if style == "naive":
-        _split_naively(parts, axis)
-    else:
-        _split_in_pairs(parts, axis, sequence_parallel)
+    if axis.size > 1:  # otherwise a slice is the whole layer
+        if style == "naive":
+            _split_naively(parts, axis)
+        else:
+            _split_in_pairs(parts, axis, sequence_parallel)
+    if draw and isinstance(net, LLamaPart) and net.initial is not None:
+        for name, parameter in net.named_parameters():
+            own = own_slice(net.initial(name), parameter)
+            parameter.data = torch.empty(own.shape, dtype=parameter.dtype, device=parameter.device).copy_(own)
+        net.initial = None
 
 
 class _Parts:
