@@ -153,10 +153,6 @@ class Costs:
         """Return an action's seconds in collectives, if no other rank computes; unknown for new kinds of actions."""
         return self._exchanged(action.letter, action.stage, self._computes_blocks_again(action))
 
-    def exchanges(self, action: Action) -> int:
-        """Return the number of tensors of `message_bytes` that the slices of a stage add up in an action."""
-        return self._exchanges(action.letter, action.stage, self._computes_blocks_again(action))
-
     def _computes_blocks_again(self, action: Action) -> bool:
         """Return whether a backward pass computes blocks again.
 
@@ -261,19 +257,6 @@ class Costs:
         if self.layout.size("ep") == 1 or kind in ("W", None):
             return 0
         return 2 * (1 + (again and kind != "F")) * self.parts(stage)["block"]
-
-    def rows_bytes(self, action: Action) -> float:
-        """Return the bytes of rows that a rank sends in an action if all experts have equal loads."""
-        kind, again = KIND_OF.get(action.letter), self._computes_blocks_again(action)
-        others = 1 - 1 / self.layout.size("ep")
-        return self._row_exchanges(kind, action.stage, again) * self._rows_bytes * others
-
-    def counts_bytes(self, action: Action) -> float:
-        """Return the bytes in which a rank sends the numbers of rows for each expert of other ranks in an action."""
-        if self.layout.size("ep") == 1 or action.letter not in "Ff":
-            return 0.0
-        others = 1 - 1 / self.layout.size("ep")
-        return self.parts(action.stage)["block"] * self.model.sizes.experts * ID_BYTES * others
 
     def shared_bytes(self, action: Action) -> float:
         """Return the bytes that a rank sends in an action to those with which it shares sequences."""

@@ -16,10 +16,10 @@ from distlab_planner.graph import AfterPasses, BeforePasses, graph_of
 from distlab_planner.hosts import SharedHosts
 from distlab_planner.layouts import outline_of
 from distlab_planner.model import NUMBER_BYTES
+from distlab_planner.sent import LOSS_BYTES, sent_bytes
 from distlab_planner.traffic import CollectiveSeconds, RankGroup, in_a_row
 
 BUCKET_BYTES = 25_000_000  # of gradients: `distlab.parallel.data.BUCKET_BYTES`
-LOSS_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -151,34 +151,6 @@ def _averaged(costs: Costs, program: Sequence[Action], whole: CollectiveSeconds,
     for bucket in range(1, buckets + 1):
         now = max(now, started + (ended - started) * bucket / buckets) + whole.seconds / buckets
     return now
-
-
-def sent_bytes(costs: Costs) -> list[float]:
-    """Return, by worker, the bytes that a rank sends in a step, as in the ledger, without loss and small messages."""
-    layout, step, sent = costs.layout, graph_of(costs.layout), []
-    for worker, program in enumerate(layout.programs()):
-        messages = sum(len(step.graph.sends[index]) for index in step.graph.lines[worker])
-        passes, stages = layout.micro_batches, stages_of(program)
-        # By how much of a collective that reduces gradients, and of one that gathers weights, a step has.
-        reduced = {"none": 2, "optimizer": 1, "gradients": passes, "weights": passes}[layout.shard]
-        gathered = {"none": 0, "optimizer": 1, "gradients": 1, "weights": 2 * passes}[layout.shard]
-        replicas = sum(
-            (reduced * count * NUMBER_BYTES + gathered * size_bytes) * (1 - 1 / holders.size)  # what others have
-            for (count, holders), (size_bytes, _) in zip(
-                costs.weights_by_holders(*stages), costs.gathered_by_holders(*stages), strict=True
-            )
-        )
-        exchanges = sum(count * costs.exchanges(step.examples[kind]) for kind, count in step.counts[worker].items())
-        exchanged_bytes = exchanges * costs.message_bytes
-        slices = exchanged_bytes * 2 * (layout.size("tp") - 1) / layout.size("tp")
-        of_actions = costs.shared_bytes, costs.rows_bytes, costs.counts_bytes
-        parts = sum(
-            count * size_bytes(step.examples[kind])
-            for size_bytes in of_actions
-            for kind, count in step.counts[worker].items()
-        )
-        sent.append(messages * costs.stage_message_bytes + replicas + slices + parts)
-    return sent
 
 
 def least_seconds(costs: Costs) -> float:

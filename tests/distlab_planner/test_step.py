@@ -2,12 +2,14 @@
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.chapters import MODEL as SMALL
 from support.chapters import load, train_on
+from support.page_numbers import computed
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.comm.link import Link
@@ -23,7 +25,8 @@ from distlab_planner.layouts import RECOMPUTE, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
 from distlab_planner.memory import held
 from distlab_planner.model import Model
-from distlab_planner.step import BUCKET_BYTES, LOSS_BYTES, Step, least_seconds, predict, sent_bytes
+from distlab_planner.sent import LOSS_BYTES, sent_bytes, sent_in_step
+from distlab_planner.step import BUCKET_BYTES, Step, least_seconds, predict
 
 NAMES = [name for name in SCHEDULES if name != "auto"]
 
@@ -238,8 +241,13 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
     out = tmp_path / "run"
     train_on(ranks, script, out, *flags.split(), "--steps", "2")
     *_, last = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    counted = {kind: size for kind, size in last["sent_bytes"].items() if kind not in ("loss", "loads", "control")}
-    assert sent_bytes(prediction.costs)[0] == pytest.approx(sum(counted.values()), rel=0.01), counted
+    counted = {kind: size for kind, size in last["sent_bytes"].items() if kind != "control"}
+    by_kind = Counter[str]()
+    for (kind, _), formula in sent_in_step(prediction.costs, 0).items():
+        by_kind[kind] += formula.bytes
+        assert computed(formula.words) == pytest.approx(formula.bytes, abs=1)
+    assert {kind: by_kind[kind] for kind in counted} == pytest.approx(counted, rel=0.01, abs=1)
+    assert sent_bytes(prediction.costs)[0] == sum(by_kind[kind] for kind in counted.keys() - {"loss", "loads"})
     of_rank_0 = json.loads((out / "memory.json").read_text())[0]
     if "--cp" in flags:
         of_sequences = ("keys and values", "gradients of keys and values", "heads")
@@ -249,9 +257,7 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
         assert held(costs, 0).activations == pytest.approx(of_rank_0["activations"], rel=0.02)
     holds = held(prediction.costs, 0)
     if "--experts" in flags:
-        step, costs = graph_of(prediction.costs.layout), prediction.costs
-        rows = sum(count * costs.rows_bytes(step.examples[kind]) for kind, count in step.counts[0].items())
-        assert rows == counted["rows of experts"] > 0
+        assert by_kind["rows of experts"] == counted["rows of experts"] > 0
         assert holds.activations == pytest.approx(of_rank_0["activations"], rel=0.02)
     assert holds.parameters == pytest.approx(of_rank_0["parameters"], rel=0.01)
     assert holds.gradients == pytest.approx(of_rank_0["gradients"], rel=0.01)

@@ -41,6 +41,13 @@ def in_texts(value: Any, at: str = "") -> dict[str, list[float]]:
     return {at: found} if found else {}
 
 
+def computed(words: str) -> float:
+    """Return the value of a formula in words, such as "3 of 4 steps x 2 (3 - 1) / 3 x 20 weights x 4 B"."""
+    plain = re.sub(r"\([^()]*[a-z][^()]*\)", "", words)  # a remark
+    signs = re.sub(r"\b(in|of)\b", "/", re.sub(r"(\d) \(", r"\1 * (", plain)).replace("\N{MULTIPLICATION SIGN}", "*")
+    return float(eval(re.sub(r"[^\d+\-*/(). ]", "", signs)))  # noqa: S307
+
+
 def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
