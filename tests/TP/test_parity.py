@@ -150,8 +150,7 @@ def test_fewer_heads_of_keys_and_values(flags: str, one_process: OneProcess, tmp
     assert_sent(tmp_path, *bytes_per_layer(style_of(flags), ranks, 2, 25, 48, 4, "sequence" in flags, kv_width=24))
 
 
-@pytest.mark.parametrize("flags", ["--tp-style naive", "--sequence-parallel"])
-@pytest.mark.parametrize(("ranks", "hidden_dim"), [(2, 41), (3, 2)])
+@pytest.mark.parametrize(("ranks", "hidden_dim", "flags"), [(2, 41, "--sequence-parallel"), (3, 2, "--tp-style naive")])
 def test_another_width_of_the_feed_forward_layers(
     ranks: int, hidden_dim: int, flags: str, one_process: OneProcess, tmp_path: Path
 ) -> None:

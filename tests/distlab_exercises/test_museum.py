@@ -65,8 +65,9 @@ def test_a_mend_is_judged_by_what_the_ranks_compute(mend: Mend, tmp_path: Path) 
     assert mend.says in verdict.sentences[0]
 
 
-def test_each_exhibit_has_a_mend_and_four_wrong_ones() -> None:
-    assert Counter(mend.exhibit for mend in MENDS if mend.says) == dict.fromkeys(EXHIBITS, 4)
+def test_each_exhibit_has_a_mend_and_wrong_ones() -> None:
+    wrong = Counter(mend.exhibit for mend in MENDS if mend.says)
+    assert min(wrong[name] for name in EXHIBITS) >= 2
     assert Counter(mend.exhibit for mend in MENDS if not mend.says) == dict.fromkeys(EXHIBITS, 1)
 
 

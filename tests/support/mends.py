@@ -1,4 +1,4 @@
-"""The museum's exhibits mended, and four wrong mends of each: changes of the script, and what is observed then."""
+"""The museum's exhibits mended, and wrong mends of each: changes of the script, and what is observed then."""
 
 from dataclasses import dataclass
 
@@ -45,11 +45,6 @@ MENDS = [
     Mend("clipping", ((SQUARE, "dist.all_reduce(square)"),)),
     Mend("clipping", ((SQUARE, "dist.all_reduce(square, ReduceOp.MAX)"),), "times what it should be"),
     Mend("clipping", ((SQUARE, ""),), "after step 0: the weights"),
-    Mend(
-        "clipping",
-        ((SQUARE, "square = square.sqrt()\n    dist.all_reduce(square)\n    square *= square"),),
-        "times what it should be",
-    ),
     Mend("clipping", ((SQUARE, "dist.all_reduce(square)\n    square /= 4"),), "2 times what it should be"),
     Mend(
         "micro_batches",
@@ -98,22 +93,8 @@ MENDS = [
         "only the sum over the 2 ranks",
     ),
     Mend(
-        "slices", (("        return grad\n", "        return CopyTo.backward(ctx, grad)\n"),), "step 0: the gradient of"
-    ),
-    Mend(
         "slices",
         ((MLP_BELOW, "return CopyTo.apply(x) + " + MLP_BELOW.removeprefix("return x + ")),),
-        "step 0: the gradient of",
-    ),
-    Mend(
-        "slices",
-        (
-            (
-                "loss.backward()",
-                "loss.backward()\n        for parameter in net.parameters():\n            "
-                'if not hasattr(parameter, "placement"):\n                dist.all_reduce(parameter.grad)',
-            ),
-        ),
         "step 0: the gradient of",
     ),
     Mend("groups", ((GROUPS, GROUPS.replace("ranks", "ranks.T")),)),
@@ -130,7 +111,6 @@ MENDS = [
         "was not averaged",
     ),
     Mend("labels", ((LABELS, "labels = batch.roll(-1, dims=1)[:, own]"),)),
-    Mend("labels", ((LABELS, "labels = batch.roll(1, dims=1)[:, own]"),), "the loss of step 0"),
     Mend("labels", ((LABELS, "labels = batch[:, (own + 1).clamp(max=own[-1])]"),), "the loss of step 0"),
     Mend("labels", ((LABELS, LABELS + "\n        labels[:, -1] = 0"),), "other numbers went into it"),
     Mend("labels", (("is_last = (own == args.seq_len - 1)", "is_last = (own == own[-1])"),), "the loss of step 0"),
@@ -159,32 +139,7 @@ MENDS = [
     ),
     Mend(
         "documents",
-        (
-            ("import SequencePart, attend_to_earlier", "import SequencePart, attend_with"),
-            (
-                PACKED,
-                "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    positions = documents * 0 + 1\n    "
-                "return SequencePart(positions, attend_with(same.tril().unsqueeze(1)))",
-            ),
-        ),
-        "is no combination of the 2 ranks' gradients",
-    ),
-    Mend(
-        "documents",
         (("net(ids, part=packed(ids, tokenizer.eos_id))", "net(ids)"),),
-        "is no combination of the 2 ranks' gradients",
-    ),
-    Mend(
-        "documents",
-        (
-            ("import SequencePart, attend_to_earlier", "import SequencePart, attend_with"),
-            ("documents = document_ids(ids, end)", "documents = (ids == end).cumsum(-1)"),
-            (
-                PACKED,
-                "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    "
-                "return SequencePart(positions, attend_with(same.tril().unsqueeze(1)))",
-            ),
-        ),
         "is no combination of the 2 ranks' gradients",
     ),
     Mend("accumulation", ((ZERO_GRAD, ZERO_GRAD + COUNTED), (PREDICTIONS, BY_COUNT + " * run.world_size\n"))),
@@ -237,20 +192,8 @@ MENDS = [
         ),
         "step 0: the gradient of",
     ),
-    Mend(
-        "shared_weight",
-        (
-            (
-                "        backward_weights(saved, gradients)\n",
-                "        backward_weights(saved, gradients)\n        for block in blocks[::2]:\n"
-                "            for weight in block.mlp.parameters():\n                weight.grad /= 2\n",
-            ),
-        ),
-        "step 0: the gradient of",
-    ),
     Mend("resume", ((POSITION, "self.position += self.batch_size * dist.get_world_size()\n"),)),
     Mend("resume", ((POSITION, "self.position += 1\n"),), "step 2: rank 0 has"),
-    Mend("resume", ((POSITION, "self.position += len(of_all) + 1\n"),), "step 2: rank 0 has"),
     Mend("resume", (("self.sequences, self.position)", "self.sequences, 2 * self.batch_size)"),), "step 2: rank 0 has"),
     Mend(
         "resume",
@@ -274,10 +217,5 @@ MENDS = [
             ),
         ),
         "the copies of",
-    ),
-    Mend(
-        "seeds",
-        (("        block.mlp = SplitMLP(", "        generator.manual_seed(int(name))\n        block.mlp = SplitMLP("),),
-        "are equal",
     ),
 ]

@@ -102,14 +102,6 @@ def test_a_damaged_one_is_named_and_passed_over(how: str, run: Path) -> None:
         latest_valid(run)
 
 
-def test_a_run_says_which_one_it_passed_over(run: Path) -> None:
-    flip_a_bit(step(run, 4))
-    ended = fork_python("primer/intro.py", "--resume", run, "--steps", "6", "--out", run / "on").finish()
-    assert ended.status == 0, ended.err
-    assert "# skipped a checkpoint: step-00000004: shard-" in ended.out
-    assert f"# resuming from {step(run, 2)}, after 2 steps\n" in ended.out
-
-
 @pytest.mark.parametrize("where", ["nowhere", "."])
 def test_a_folder_without_any(where: str, tmp_path: Path) -> None:
     sentence = "there is no such folder" if where == "nowhere" else SENTENCE
@@ -172,6 +164,9 @@ def test_a_file_of_stories_may_move_but_not_change(tmp_path: Path) -> None:
     assert f"# stories from {moved}\n" in ended.out
     assert "that the checkpoint names" not in ended.out
     assert parse(TrainSettings(), "", resume).data == str(moved)
+    automatic = [*resume[:2], "--data", "auto", "--steps", "6", "--out", str(tmp_path / "auto")]
+    [[sentence]] = run_ranks(1, gone_on, *automatic)
+    assert f"it was trained on --data {stories}" in sentence
     moved.write_text(moved.read_text().replace("dog", "cat"))
     with pytest.raises(InputError, match=f"it was trained on --data {stories}; leave out"):
         parse(TrainSettings(), "", resume)
@@ -430,16 +425,6 @@ def test_a_tokenizer_of_ones_own_outlives_the_checkpoint_that_it_came_from(tmp_p
     own.unlink()
     assert run_ranks(1, gone_on, *flags, "--steps", "6", "--resume", str(run)) == [["step-00000006"]]
     assert latest_valid(run).tokenizer.read_bytes().endswith(b"\xa0\x06\x00")
-
-
-def test_auto_data_has_to_be_the_same_too(tmp_path: Path) -> None:
-    stories = tmp_path / "a.txt"
-    stories.write_text("Once upon a time there was a dog.\n<|endoftext|>\n" * 40)
-    out = str(tmp_path / "run")
-    run_ranks(1, train, "primer/intro.py", ["--data", str(stories), "--save-every", "2", "--out", out])
-    resume = ["--resume", out, "--steps", "6", "--data", "auto", "--out", str(tmp_path / "on")]
-    [[sentence]] = run_ranks(1, gone_on, *resume)
-    assert f"it was trained on --data {stories}" in sentence
 
 
 def sees_only_its_own_files(rank: int, out: Path, port: int) -> str:

@@ -231,7 +231,7 @@ def compare(rank: int, world_size: int, port: int, transport: Transport) -> list
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_call_gives_what_is_computed_by_hand(world_size: int, transport: Transport) -> None:
     by_rank = run_ranks(world_size, compare, world_size, free_port(), transport)
     assert by_rank[0][0]

@@ -63,7 +63,7 @@ def reduce_all(rank: int, world_size: int, port: int, expected: list[Tensor]) ->
         assert context.shares_memory == (world_size > 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> None:
     sizes = [*SIZES, *SIZES]  # in shared memory, and through its slots
     expected = [combined(world_size, size, dtype, op) for dtype in DTYPES for op in OPS for size in sizes]
@@ -127,7 +127,7 @@ def pass_on(rank: int, world_size: int, port: int) -> None:
         assert sent_bytes["a row of each"] * 3 * (world_size - 1) == sent_bytes["weights"], "two of each rank"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_reduce_scatter_all_gather_and_broadcast_are_those_over_gloo_to_the_last_bit(world_size: int) -> None:
     run_ranks(world_size, pass_on, world_size, free_port())
 

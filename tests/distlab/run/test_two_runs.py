@@ -41,8 +41,7 @@ def train_often(rank: int, script: str, flags: list[str], outs: list[Path], port
     ("script", "world_size", "flags"),
     [
         ("primer/intro.py", 1, []),
-        ("DP/gradient_aggr/intro_DP_GA.py", 3, ["--world-size", "3", "--transport", "shared"]),
-        ("DP/gradient_aggr/intro_DP_GA.py", 2, ["--world-size", "2", "--transport", "gloo"]),
+        ("DP/gradient_aggr/intro_DP_GA.py", 3, ["--world-size", "3", "--transport", "gloo"]),
         ("hybrid/intro_hybrid.py", 4, "--dp 2 --pp 2 --tp 1 --transport shared".split()),
     ],
 )
