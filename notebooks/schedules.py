@@ -16,9 +16,13 @@ with app.setup:
     from simplellm.errors import InputError
 
     def drawn(name, micro_batches=6, steps=1):
-        """Return the drawing of steps in a row."""
+        """Return steps in a row, as a drawing and as a table."""
         plan = simulate(in_a_row(all_stages(name, 3, micro_batches), steps))
-        return mo.Html(drawing.passes(plan, [f"worker {n}" for n in range(3)], about=f"{name}, {steps} steps"))
+        return with_table(plan, [f"worker {n}" for n in range(3)], f"{name}, steps: {steps}")
+
+    def with_table(plan, names, about):
+        folded = mo.accordion({f"Table: each pass of {about}": mo.Html(schedules.table(plan, names))})
+        return mo.vstack([mo.Html(drawing.passes(plan, names, about=about)), folded])
 
 
 @app.cell
@@ -213,12 +217,10 @@ def _(forward, inputs, own, transfer, weights):
     except InputError as error:
         _lines = schedules.numbered(own.value)
         mo.stop(True, mo.callout(mo.md(f"The library says: {error}\n\n```text\n{_lines}\n```"), kind="warn"))
-    numbered = [f"worker {n}" for n in range(len(own_plan.rows))]
     mo.vstack(
         [
             mo.md(f"It runs: {own_plan.makespan:g} ticks, idle {sum(own_plan.bubble) / len(own_plan.bubble):.1%}."),
-            mo.Html(drawing.passes(own_plan, numbered)),
-            mo.accordion({"Table: each pass": mo.Html(schedules.table(own_plan, numbered))}),
+            with_table(own_plan, [f"worker {n}" for n in range(len(own_plan.rows))], "this schedule"),
         ]
     )
     return

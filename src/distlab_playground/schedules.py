@@ -12,7 +12,7 @@ from distlab_page.contents import NO_BUBBLE
 from distlab_playground import drawing
 from simplellm.errors import InputError, require
 
-ACTION = re.compile(r"([A-Za-z])(\d+)('*)")
+ACTION = re.compile(r"([A-Za-z])(\d{1,4})('*)")
 A_LINE = "give a worker's actions on a line, such as F0 F1 B0 B1, or I0 W0 for a backward pass in two parts"
 
 

@@ -83,6 +83,7 @@ def test_a_schedule_written_as_text_is_read_as_it_was(name: str) -> None:
         ("F0 B0\nF0'", "worker 1, F0': it holds 1 stages"),
         ("F0 B0\none: F0", "worker 1, one: give the numbers of its stages"),
         ("F0 then B0", "worker 0, then: give a worker's actions on a line"),
+        ("F99999 B0", "worker 0, F99999: give a worker's actions on a line"),
         ("B0 F0\nF0 B0", "stage 0 runs B0 before F0"),  # the library's
         ("F0 F1 B0 B1\nF1 B1 F0 B0", "both ends of a link must agree on the order"),
         ("", "the schedule has no workers"),
@@ -131,7 +132,8 @@ def test_an_app_shows_nothing_of_its_answer_before_a_guess_and_then_colors_for_a
     after, then = shown(name, GUESSES[name], **({"asked": PLANNED} if name == "layouts" else {}))
     assert ("Lock this guess" in before, "Lock this guess" in after) == (True, False)
     answers = re.compile(r"Right|No:|did not compute|<table|<svg")
-    assert len(answers.findall(before)) == (name == "schedules"), "the drawing that explains the question"
+    explained = ["<svg", "<table"] if name == "schedules" else []  # an example, before the question
+    assert answers.findall(before) == explained
     assert answers.search(after)
     assert then.keys() > asked.keys()
     colors = {*re.findall('(?:fill|stroke)="(#[^"]*)"', after)}
@@ -243,6 +245,7 @@ def test_costs_limits_deaths_and_own_schedules_reach_the_library() -> None:
     assert "It runs: 9 ticks" in text
     text, values = shown("schedules", "gpipe", own="F0 F1 B0 B1\nF1 B1 F0 B0")
     assert "both ends of a link must agree on the order" in text
+    assert "worker 1 | F1 B1 F0 B0" in text
     assert "own_plan" not in values
 
 
