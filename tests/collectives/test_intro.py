@@ -52,7 +52,7 @@ def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_ring_by_hand_sends_the_bytes_of_the_formula_and_has_the_librarys_sum(ranks: int, tmp_path: Path) -> None:
     """The script itself compares the sums."""
     ended = fork_launcher("collectives", "--world-size", ranks, "--elements", 3000, "--out", tmp_path).finish()

@@ -68,7 +68,7 @@ def assert_is_the_product(c: Matrix, a: Tensor, b: Tensor) -> None:
     assert ((c.double() - a @ b).abs() <= rounding).all()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_equals_the_product_of_one_process(world_size: int) -> None:
     results = run_ranks(world_size, multiply_all, world_size, free_port(), deadline=DEADLINE)
     for index, (a, b) in enumerate(pairs()):

@@ -27,7 +27,7 @@ sys.path.append(str(LAB))
 from primer.mlp import MLP, ModelConfig, evaluate, gen_dataset
 
 LINE = re.compile(r"step (\d+) \| train_loss (\d+\.\d{4}) \| test_loss (\d+\.\d{4}) \| step time \d+\.\d\dms")
-SMALL = "--n-layers 2 --d-in 16 --n-classes 4 --d-hidden 8 --train-size 500 --niters 301".split()
+SMALL = "--n-layers 2 --d-in 16 --n-classes 4 --d-hidden 8 --train-size 500 --niters 201".split()
 
 
 def reports(out: str) -> list[tuple[str, float, float]]:
@@ -60,7 +60,7 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(script: str, world_s
         ended = [rank.finish(60) for rank in ranks]
     assert [end.status for end in ended] == [0] * world_size, [end.err for end in ended]
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["inputs"] for record in records] == [7 * world_size * (step + 1) for step in range(301)]
+    assert [record["inputs"] for record in records] == [7 * world_size * (step + 1) for step in range(201)]
     assert records[-1]["loss"] < records[0]["loss"] - 0.3
     assert all(record["sent_bytes"].get("gradients", 0) > 0 for record in records) == (world_size > 1)
     assert "inputs/s" in ended[0].out
