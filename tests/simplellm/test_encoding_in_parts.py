@@ -12,7 +12,7 @@ from simplellm.dataloaders import TinyStories
 from simplellm.stories import story
 from simplellm.tokenizers import PART_CHARACTERS, SPTokenizer
 
-TEXT = " ".join(story(number, 0, "train").replace("\n", " ") for number in range(400))
+TEXT = " ".join(story(number, 0, "train").replace("\n", " ") for number in range(220))
 MODELS: dict[str, dict[str, Any]] = {  # and those that go across spaces, or lose them: their texts stay whole
     "unigram": {},
     "bpe": {"model_type": "bpe", "remove_extra_whitespaces": False},
