@@ -94,11 +94,11 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
         formulas.add_ring("gradients", layout.size("cp"), 1, 2, Size(weights, f"{weights:,} weights"))
         _add_exchanges(formulas, run, weights, replicas, steps)
     elif compress == "powersgd":
-        del formulas["gradients", None]
+        formulas.pop(("gradients", None), None)
         factors = _factors(model.sizes, model.n_layers, settings["powersgd_rank"])
         formulas.add_ring("gradients", holders.size, 1, 2, Size(factors, f"{factors:,} factors"))
     elif compress == "topk":
-        del formulas["gradients", None]
+        formulas.pop(("gradients", None), None)
         most = Size(int(settings["topk_share"] * weights), f"{settings['topk_share']:g} {TIMES} {weights:,} weights", 8)
         formulas.add("gradients", None, holders.size - 1, f"({holders.size} - 1)", most)
     if settings.get("sequence_parallel"):

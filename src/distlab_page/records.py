@@ -70,7 +70,8 @@ class Records:
     def dead(self) -> set[int]:
         """The ranks that the last repair left out, and those that a log names as having failed."""
         left = self.repairs[-1][1] if self.repairs else range(self.ranks)
-        lines = (line for lines in self.logs.values() for line in lines if not GOES_ON.search(line))
+        logs = [self.logs.get("launcher", [])] if self.repairs else self.logs.values()  # a spare may be in the place
+        lines = (line for lines in logs for line in lines)
         return {*range(self.ranks)} - {*left} | {int(found[1]) for line in lines if (found := FAILED.match(line))}
 
     @property

@@ -23,6 +23,7 @@ from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
 from distlab_planner.machine import write_machine
 from distlab_planner.memory import held
+from distlab_planner.sent import sent_in_step
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 
@@ -76,7 +77,7 @@ def test_a_compiled_run_is_the_run_of_one_process(
     expected_parameters, expected_gradients, expected_losses = one_process(rows)
     parameters, gradients, losses = train_on(ranks, script, tmp_path, "--compile", *flags.split(), deadline=240)
     if "DP/" in script:
-        assert_activations_as_planned(script, flags, tmp_path)
+        assert_as_planned(script, flags, tmp_path)
     log = (tmp_path / "rank0.log").read_text()
     assert re.search(r"# compiled in \d+\.\d s", log), "it says how long that took"
     assert ("blocks and head of these micro-batches stay uncompiled" in log) == ("zb" in flags)
@@ -88,12 +89,14 @@ def test_a_compiled_run_is_the_run_of_one_process(
         assert set().union(*own) == set(expected)
 
 
-def assert_activations_as_planned(script: str, flags: str, run: Path) -> None:
+def assert_as_planned(script: str, flags: str, run: Path) -> None:
     write_machine(cluster(device="cpu"), machine := run / "machine.json")
     arguments = ["0", *MODEL, "--data", "sample", "--compile", *flags.split(), "--transport", "auto"]
     prediction = parse(load(script).DEFAULTS, "", [*arguments, "--machine", str(machine)]).prediction
     counted = json.loads((run / "memory.json").read_text())[0]["activations"]
     assert held(prediction.costs, 0).activations == pytest.approx(counted, abs=8)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
+    assert sent_in_step(prediction.costs, 0)["gradients", None].bytes == last["gradients"]
 
 
 def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:
