@@ -1,6 +1,5 @@
 """The lab as it is called: from any folder and through links, with streams closed, on machines that lack something."""
 
-import ctypes
 import itertools
 import os
 import resource
@@ -15,12 +14,11 @@ from typing import Any
 
 import pytest
 from support.processes import LAB, Ended, run
-from support.terminals import fork_command, fork_launcher
+from support.terminals import CLONE_NEWNET, CLONE_NEWNS, fork_command, fork_launcher, unshare
 
 LAUNCH = str(LAB / "launch.sh")
 TINY = "--device cpu --data sample --dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --batch-size 1 --steps 2".split()
 RANK_0 = str(LAB / "DP/gradient_aggr/intro_DP_GA.py")
-CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000  # of <sched.h>
 TWO = [LAUNCH, "dp-ga", "--world-size", "2", *TINY]
 
 
@@ -141,13 +139,6 @@ def test_an_old_locale_and_a_low_limit_on_open_files_end_no_run(tmp_path: Path) 
     ended = in_shell(f"ulimit -Sn 30; exec {shown(*TWO)}", tmp_path, **old, OMP_PROC_BIND="false")
     assert ended.status == 0, ended.err
     assert "OMP_PROC_BIND" not in ended.err, "which binds no thread"
-
-
-def unshare(kind: int, *commands: str) -> None:
-    """Give this process namespaces of its own, and run commands in them."""
-    assert ctypes.CDLL(None).unshare(kind) == 0
-    for command in commands:
-        subprocess.run(command.split(), check=True)
 
 
 @pytest.mark.parametrize("is_missing", [False, True])

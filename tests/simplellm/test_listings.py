@@ -20,7 +20,7 @@ from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage,
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-WORLD_SIZE, STEPS, BATCH_SIZE, SEQ_LEN, DMODEL = 3, 25, 3, 48, 48
+WORLD_SIZE, STEPS, BATCH_SIZE, SEQ_LEN, DMODEL = 3, 12, 3, 48, 48
 LAYERS = 6
 
 

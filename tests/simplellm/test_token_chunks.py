@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -16,7 +17,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
-from support.processes import LAB, meeting_of, run, run_ranks
+from support.processes import meeting_of, run_ranks
+from support.terminals import CLONE_NEWNS, fork_command, unshare
 
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
@@ -202,10 +204,10 @@ def test_without_a_cache_tokens_stay_in_memory(value: str, tmp_path: Path, monke
     reason="needs a mount namespace",
 )
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
-    mount = f"mkdir {tmp_path}/disk && mount -t tmpfs -o size=8k none {tmp_path}/disk"
-    flags = f"--world-size 2 --batch-size 2 --steps 2 --data sample --out {tmp_path}/run"
-    ended = run("unshare", "-m", "bash", "-c", f"{mount} && exec {LAB}/launch.sh dp-ga {flags}",
-                SIMPLELLM_CACHE=f"{tmp_path}/disk/cache")  # fmt: skip
+    (disk := tmp_path / "disk").mkdir()
+    mount = partial(unshare, CLONE_NEWNS, "mount --make-rprivate /", f"mount -t tmpfs -o size=8k none {disk}")
+    command = f"launch.sh dp-ga --world-size 2 --batch-size 2 --steps 2 --data sample --out {tmp_path}/run".split()
+    ended = fork_command(command, mount, SIMPLELLM_CACHE=f"{disk}/cache").finish()
     assert ended.status == 2
     wanted = rf"# rank \d failed: cannot write {tmp_path}/disk/cache/tokens/\S+ \(No space left on device\); make room"
     assert re.fullmatch(wanted, ended.err.splitlines()[-1]), ended.err

@@ -9,6 +9,7 @@ import logging
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -22,6 +23,8 @@ from distlab import launch as launcher
 from distlab.launching.forks import Forked
 from distlab.machine.torch_patches import silence_torch_warnings
 from support.processes import LAB, Ended, before_forks, collect_before_a_fork, finish, free_port, leave_group
+
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000  # of <sched.h>
 
 
 class Fork(Forked):
@@ -107,6 +110,13 @@ def enter(namespace: str) -> None:
     with open(f"/var/run/netns/{namespace}") as handle:
         if libc.setns(handle.fileno(), 0) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
+def unshare(kind: int, *commands: str) -> None:
+    """Give this process namespaces of its own, and run commands in them."""
+    assert ctypes.CDLL(None).unshare(kind) == 0
+    for command in commands:
+        subprocess.run(command.split(), check=True)
 
 
 def _fork(program: Callable[[], object], environment: Mapping[str, str]) -> Fork:

@@ -90,16 +90,14 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         pick_device_type("cuda")
 
 
-@pytest.mark.parametrize("flags", ["--save-every 1", "--trace"])
-def test_a_run_on_the_cpu_never_opens_a_gpu(flags: str, tmp_path: Path) -> None:
+def test_a_run_on_the_cpu_never_opens_a_gpu(tmp_path: Path) -> None:
     """Not even through a library that it calls, on a machine that has one."""
     open_gpu = "def open_gpu(*_): raise AssertionError('a GPU was opened')"
     see_gpu = "torch.cuda.is_available = lambda: os.environ.get('CUDA_VISIBLE_DEVICES') != ''"
     patch = f"{open_gpu}\n{see_gpu}\ntorch.cuda._lazy_init = torch._C._cuda_init = open_gpu"
     start = f"import os, runpy, torch\n{patch}\nrunpy.run_path({str(LAB / 'primer/intro.py')!r}, run_name='__main__')"
-    ended = run(
-        sys.executable, "-c", start, *MODEL, *TRAINING, "--steps", "2", *flags.split(), "--out", tmp_path / "out"
-    )
+    flags = [*MODEL, *TRAINING, *"--steps 2 --save-every 1 --trace".split(), "--out", tmp_path / "out"]
+    ended = run(sys.executable, "-c", start, *flags)
     assert ended.status == 0, ended.err
     assert steps_taken(tmp_path / "out") == 2
 
