@@ -15,7 +15,7 @@ from support.processes import LAB, Ended, alive, finish, start, wait_for
 from distlab.launch import launch as launch_command
 from simplellm.errors import InputError
 
-pytestmark = pytest.mark.alone
+alone = pytest.mark.alone  # ranks that wait for each other take whole cores
 
 MPI = LAB / "mpi"
 HERE = Path(__file__).parent
@@ -31,6 +31,7 @@ def end_soon(pids: list[int]) -> bool:
     return wait_for(lambda: not any(alive(pid) for pid in pids), 10)
 
 
+@alone
 @pytest.mark.parametrize(
     ("ranks", "tests"), [(0, "data_split"), (4, "get_info transformer_forward transformer_backward")]
 )
@@ -48,6 +49,7 @@ def test_without_mpirun_the_tests_for_several_ranks_are_skipped() -> None:
     assert re.search(r"^10 passed, \d+ skipped", ended.out, re.MULTILINE)
 
 
+@alone
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_all_cases(ranks: int) -> None:
     ended = mpirun(ranks, "mpi-test.py", "--seed", "1")
@@ -65,6 +67,7 @@ def test_all_cases(ranks: int) -> None:
     assert len(results) == len(shown) + 3 + 2, "what ranks had and got, and the rows of two tables"
 
 
+@alone
 @pytest.mark.parametrize(
     ("method", "case", "verdict"),
     [
@@ -97,6 +100,7 @@ runpy.run_path({str(MPI / "mpi-test.py")!r}, run_name="__main__")
     return script
 
 
+@alone
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_refusals_and_counted_bytes(ranks: int) -> None:
     ended = mpirun(ranks, HERE / "ranks.py")
@@ -118,6 +122,7 @@ def test_results_refusals_and_counted_bytes(ranks: int) -> None:
     }
 
 
+@alone
 @pytest.mark.parametrize(
     ("failure", "last_line"),
     [
@@ -143,6 +148,7 @@ Communicator.myAlltoall = fail"""
     assert end_soon(ranks)
 
 
+@alone
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_leaves_no_rank_behind(sent: signal.Signals, tmp_path: Path) -> None:
     begun = "open(__file__ + f'.{self.Get_rank()}.begun', 'w')"

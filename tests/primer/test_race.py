@@ -19,8 +19,6 @@ from simplellm.errors import InputError
 sys.path.append(str(LAB))
 from primer import race as lesson
 
-pytestmark = pytest.mark.alone
-
 ROW = re.compile(r"# (.+?) {2,}([\d,]+) +([\d,]+) +(\d+\.\d\d)")
 HAS_GLOBAL_LOCK = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -31,6 +29,7 @@ def rows(out: str) -> list[tuple[str, int, int]]:
     return [(match[1], int(match[2].replace(",", "")), int(match[3].replace(",", ""))) for match in matches]
 
 
+@pytest.mark.alone
 def test_processes_lose_updates_and_the_cures_do_not(tmp_path: Path) -> None:
     ended = run_script("primer/race.py", "--repeats", "400000", "--out", tmp_path)
     assert ended.status == 0, ended.err
@@ -53,6 +52,7 @@ def lost_on_one_core(rank: int) -> int:
     return 2 * lesson.DEFAULTS.repeats - shared.value
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system cannot keep a process to one core")
 def test_two_processes_on_one_core_lose_updates_too() -> None:
     (lost,) = run_ranks(1, lost_on_one_core)
