@@ -6,7 +6,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from distlab.axes.layout import Layout, describe_rank, layout_size, pipelines_on_host, ranks_along
-from distlab.comm.context import Group, during, group_timeout
+from distlab.comm.context import Group, context_if_any, during
 
 
 class Axis:
@@ -14,9 +14,7 @@ class Axis:
 
     Attributes:
         names: the axes, in the order of the layout; axes of size 1 are left out.
-        layout: all axes and their sizes.
         rank: this rank's number among these ranks, from 0.
-        size: number of these ranks.
     """
 
     def __init__(self, grid: "Grid", names: tuple[str, ...]) -> None:
@@ -63,9 +61,11 @@ class Axis:
         groups = [list(ranks) for ranks in self._grid.ranks_along(self.names)]
         if all(len(ranks) in (1, self._grid.size) for ranks in groups):
             return
+        context = context_if_any()
         with during(f"all ranks to create the groups along {self}"):
             # Every rank must take part in creating every group, including those that it is not in.
-            self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
+            timeout = context.group_timeout if context else None
+            self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
         from distlab.comm.group import connect  # here, because one process has no use for it
 
         connect(self._group)

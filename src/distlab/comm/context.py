@@ -5,7 +5,7 @@ import json
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -164,12 +164,7 @@ class ContextGroup(dist.ProcessGroup):
 
 
 def first_context(made: Any, options: Options | None) -> Context:
-    """Return the context of a default group; without places in `options`, all ranks exchange theirs.
-
-    Args:
-        made: torch's description of the group.
-        options: from `pg_options`.
-    """
+    """Return the context of a default group; without places in `options`, all ranks exchange theirs."""
     asked = options or Options()
     if asked.timeout_seconds is None:
         asked.timeout_seconds = made.timeout.total_seconds()
@@ -198,26 +193,22 @@ def context_of(group: dist.ProcessGroup | None = None) -> Context:
     Raises:
         ValueError: there is no such group.
     """
-    found = group if group is not None else dist.group.WORLD
-    if not isinstance(found, ContextGroup):
+    context = context_if_any(group)
+    if context is None:
         raise ValueError('call dist.init_process_group("lab") first')
-    return found.context
+    return context
 
 
-@contextlib.contextmanager
-def during(what: str) -> Iterator[None]:
-    """Name the waits inside: each is for all other ranks, for `what`, also if a library waits (`Waits.during`).
+def context_if_any(group: dist.ProcessGroup | None = None) -> Context | None:
+    """Return the context of a group; None if it is not of this backend."""
+    found = group if group is not None else dist.group.WORLD
+    return found.context if isinstance(found, ContextGroup) else None
+
+
+def during(what: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which waits are for all other ranks, for `what`, also if a library waits (`Waits.during`).
 
     In a group of another backend, waits have no names.
     """
-    named: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    with contextlib.suppress(ValueError):
-        named = context_of().waits.during(what)
-    with named:
-        yield
-
-
-def group_timeout() -> timedelta | None:
-    """Return the deadline for groups other than the default group; None if the default group has another backend."""
-    found = dist.group.WORLD
-    return found.context.group_timeout if isinstance(found, ContextGroup) else None
+    context = context_if_any()
+    return context.waits.during(what) if context else contextlib.nullcontext()

@@ -4,13 +4,15 @@ None stands for the group of all ranks.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.context import ContextGroup, Group
+from distlab.comm.context import Group, context_if_any
 from distlab.comm.lab_group import LabGroup
+from distlab.comm.names import CONTROL, named
 
 # torch 2.11 has these under other names only, which are deprecated in 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,56 +20,86 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def empty(elements: int, like: Tensor, group: Group = None, *, overlaps: bool = False) -> Tensor:
-    """Return zeros (elements,) for repeated communication: `LabGroup.empty`, or plain memory in another backend."""
-    found = _lab_group(group)
-    return like.new_zeros(elements) if found is None else found.empty(elements, like, overlaps=overlaps)
+    """Return zeros (elements,), of `like`'s dtype and device, for repeated communication.
 
+    Where it pays, they are in memory that the ranks of the group share, and their collectives need no copy.
+    All ranks of the group must call this in the same order. `overlaps` is for collectives that are started in
+    `overlapping`.
 
-def connect(group: Group) -> None:
-    """Connect the ranks now: `LabGroup.connect`; other backends need nothing."""
-    found = _lab_group(group)
-    if found is not None:
-        found.connect()
+    Raises:
+        InputError: the transport is "shared", and these ranks cannot share memory.
+        TrafficError: a rank does not take part.
+    """
+    memory = found.memory if (found := _lab_group(group)) else None
+    shared = memory.empty(elements, like, overlaps) if memory and elements else None
+    return like.new_zeros(elements) if shared is None else shared
 
 
 def shares(tensor: Tensor, group: Group = None) -> bool:
-    """Return whether a tensor lies in memory that the ranks of a group share."""
+    """Return whether a tensor lies in memory that this group shares on one host, as a tensor of `empty` may."""
     found = _lab_group(group)
-    return found is not None and found.shares(tensor)
+    return found is not None and found.memory is not None and found.memory.shares(tensor)
 
 
 def received_bytes(parts: Tensor, group: Group = None) -> int:
-    """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends."""
+    """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends: parts received over gloo."""
     found = _lab_group(group)
-    return 0 if found is None else found.received_bytes(parts)
+    answers = (transport.received_bytes(parts) for transport in found.transports) if found else iter([0])
+    return next(answer for answer in answers if answer is not None)
 
 
-def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Group = None, *, slots: int = 1) -> None:
-    """Open queues along a row: `LabGroup.open_queues`; does nothing in another backend."""
+def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Group = None, *, slots: int = 1) -> bool:
+    """Send messages from each rank of a row to the next through memory that both share, where they can.
+
+    Larger messages, and messages without a queue, go over gloo or NCCL. A `send` returns when its message is in one of
+    the `slots`, and so waits for a free one. All ranks of the row call this together.
+
+    Args:
+        row: ranks of the world.
+        message_bytes: size of the largest message.
+        like: a tensor on the messages' device.
+
+    Returns:
+        Whether this rank has such a queue, to or from a neighbor.
+
+    Raises:
+        InputError: the transport is "shared", and these ranks cannot share memory.
+        TrafficError: a rank does not take part.
+    """
+    found, has_queue = _lab_group(group), False
+    for link in pairwise(row):
+        if found and found.queues and found.context.rank in link and link[0] != link[1]:
+            found.queues.open(link, message_bytes, like, slots)
+            has_queue = has_queue or found.queues.has(*link)
+    return has_queue
+
+
+def close_queues(row: Sequence[int], group: Group = None) -> None:
+    """Close the queues along a row; all their messages must have been received or be in a slot."""
     found = _lab_group(group)
-    if found is not None:
-        found.open_queues(row, message_bytes, like, slots=slots)
+    for link in pairwise(row):
+        if found and found.queues:
+            found.queues.close_queue(link)
+
+
+def connect(group: Group) -> None:
+    """Over NCCL, connect the ranks now rather than in the first step.
+
+    NCCL connects ranks in their first collective, which may have to wait until the GPU is idle. Within a step, the GPU
+    may be busy with a receive that the sender serves only after this collective: a deadlock.
+    """
+    found = _lab_group(group)
+    if found and found.context.is_over_nccl:
+        with named("a first message", CONTROL):
+            dist.all_reduce(torch.zeros(1, device=found.context.device), group=group)
 
 
 def device_of(group: Group = None) -> torch.device:
     """Return the device from which a tensor is sent without a copy: this rank's GPU over NCCL, else host memory."""
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, ContextGroup):
+    context = context_if_any(group)
+    if context is None:
         return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-    return found.context.device if found.context.is_over_nccl else torch.device("cpu")
-
-
-def close_queues(row: Sequence[int], group: Group = None) -> None:
-    """Close the queues along a row: `LabGroup.close_queues`."""
-    found = _lab_group(group)
-    if found is not None:
-        found.close_queues(row)
-
-
-def has_queue(sender: int, receiver: int, group: Group = None) -> bool:
-    """Return whether this rank has an end of an open queue from one rank of the world to another."""
-    found = _lab_group(group)
-    return found is not None and found.has_queue(sender, receiver)
+    return context.device if context.is_over_nccl else torch.device("cpu")
 
 
 def _lab_group(group: Group) -> LabGroup | None:

@@ -22,9 +22,8 @@ reduce-scatter the coalesced ones. A method that this class does not override wo
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import Context, ContextGroup
 from distlab.comm.context import Transport as AskedTransport
 from distlab.comm.gloo import connect
-from distlab.comm.names import CONTROL, counted_as, name_of, named
+from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND, Way
 from distlab.comm.transports.library import Library
@@ -50,14 +49,9 @@ from distlab.machine.supervision import shut_down
 
 
 class LabGroup(ContextGroup):
-    """Ranks that communicate through torch's interface; see the module.
+    """Ranks, given by their numbers in the world, that communicate through torch's interface; see the module.
 
-    Args:
-        context: the state that this rank's groups share.
-        store: the store in which the ranks of the group meet.
-        ranks: the group's ranks in the world.
-        timeout: of torch's own group.
-        transport: for tensors in host memory.
+    `timeout` is of torch's own group; `transport`, if given, replaces the context's.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class LabGroup(ContextGroup):
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
         self._transport = context.options.transport if transport is None else transport
         self._sockets: set[tuple[int, int]] = set()  # of gloo, if the group can be abandoned
-        self._transports: list[Transport] = []  # none if the ranks have not met
+        self.transports: list[Transport] = []  # none if the ranks have not met
         context.groups.add(self)
         self._open()
 
@@ -97,45 +91,32 @@ class LabGroup(ContextGroup):
                 kind = kinds.GLOO
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), kind, self._library)
-        self._memory: OneHost | SeveralHosts | None = None
-        self._queues: Queues | None = None
-        self._transports = list(self._choose_transports())
-
-    def _choose_transports(self) -> Iterator[Transport]:
-        """Yield the transports in the order in which they are asked."""
-        members, takes_all = self._members, self._transport == "shared"
-        hosts = len(members.by_host)
+        members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.by_host)
+        self._plain = Library(self._library, members, self._timeout)
+        self.memory: OneHost | SeveralHosts | None = None
+        self.queues: Queues | None = None
+        self.transports = [self._plain]  # in the order in which they are asked
         if self._transport != "gloo" and not self.context.is_over_nccl and hosts < members.size:
-            self._queues = Queues(members, self._tell, self._ask)
-            yield self._queues
-            is_one = hosts == 1
-            self._memory = (
-                OneHost(members, takes_all, self._library) if is_one else SeveralHosts(members, takes_all, self._name)
+            self.queues = Queues(members, self)
+            one = hosts == 1
+            self.memory = (
+                OneHost(members, takes_all, self._library) if one else SeveralHosts(members, takes_all, self._name)
             )
-            yield self._memory
-        yield Library(self._library, members, self._timeout)
+            self.transports = [self.queues, self.memory, self._plain]
 
     def _name(self) -> str:
         """The group's name, which torch gives it when it has been made."""
         return f"{self.group_name}/{self._epoch}"
 
-    def _tell(self, tensor: Tensor, to: int, what: str) -> None:
-        with named(what, CONTROL):
-            self.send([tensor], to, 0).wait()
-
-    def _ask(self, tensor: Tensor, source: int, what: str) -> None:
-        with named(what, CONTROL):
-            self.recv([tensor], source, 0).wait()
-
     def shutdown(self) -> None:
         """End the group; `dist.destroy_process_group` calls it. The caller must have waited for every operation."""
-        for transport in self._transports:
+        for transport in self.transports:
             transport.close()
 
     def abandon(self) -> None:
         shut_down(self._sockets)
         self._sockets = set()
-        for transport in self._transports:
+        for transport in self.transports:
             transport.close()
 
     def reopen(self, epoch: int) -> None:
@@ -148,72 +129,8 @@ class LabGroup(ContextGroup):
         self._epoch = epoch
         self._open()
 
-    # Memory and queues
-
-    def empty(self, elements: int, like: Tensor, *, overlaps: bool = False) -> Tensor:
-        """Return zeros (elements,), of `like`'s dtype and device, for repeated communication.
-
-        Where it pays, they are in memory that the ranks of the group share, and their collectives need no copy.
-        All ranks of the group must call this in the same order. `overlaps` is for collectives that are started in
-        `overlapping`.
-
-        Raises:
-            InputError: the transport is "shared", and these ranks cannot share memory.
-            TrafficError: a rank does not take part.
-        """
-        shared = self._memory.empty(elements, like, overlaps) if self._memory and elements else None
-        return like.new_zeros(elements) if shared is None else shared
-
-    def shares(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in memory that this group shares on one host, as a tensor of `empty` may."""
-        return self._memory is not None and self._memory.shares(tensor)
-
-    def open_queues(self, row: Sequence[int], message_bytes: int, like: Tensor, *, slots: int = 1) -> None:
-        """Send messages from each rank of a row to the next through memory that both share, where they can.
-
-        Larger messages, and messages without a queue, go over gloo or NCCL. A `send` returns when its message is in one
-        of the `slots`, and so waits for a free one. All ranks of the row call this together.
-
-        Args:
-            row: ranks of the world.
-            message_bytes: size of the largest message.
-            like: a tensor on the messages' device.
-
-        Raises:
-            InputError: the transport is "shared", and these ranks cannot share memory.
-            TrafficError: a rank does not take part.
-        """
-        for link in pairwise(row):
-            if self._queues and self.context.rank in link and link[0] != link[1]:
-                self._queues.open(link, message_bytes, like, slots)
-
-    def close_queues(self, row: Sequence[int]) -> None:
-        """Close the queues along a row; all their messages must have been received or be in a slot."""
-        for link in pairwise(row):
-            if self._queues:
-                self._queues.close_queue(link)
-
-    def has_queue(self, sender: int, receiver: int) -> bool:
-        """Return whether this rank has an end of an open queue from one rank of the world to another."""
-        return self._queues is not None and self._queues.has(sender, receiver)
-
-    def connect(self) -> None:
-        """Over NCCL, connect the ranks now rather than in the first step.
-
-        NCCL connects ranks in their first collective, which may have to wait until the GPU is idle. Within a step, the
-        GPU may be busy with a receive that the sender serves only after this collective: a deadlock.
-        """
-        if self.context.is_over_nccl:
-            with named("a first message", CONTROL):
-                self.allreduce([torch.zeros(1, device=self.context.device)]).wait()
-
-    def received_bytes(self, parts: Tensor) -> int:
-        """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends: parts received over gloo."""
-        answers = (transport.received_bytes(parts) for transport in self._transports)
-        return next(answer for answer in answers if answer is not None)
-
     def held_back(self) -> list[Wait]:
-        return self._memory.held_back() if self._memory else []
+        return self.memory.held_back() if self.memory else []
 
     # Collectives
 
@@ -308,19 +225,19 @@ class LabGroup(ContextGroup):
         root, op = asked.rootRank, _kind_of(asked.reduceOp)
         _refuse_gaps(tensor)
         wait, sent_bytes = self._collective("reduce"), tensor.nbytes * (self.rank() != root)
-        return self._begin(wait, lambda by: by.reduce(tensor, root, op), [tensor], sent_bytes)
+        return self._begin(wait, lambda _: self._plain.reduce(tensor, root, op), [tensor], sent_bytes)
 
     def gather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         [own], root = input, (opts or dist.GatherOptions()).rootRank
         _refuse_gaps(own, *(tensor for tensors in output for tensor in tensors))
         wait, sent_bytes = self._collective("gather"), own.nbytes * (self.rank() != root)
-        return self._begin(wait, lambda by: by.gather(output, own, root), [own], sent_bytes)
+        return self._begin(wait, lambda _: self._plain.gather(output, own, root), [own], sent_bytes)
 
     def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Pending:
         [own], root = output, (opts or dist.ScatterOptions()).rootRank
         _refuse_gaps(own, *(tensor for tensors in input for tensor in tensors))
         wait, sent_bytes = self._collective("scatter"), (self.size() - 1) * own.nbytes * (self.rank() == root)
-        return self._begin(wait, lambda by: by.scatter(own, input, root), [own], sent_bytes)
+        return self._begin(wait, lambda _: self._plain.scatter(own, input, root), [own], sent_bytes)
 
     def barrier(self, opts: Any = None) -> Pending:
         tensor = torch.zeros(1, device=self.context.device)
@@ -383,13 +300,12 @@ class LabGroup(ContextGroup):
         """Start the operation in the first transport that accepts it.
 
         Args:
-            wait: the name of the wait for it.
             ask: starts the operation in a transport; None if the transport does not accept it.
             tensors: the tensors that it sends or fills.
             sent_bytes: the bytes that this rank sends, for the ledger; None if they are not counted.
         """
         with self.context.waits.during(wait):
-            carried = next(answer for by in self._transports if (answer := ask(by)) is not None)
+            carried = next(answer for by in self.transports if (answer := ask(by)) is not None)
         if sent_bytes is not None:
             columns: Mapping[str, int] = carried.sent_bytes or {"": sent_bytes}
             for column, count in columns.items():

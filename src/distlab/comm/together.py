@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from distlab.comm.context import Context, context_of
+from distlab.comm.context import context_if_any
 from distlab.comm.names import CONTROL, named
 
 SHORTEST_ROUND, LONGEST_ROUND = 0.01, 1.0  # seconds
@@ -20,14 +20,11 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
 
     A separate thread does the work. The calling thread takes part in rounds, in which each rank reports whether it is
     still working. So no rank waits for another for longer than a round, however long the work takes on one of them; a
-    rank that has stopped or exited is found as in any other wait. The work may not communicate.
-
-    Args:
-        what: name of the waits.
+    rank that has stopped or exited is found as in any other wait. The work may not communicate. `what` names the waits.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    context = _context()
+    context = context_if_any()
     device = torch.device("cpu") if context is None else context.device
     longest = LONGEST_ROUND if context is None else min(LONGEST_ROUND, context.waits.timeout_seconds / 8)
     answer: futures.Future[ResultT] = futures.Future()
@@ -57,15 +54,10 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
 
 
 def texts_of_all(text: str, what: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return every rank's text, by its rank in the group; every rank of the group must call this.
-
-    Args:
-        what: name of the waits.
-        group: by default, all ranks.
-    """
+    """Return every rank's text, by its rank in the group; every rank must call this. `what` names the waits."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [text]
-    ranks, rank, context, content = dist.get_world_size(group), dist.get_rank(group), _context(), text.encode()
+    ranks, rank, context, content = dist.get_world_size(group), dist.get_rank(group), context_if_any(), text.encode()
     device = torch.device("cpu") if context is None else context.device
     with named(what, CONTROL):
         lengths = torch.zeros(ranks, dtype=torch.int64, device=device)
@@ -75,11 +67,3 @@ def texts_of_all(text: str, what: str, group: dist.ProcessGroup | None = None) -
         texts[rank, : len(content)] = torch.tensor([*content], dtype=torch.int64)
         dist.all_reduce(texts, group=group)
     return [bytes(row[:length]).decode() for row, length in zip(texts.tolist(), lengths.tolist(), strict=True)]
-
-
-def _context() -> Context | None:
-    """Return the state that the process groups of this rank share, if they are the lab's."""
-    try:
-        return context_of()
-    except ValueError:
-        return None

@@ -10,10 +10,7 @@ from collections.abc import Mapping, Sequence
 def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
     """Return a cycle of nodes, each of which waits for the next and the last for the first; [] if there is none.
 
-    The cycle starts with its smallest node.
-
-    Args:
-        edges: by node, the nodes that it waits for.
+    The cycle starts with its smallest node. `edges` are, by node, the nodes that it waits for.
     """
     finished: set[int] = set()
     for node in sorted(edges):

@@ -98,11 +98,7 @@ class StreamWaits:
 class Waits:
     """This rank's waits for other ranks, each with a name and a deadline.
 
-    Args:
-        rank: this rank.
-        world_size: number of ranks.
-        ledger: adds up the seconds.
-        describe: the name of a rank, as in "rank 4 (stage 1 of replica 1)".
+    `describe` returns the name of a rank, as in "rank 4 (stage 1 of replica 1)".
     """
 
     def __init__(self, rank: int, world_size: int, ledger: Ledger, describe: Callable[[int], str]) -> None:
@@ -132,8 +128,9 @@ class Waits:
 
         In the context, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
         """
-        wait = name if isinstance(name, Wait) else self.for_all_others(name)
-        started = time.perf_counter()
+        if isinstance(name, str):
+            name = Wait(name, "other", tuple(rank for rank in self._ranks if rank != self._rank))
+        wait, started = name, time.perf_counter()
         outer, self._waiting = self._waiting, (wait, started)
         try:
             yield
@@ -145,9 +142,6 @@ class Waits:
             raise
         finally:
             self._waiting = outer
-
-    def for_all_others(self, what: str) -> Wait:
-        return Wait(what, "other", tuple(r for r in self._ranks if r != self._rank))
 
     def waited_so_far(self) -> float:
         """Return the seconds that this rank's thread, and its stream so far, have waited for others."""

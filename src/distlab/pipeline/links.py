@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.context import Group, context_of
-from distlab.comm.group import close_queues, has_queue, open_queues
+from distlab.comm.group import close_queues, open_queues
 from distlab.comm.names import CONTROL, named
 from distlab.pipeline.actions import Programs, Result
 from distlab.pipeline.plan import Link, Plan, acknowledged, most_on_the_way
@@ -101,8 +101,8 @@ class Links:
         if message_bytes > self._message_bytes:
             self._message_bytes = message_bytes
             for way in self._ways.values():  # in the same order on all workers
-                open_queues((way.sender, way.receiver), message_bytes, like, way.group, slots=way.slots)
-                way.is_queue = has_queue(way.sender, way.receiver, way.group)
+                ends = way.sender, way.receiver
+                way.is_queue = open_queues(ends, message_bytes, like, way.group, slots=way.slots)
 
     def finish(self, sends: Iterable[dist.Work], run_on: bool) -> None:
         """Wait for the sends of a step, or, if it runs on, for the sends that the step before has left."""

@@ -18,13 +18,7 @@ from distlab.comm.transports.transport import Carried, Members, Op, Transport
 
 
 class Library(Transport):
-    """A group of gloo or NCCL.
-
-    Args:
-        group: torch's group.
-        members: its ranks.
-        timeout: of its collectives; NCCL has one for the whole group.
-    """
+    """A group of gloo or NCCL. `timeout` is of its collectives; NCCL has one for the whole group."""
 
     def __init__(self, group: Any, members: Members, timeout: timedelta) -> None:
         self._group, self._members, self._size, self._timeout = group, members, members.size, timeout
@@ -103,17 +97,20 @@ class Library(Transport):
         return sent
 
     def reduce(self, tensor: Tensor, root: int, op: Op) -> Carried:
+        """Combine all ranks' tensors on one of them."""
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank, options.timeout = ReduceOp(op), root, self._timeout
         carried = self._staged(tensor)
         return _brought(self._group.reduce([carried], options), tensor, carried)
 
     def gather(self, output: Sequence[Sequence[Tensor]], own: Tensor, root: int) -> Carried:
+        """Collect all ranks' `own` in the root's `output[0]`."""
         options = dist.GatherOptions()
         options.rootRank, options.timeout = root, self._timeout
         return Carried(self._group.gather(output, [own], options))
 
     def scatter(self, own: Tensor, input: Sequence[Sequence[Tensor]], root: int) -> Carried:
+        """Give each rank its tensor of the root's `input[0]`."""
         options = dist.ScatterOptions()
         options.rootRank, options.timeout = root, self._timeout
         return Carried(self._group.scatter([own], input, options))

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.context import NotShared
+from distlab.comm.names import CONTROL, named
 from distlab.comm.transports.mappings import Mapping, Offer, accept, no_offer, not_shared
 from distlab.comm.transports.memory import InMemory
 from distlab.comm.transports.signals import Channel, close_all
@@ -24,21 +26,17 @@ from distlab.comm.transports.transport import Carried, Members, Transport
 THERE, FREE = 1, 2  # signals
 SIZE = struct.Struct("q")  # of the message in a slot, at its beginning
 HEADER_BYTES = 64  # before the message, which is aligned
-Exchange = Callable[[Tensor, int, str], object]
 Bring = Callable[[Tensor], object]  # sends a tensor to the other rank, or fills it with the other rank's message
 
 
 class Queues(Transport):
     """The queues between ranks of a group. A message without a queue, or too large for it, goes over the library.
 
-    Args:
-        members: the ranks.
-        tell: (tensor, rank of the group, name) sends a tensor, and waits until it is sent.
-        ask: (tensor, rank of the group, name) fills a tensor with the next message.
+    Both ends of a queue make it by messages over the group itself.
     """
 
-    def __init__(self, members: Members, tell: Exchange, ask: Exchange) -> None:
-        self._members, self._tell, self._ask = members, tell, ask
+    def __init__(self, members: Members, group: dist.ProcessGroup) -> None:
+        self._members, self._group = members, group
         self._queues: dict[tuple[int, int], SharedQueue] = {}  # by sender and receiver in the world
         self._without: set[tuple[int, int]] = set()  # senders and receivers that cannot share memory
 
@@ -55,13 +53,18 @@ class Queues(Transport):
         other = self._members.ranks.index(receiver if is_sender else sender)
         offer, answer = "the offer of shared memory", "the answer to the offer of shared memory"
         told, asked = (offer, answer) if is_sender else (answer, offer)
+
+        def send(tensor: Tensor) -> None:
+            with named(told, CONTROL):
+                self._group.send([tensor], other, 0).wait()
+
+        def receive(tensor: Tensor) -> None:
+            with named(asked, CONTROL):
+                self._group.recv([tensor], other, 0).wait()
+
         try:
-            self._queues[link] = (offered_queue if is_sender else accepted_queue)(
-                message_bytes,
-                slots,
-                lambda tensor: self._tell(tensor, other, told),
-                lambda tensor: self._ask(tensor, other, asked),
-            )
+            make = offered_queue if is_sender else accepted_queue
+            self._queues[link] = make(message_bytes, slots, send, receive)
         except NotShared as error:
             context.share_less(error, is_first=is_sender)
             self._without.add(link)

@@ -101,18 +101,6 @@ class Transport:
         """Send part r of `own` to rank r, and collect the parts for this rank in `output`; no sizes: equal parts."""
         return None
 
-    def reduce(self, tensor: Tensor, root: int, op: Op) -> Carried | None:
-        """Combine all ranks' tensors on one of them."""
-        return None
-
-    def gather(self, output: Sequence[Sequence[Tensor]], own: Tensor, root: int) -> Carried | None:
-        """Collect all ranks' `own` in the root's `output[0]`."""
-        return None
-
-    def scatter(self, own: Tensor, input: Sequence[Sequence[Tensor]], root: int) -> Carried | None:
-        """Give each rank its tensor of the root's `input[0]`."""
-        return None
-
     def send(self, tensor: Tensor, to: int, tag: int) -> Carried | None:
         """Send a tensor to a rank of the group."""
         return None
