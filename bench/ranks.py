@@ -34,7 +34,7 @@ def join(rank: int, world_size: int, port: int, patient: bool = True, backend: L
     if patient:
         set_up_heap()
     torch.set_num_threads(1)
-    store = open_store(rank, "localhost", port, SECONDS, say=lambda _: None)
+    store = open_store(rank, "localhost", port, SECONDS)
     options = Options(places=[Place("here")] * world_size) if backend == "lab" else None
     with patient_threads() if patient else nullcontext():
         dist.init_process_group(

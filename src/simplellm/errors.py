@@ -52,6 +52,11 @@ def require_package(name: str, what: str, *arguments: str) -> None:
     require(find_spec(name) is not None, f"{what} needs {name}: pip install {name}", *arguments)
 
 
+def say(text: str) -> None:
+    """Print a line that is not a step's; these begin with `#`."""
+    print(f"# {text}", flush=True)
+
+
 def tell(sentence: str) -> None:
     """Print the message of an error; ignore a failure to write it."""
     with contextlib.suppress(OSError):

@@ -145,7 +145,7 @@ def join(rank: int, world_size: int, port: int, timeout_seconds: float = 30, opt
     torch.manual_seed(1000 + rank)
     leave_group()
     timeout = timedelta(seconds=timeout_seconds)
-    store = open_store(rank, "localhost", port, timeout_seconds, say=lambda _: None)
+    store = open_store(rank, "localhost", port, timeout_seconds)
     options = options or Options()
     options.places = options.places or [Place("this host")] * world_size
     dist.init_process_group("lab", store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)

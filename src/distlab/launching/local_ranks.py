@@ -23,7 +23,7 @@ from distlab.machine.processes import require_open_files
 from distlab.rendezvous.store import StoreError
 from distlab.run.commands import LAUNCHED_AS, NOTE_OF_FOLDER
 from distlab.run.logs import LAUNCHER_LOG
-from distlab.run.terminal import Terminal, say
+from distlab.run.terminal import Terminal
 from distlab.settings.common import RunSettings
 from distlab.settings.folders import temporary_folder
 from simplellm.errors import InputError, tell
@@ -62,11 +62,12 @@ def run_ranks(
         try:
             for sent in ending:
                 signal.signal(sent, raise_signal)
-            if may_fork and can_fork(settings.device):
+            has_no_cuda = settings.device == "cpu" or not torch.backends.cuda.is_built()
+            if may_fork and has_no_cuda and sys.platform == "linux":  # a fork cannot use CUDA
                 if getattr(settings, "compile", False):
                     import_compiler()  # once, instead of in each rank
                 server = ForkServer()
-            rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts, say)
+            rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts)
             try:
                 repairs = Repairs(settings, spares) if settings.can_repair else None
                 failures = supervise([str(script), *args], rendezvous, max_restarts, errors, server, repairs)
@@ -100,11 +101,6 @@ def run_ranks(
     if rendezvous:
         rendezvous.leave(cause)
     return status
-
-
-def can_fork(device: str) -> bool:
-    """Return whether ranks on this `--device` may be forks: on Linux, if this process cannot have started CUDA."""
-    return sys.platform == "linux" and (device == "cpu" or not torch.backends.cuda.is_built())
 
 
 def count_threads() -> int:

@@ -12,8 +12,8 @@ import os
 import time
 
 from distlab.launching.launcher_flags import Nodes
-from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
-from simplellm.errors import require
+from distlab.rendezvous.store import SharedStore, StoreError, open_bound_store
+from simplellm.errors import require, say
 
 SECONDS_FOR_THE_CAUSE = 6.0  # wait of a launcher whose ranks have only lost a peer for a report of the cause
 SECONDS_OF_SILENCE = 10.0  # after which node 0's launcher counts as lost: it, or its machine, is stopped
@@ -39,10 +39,8 @@ class NodeRendezvous:
         StoreError: node 0's launcher has exited or does not answer. All methods may raise it.
     """
 
-    def __init__(
-        self, nodes: Nodes, address: str, port: int, timeout_seconds: float, max_restarts: int, say: Say
-    ) -> None:
-        self._shared = SharedStore("node 0", timeout_seconds, say, silence_seconds=SECONDS_OF_SILENCE)
+    def __init__(self, nodes: Nodes, address: str, port: int, timeout_seconds: float, max_restarts: int) -> None:
+        self._shared = SharedStore("node 0", timeout_seconds, silence_seconds=SECONDS_OF_SILENCE)
         if nodes.rank == 0:
             self._shared.store, port = open_bound_store(address, port, timeout_seconds)
         else:
@@ -50,7 +48,7 @@ class NodeRendezvous:
         self.address, self.port = address, port
         self.rank, self._ranks_of = nodes.rank, nodes.ranks_of
         self._others = [node for node in range(len(nodes.ranks_of)) if node != nodes.rank]
-        self._timeout_seconds, self._max_restarts, self._say = timeout_seconds, max_restarts, say
+        self._timeout_seconds, self._max_restarts = timeout_seconds, max_restarts
         self._rounds = 0  # rounds started here; the same on all machines as soon as they have joined
         self._compare_flags()  # before it gets its node rank: a machine that is refused may try again with other flags
         is_first = self._shared.add(f"seat/{self.rank}") == 1
@@ -94,7 +92,7 @@ class NodeRendezvous:
             hint = f"is ./launch.sh running there, with --node-rank {node}?"
             self._shared.wait(f"{prefix}/node/{node}", f"node {node}", hint, self.check_others)
         if self.restarts:
-            self._say(f"a rank has failed: starting all ranks again, {self.restarts} of {self._max_restarts} times")
+            say(f"a rank has failed: starting all ranks again, {self.restarts} of {self._max_restarts} times")
         (port_of_ranks,) = self._shared.read(f"{prefix}/port").values()
         first, local_size = sum(self._ranks_of[: self.rank]), self._ranks_of[self.rank]
         shared = {

@@ -14,12 +14,9 @@ from simplellm.errors import InputError, tell
 class Repairs:
     """The repairs of a run.
 
-    Ranks that hold slices of the same layers cannot go on without each other: they die and come back together.
-
-    Args:
-        settings: of the run.
-        spares: number of processes that may take the places of ranks that have died. One for each slice is started in
-            advance, when all ranks have begun to train, and waits for a death.
+    Ranks that hold slices of the same layers cannot go on without each other: they die and come back together. `spares`
+    processes may take the places of ranks that have died: one for each slice is started in advance, when all ranks have
+    begun to train, and waits for a death.
     """
 
     def __init__(self, settings: RunSettings, spares: int) -> None:

@@ -50,7 +50,6 @@ def supervise(
     Args:
         script: its path and its arguments.
         rendezvous: with the other machines; it counts the starts of all ranks.
-        max_restarts: maximum number of restarts.
         errors: an empty folder, for the records of failures.
         server: forks the ranks; without it, they are new interpreters.
         repairs: if the other ranks go on when one of them fails (`distlab.run.repair`). If one is killed while others

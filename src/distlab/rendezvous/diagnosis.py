@@ -55,7 +55,6 @@ def diagnose(
     Args:
         notices: by rank, from the ranks that answered after the first wait had failed; at least one of them waits.
         ended: by rank, why it exited, for the ranks that reported it.
-        describe: the name of a rank, e.g. "rank 4 (stage 1 of replica 1)".
     """
 
     def names(ranks: Sequence[int]) -> str:

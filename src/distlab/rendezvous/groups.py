@@ -32,12 +32,7 @@ def world_group() -> WorldGroup | None:
 
 
 def create(made: Any, options: Options | None) -> LabGroup:
-    """Return the group that torch asks for: the default group, or a group of `new_group`, which shares its context.
-
-    Args:
-        made: torch's description of the group.
-        options: from `pg_options`; of a group of `new_group`, only the transport.
-    """
+    """Return the group that torch asks for: the default group, or a group of `new_group`, which shares its context."""
     world = dist.group.WORLD
     if isinstance(world, ContextGroup):
         timeout, transport = world.context.group_timeout, options.transport if options else None

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from distlab.machine.devices import Place
 from distlab.machine.processes import is_store_in_launcher, started_by_torchrun
-from distlab.rendezvous.store import Say, SharedStore, StoreError, open_bound_store
-from simplellm.errors import InputError, require
+from distlab.rendezvous.store import SharedStore, StoreError, open_bound_store
+from simplellm.errors import InputError, require, say
 
 ResultT = TypeVar("ResultT")
 SECONDS_FOR_READERS = 5.0  # wait of rank 0, whose process holds the store, for others to read why it exits
@@ -35,7 +35,7 @@ class Identity:
         return f"{self.place} (SHA-256 {self.sha256[:12]}…)"
 
 
-def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: Say) -> dist.Store:
+def open_store(rank: int, address: str, port: int, timeout_seconds: float) -> dist.Store:
     """Return the key-value store of the ranks: torchrun's if torchrun started this process, else rank 0's.
 
     Raises:
@@ -50,7 +50,7 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise InputError(f"the rendezvous at {where} failed: {error}".splitlines()[0]) from error
 
-    shared = ranks_store(timeout_seconds, say)
+    shared = ranks_store(timeout_seconds)
     if started_by_torchrun():
         return shared.ask(connect)
     if rank == 0:
@@ -58,10 +58,10 @@ def open_store(rank: int, address: str, port: int, timeout_seconds: float, say: 
     return shared.find(address, port)
 
 
-def ranks_store(timeout_seconds: float, say: Say = print, store: dist.Store | None = None) -> SharedStore:
+def ranks_store(timeout_seconds: float, store: dist.Store | None = None) -> SharedStore:
     """Return the ranks' store, whichever process holds it."""
     holder = "the launcher" if is_store_in_launcher() else "rank 0"
-    return SharedStore(holder, timeout_seconds, say, store=store or dist.Store())
+    return SharedStore(holder, timeout_seconds, store=store or dist.Store())
 
 
 def agree(
@@ -72,7 +72,6 @@ def agree(
     settings: Mapping[str, Any],
     decide: Callable[[], dict[str, Any]],
     timeout_seconds: float,
-    say: Say,
 ) -> dict[str, Any]:
     """Wait for all ranks, compare their settings, and return the result of rank 0's `decide()`.
 
@@ -84,7 +83,7 @@ def agree(
             within the timeout. All ranks raise it.
         StoreError: the process that holds the store has exited, or does not answer.
     """
-    shared = ranks_store(timeout_seconds, say, store)
+    shared = ranks_store(timeout_seconds, store)
     require(
         shared.add(f"seat/{rank}") == 1,
         f"rank {rank} is taken: another process joined this run with it, and may have exited since; give each rank one "
@@ -125,13 +124,13 @@ def busy(rank: int) -> str:
 
 def working(store: dist.Store, rank: int, work: Callable[[], ResultT]) -> ResultT:
     """Return the result of `work()`, which may take longer than others wait for a rank that has yet to join."""
-    return ranks_store(_timeout_of(store), store=store).work(busy(rank), work)
+    return ranks_store(_timeout_of(store), store).work(busy(rank), work)
 
 
 def read_places(store: dist.Store, size: int) -> list[Place]:
     """Return the hosts and GPUs of all ranks, by rank; call it once all have joined."""
     keys = [f"place/{rank}" for rank in range(size)]
-    told = ranks_store(_timeout_of(store), store=store).ask(lambda: store.multi_get(keys))
+    told = ranks_store(_timeout_of(store), store).ask(lambda: store.multi_get(keys))
     return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
 
 
@@ -139,7 +138,7 @@ def _timeout_of(store: dist.Store) -> float:
     return store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's annotations lack it
 
 
-def say_hosts(places: Sequence[Place], tp: int, say: Say) -> None:
+def say_hosts(places: Sequence[Place], tp: int) -> None:
     """Print which ranks are on which host if there are several hosts. `tp` consecutive ranks share a stage."""
     hosts, size = [place.host for place in places], len(places)
     if len(set(hosts)) == 1:

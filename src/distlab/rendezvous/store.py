@@ -21,9 +21,8 @@ import torch.distributed as dist
 from distlab.comm.waits import TrafficError
 from distlab.machine.supervision import SECONDS_OF_A_CALL, within
 from distlab.rendezvous.addresses import is_loopback, resolve
-from simplellm.errors import InputError
+from simplellm.errors import InputError, say
 
-Say = Callable[[str], None]
 ResultT = TypeVar("ResultT")
 SECONDS_BETWEEN_LOOKS = 0.05
 OWNER = "owner"  # the key of the user who holds the store: on one machine, several may use the default port
@@ -43,7 +42,6 @@ class SharedStore:
 
     holder: str  # name in messages of the process that holds the store, e.g. "rank 0"
     timeout_seconds: float  # how long to wait for other processes (`find`, `wait`): --timeout
-    say: Say = lambda _: None  # prints a line
     silence_seconds: float | None = None  # how long the holder may take to answer; by default `timeout_seconds`
     store: dist.Store = field(default_factory=dist.Store)  # torch's; by default a placeholder until `find`
     _lost: StoreError | None = None
@@ -89,7 +87,7 @@ class SharedStore:
             if not listens(address, port, unless_refused=True):
                 raise ConnectionRefusedError
 
-        self.say(f"looking for {self.holder} at {where}")
+        say(f"looking for {self.holder} at {where}")
         if not wait_until(lambda: listens(address, port), timeout):
             raise InputError(
                 f"{self.holder} did not listen at {where} within {timeout:g} s: start it there, or give the "
@@ -160,7 +158,7 @@ class SharedStore:
                     if own_busy:
                         self.add(own_busy)
             if not has_told and now > started + min(SECONDS_OF_A_START, self.timeout_seconds):
-                self.say(f"waiting for {what}")
+                say(f"waiting for {what}")
                 has_told = True
             if now > deadline + self.timeout_seconds:
                 hint = hint or "is it running? --timeout sets how long"

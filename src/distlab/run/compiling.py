@@ -59,7 +59,7 @@ def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, j
     if is_split and rank == 0:
         say("the schedule splits backward passes: blocks and head of these micro-batches stay uncompiled")
     with_weights = not is_split or not letters.isdisjoint("Bb")
-    store, check = ranks_store(seconds, say, joined.store), partial(_check_others, world_group())
+    store, check = ranks_store(seconds, joined.store), partial(_check_others, world_group())
     absent = _absent(parts)
     for part in parts_to_compile(parts, batch, seq, with_weights):
         prepare = partial(_prepare, compiler, part, absent)

@@ -27,7 +27,6 @@ from distlab.rendezvous.ranks import Identity
 from distlab.run.commands import LAB
 from distlab.run.failure import Failure
 from distlab.run.starting import Joined, connect, decide, identity, set_up
-from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.settings.folders import Claim
 from distlab.settings.resuming import content_of
@@ -48,7 +47,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
     device_type = devices.pick_device_type(settings.device)
     by_torchrun, seconds = started_by_torchrun(), settings.timeout
     address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
-    store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, seconds, say)
+    store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, seconds)
     place = network.own_place(device_type, address)
     same = {"the script": script.name} | {as_flag(name): value for name, value in as_json(settings).items()}
     same |= rendezvous.working(store, rank, lambda: identities(settings, script))
@@ -62,7 +61,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
         claims.append(claim)
         return {"backend": backend, **decided}
 
-    decided = rendezvous.agree(store, rank, size, place, same, decide_all, seconds, say)
+    decided = rendezvous.agree(store, rank, size, place, same, decide_all, seconds)
     places = rendezvous.read_places(store, size)
     set_up(grid, places, settings)
     is_on_one_host = len(devices.local_ranks(places, rank)) == size
@@ -81,14 +80,14 @@ def await_place(settings: RunSettings) -> None:
     """As a spare, wait for a death; what does not depend on the place is loaded before."""
     from distlab.run import repair, state_copy  # noqa: F401
 
-    survivors.await_place(rendezvous.open_store(-1, settings.master_addr, 0, settings.timeout, say))
+    survivors.await_place(rendezvous.open_store(-1, settings.master_addr, 0, settings.timeout))
 
 
 def join_late(settings: RunSettings, script: Path) -> Joined:
     """Take the place of a rank that has died; until the others expect this one, it is alone in its process group."""
     rank, _ = identity(settings)
-    store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, settings.timeout, say)
-    shared = rendezvous.ranks_store(settings.timeout, store=store)
+    store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, settings.timeout)
+    shared = rendezvous.ranks_store(settings.timeout, store)
     decided = json.loads(shared.read("verdict")["verdict"])["decided"]
     places, grid = (
         rendezvous.read_places(store, layout_size(settings.layout)),

@@ -130,7 +130,6 @@ def connect(
         threads=torch.get_num_threads(),
         places=places,
         describe=grid.describe,
-        remark=say,
         check=(lambda: None) if settings.can_repair else None,
     )
     try:

@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from simplellm.errors import say as say  # scripts import it from here
+
 ERASE_LINE = "\r\x1b[K"  # to the first column, and erase to the end of the line (ECMA-48)
-
-
-def say(text: str) -> None:
-    """Print a line that is not a step's; these begin with `#`."""
-    print(f"# {text}", flush=True)
 
 
 def counted(number: int, things: str) -> str:
@@ -59,11 +56,6 @@ class StatusLine:
         assert self._terminal is not None
         self._terminal.write(f"{ERASE_LINE}{self.text}")
         self._terminal.flush()
-
-
-def can_erase(stream: TextIO) -> bool:
-    """Return whether a stream is a terminal that can erase a line."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 class RankOutput(io.TextIOBase):
@@ -153,7 +145,7 @@ class Terminal:
 
     def __init__(self, rank: int, has_own: bool) -> None:
         self._streams = sys.stdout, sys.stderr
-        has_status_line = can_erase(sys.stdout)
+        has_status_line = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"  # which can erase a line
         self.status = StatusLine(sys.stdout if has_own and has_status_line else None)
         if not (has_own and has_status_line):
             for library in ("HF_HUB", "HF_DATASETS"):  # these libraries read it at import, which happens later

@@ -70,7 +70,7 @@ def join(
     rank: int, ranks_of: tuple[int, ...], port: int, timeout_seconds: float = 5, max_restarts: int = 1
 ) -> NodeRendezvous:
     """A launcher's part, at loopback."""
-    return NodeRendezvous(Nodes(rank, ranks_of), "127.0.0.1", port, timeout_seconds, max_restarts, say=lambda _: None)
+    return NodeRendezvous(Nodes(rank, ranks_of), "127.0.0.1", port, timeout_seconds, max_restarts)
 
 
 def test_machines_join_again_in_every_round() -> None:
@@ -159,10 +159,9 @@ def test_a_machine_that_never_comes_is_named() -> None:
         ),
     ],
 )
-def test_rank_0_says_who_is_where(hosts: str, tp: int, said: list[str]) -> None:
-    lines: list[str] = []
-    say_hosts([Place(host) for host in hosts], tp, lines.append)
-    assert lines == said
+def test_rank_0_says_who_is_where(hosts: str, tp: int, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    say_hosts([Place(host) for host in hosts], tp)
+    assert capsys.readouterr().out.splitlines() == [f"# {line}" for line in said]
 
 
 @pytest.mark.usefixtures("in_the_foreground")

@@ -24,13 +24,12 @@ Settings = dict[str, Any]
 ENDED = "rank 0 exited while this process waited for its answer: see its last line"
 
 
-def join(rank: int, port: int, size: list[int], settings: list[Settings], seats: list[int]) -> tuple[str, list[str]]:
-    """What one process learns: rank 0's decision, or the sentence that ended its run; and what it said meanwhile."""
-    store = open_store(rank, "localhost", port, 20, lambda _: None)
-    remarks: list[str] = []
+def join(rank: int, port: int, size: list[int], settings: list[Settings], seats: list[int]) -> str:
+    """What one process learns: rank 0's decision, or the sentence that ended its run."""
+    store = open_store(rank, "localhost", port, 20)
     try:
         place, decide = Place(f"host of process {rank}"), lambda: {"data": "sample"}
-        decided = agree(store, seats[rank], size[rank], place, settings[rank], decide, 3, remarks.append)
+        decided = agree(store, seats[rank], size[rank], place, settings[rank], decide, 3)
         assert read_places(store, size[rank])[seats[rank]] == place, "not that of a process that was refused"
         outcome = f"agreed on {decided['data']}"
     except InputError as error:
@@ -39,13 +38,12 @@ def join(rank: int, port: int, size: list[int], settings: list[Settings], seats:
         store.set(f"done/{rank}", "")
         if rank == 0 and outcome.startswith("agreed"):  # training follows: the process that holds the store stays
             store.wait([f"done/{other}" for other in range(len(seats))], timedelta(seconds=15))
-    return outcome, remarks
+    return outcome
 
 
 def join_all(settings: list[Settings], size: list[int] | None = None, seats: list[int] | None = None) -> list[str]:
     count = len(settings)
-    ended = run_ranks(count, join, free_port(), size or [count] * count, settings, seats or list(range(count)))
-    return [outcome for outcome, _ in ended]
+    return run_ranks(count, join, free_port(), size or [count] * count, settings, seats or list(range(count)))
 
 
 def test_equal_settings_agree_on_what_rank_0_decided() -> None:
@@ -85,7 +83,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_a_host_that_does_not_exist_is_not_waited_for(address: str) -> None:
     started = time.monotonic()
     with pytest.raises(InputError, match=f"^--master-addr {re.escape(address)}: no such host "):
-        open_store(1, address, free_port(), 60, lambda _: None)
+        open_store(1, address, free_port(), 60)
     assert time.monotonic() - started < 30
 
 
@@ -93,7 +91,7 @@ def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
     with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
         started = time.monotonic()
         with pytest.raises(TrafficError, match=r"rank 0 does not answer: it is stopped, .*; waited 2 s, which --timeo"):
-            open_store(1, "127.0.0.1", silent.getsockname()[1], 2, lambda _: None)
+            open_store(1, "127.0.0.1", silent.getsockname()[1], 2)
         assert time.monotonic() - started < 5
 
 
@@ -102,11 +100,11 @@ def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> 
     holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
     holder.start()
     try:
-        store = open_store(1, "localhost", port, 10, lambda _: None)
+        store = open_store(1, "localhost", port, 10)
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGSTOP)
         with pytest.raises(TrafficError, match="rank 0 does not answer: it is stopped"):
-            agree(store, 1, 2, Place("here"), {}, dict, 1, lambda _: None)
+            agree(store, 1, 2, Place("here"), {}, dict, 1)
         os.kill(holder.pid, signal.SIGCONT)
         assert store.check(["seat/1"]), "the call that was left behind has ended"
     finally:
@@ -121,7 +119,7 @@ def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
     holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
     holder.start()
     try:
-        store = open_store(1, "localhost", port, 60, lambda _: None)
+        store = open_store(1, "localhost", port, 60)
         pid = holder.pid
         assert pid is not None
 
@@ -133,7 +131,7 @@ def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
         asked.start()
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            agree(store, 1, 2, Place("here"), {}, dict, 60, lambda _: None)
+            agree(store, 1, 2, Place("here"), {}, dict, 60)
         assert time.monotonic() - started < 10
         os.kill(pid, signal.SIGCONT)
     finally:
@@ -157,7 +155,7 @@ def connect_to_one_that_ends(rank: int) -> None:
     threading.Thread(target=be_seen_and_end, daemon=True).start()
     started = time.monotonic()
     with pytest.raises(TrafficError, match=ENDED):
-        open_store(1, "127.0.0.1", port, 20, lambda _: None)
+        open_store(1, "127.0.0.1", port, 20)
     assert time.monotonic() - started < 15, "before the timeout"
 
 
@@ -166,16 +164,16 @@ def test_a_rank_0_that_ends_after_another_has_connected() -> None:
     holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
     holder.start()
     try:
-        store = open_store(1, "localhost", port, 10, lambda _: None)
+        store = open_store(1, "localhost", port, 10)
     finally:
         holder.kill()
         holder.join()
     with pytest.raises(TrafficError, match=ENDED):
-        agree(store, 1, 2, Place("here"), {}, dict, 10, lambda _: None)
+        agree(store, 1, 2, Place("here"), {}, dict, 10)
 
 
 def hold_store(port: int) -> None:
-    store = open_store(0, "localhost", port, 10, lambda _: None)
+    store = open_store(0, "localhost", port, 10)
     time.sleep(60)
     del store
 
@@ -194,7 +192,7 @@ def test_a_rank_does_not_join_another_users_run(other: int) -> None:
     holder.start()
     try:
         with pytest.raises(InputError, match=rf"^--master-port {port}: .* run of the user {other}, and you are 0; "):
-            open_store(1, "localhost", port, 10, lambda _: None)
+            open_store(1, "localhost", port, 10)
     finally:
         holder.kill()
         holder.join()
