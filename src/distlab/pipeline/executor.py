@@ -4,9 +4,10 @@ A `Flow` holds the state of one step; the `Links` to other workers live from ste
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
@@ -15,14 +16,14 @@ from distlab.comm.context import context_of
 from distlab.comm.names import CONTROL, counted_as
 from distlab.comm.recorder import COMPUTE
 from distlab.machine.saved_activations import SavedActivations
-from distlab.pipeline.actions import Action, ActionCosts, Programs, stages_of
+from distlab.pipeline.actions import Action, ActionCosts, Programs, Result, stages_of
 from distlab.pipeline.activations import Loss, MicroBatch, PartOf, Stage
-from distlab.pipeline.flow import Flow
-from distlab.pipeline.links import Links
+from distlab.pipeline.links import Links, Way
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
 from simplellm.errors import require
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
+POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit
 
 
 class Pipeline:
@@ -67,12 +68,12 @@ class Pipeline:
         dtype: torch.dtype | None = None,
     ) -> None:
         context, workers = context_of(), grid.axis("pp") if pipelines == 1 else grid.axis("dp", "pp")
-        self._pipelines = pipelines
+        self.pipelines = pipelines
         self._recorder, self._worker, self._workers = context.recorder, workers.rank, workers.size
         self.width, self._cores, self._costs, self._run_on = width, cores, costs, run_on
-        self._part_of, self._message_dtype = part_of, dtype
+        self.part_of, self.message_dtype = part_of, dtype
         self.links = Links(workers.ranks, workers.rank, pipelines)
-        self._is_cold = context.is_over_nccl  # until the first step is complete
+        self.is_cold = context.is_over_nccl  # until the first step is complete
         plan = self._checked(programs)
         self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it
         held = stages_of(programs[self._worker])
@@ -82,7 +83,7 @@ class Pipeline:
         parameters = [parameter for net in self.stages.values() for parameter in net.parameters()]
         self.kept = SavedActivations(parameters) if self._recorder.enabled else None  # counted only for a trace
         last = len(self.owners) - 1  # computes the loss
-        self._stages = {s: Stage(net, loss if s == last else None, self.kept) for s, net in self.stages.items()}
+        self.held = {s: Stage(net, loss if s == last else None, self.kept) for s, net in self.stages.items()}
         self._use(programs, plan)
 
     def follow(self, programs: Programs) -> None:
@@ -120,12 +121,9 @@ class Pipeline:
         """
         planned = self._micro_batches
         require(len(micro_batches) == planned, f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
-        if self._is_cold:
+        if self.is_cold:
             self._warm_up(micro_batches[0])
-        inputs = micro_batches, self._part_of, self.width, self._message_dtype
-        flow = Flow(
-            self._stages, self.links, self.program, *inputs, posts_ahead=not self._is_cold, pipelines=self._pipelines
-        )
+        flow = Flow(self, micro_batches)
         usual_threads = torch.get_num_threads()
         try:
             for action in self.program:
@@ -139,15 +137,17 @@ class Pipeline:
                 for result in action.results:
                     if result in self._plan.takers:  # another stage needs it
                         flow.give(result, computed[result.kind])
-                self._record_kept()
+                if self.kept is not None:
+                    self._recorder.keeps(self.kept.take_recent_peak())  # within the action, where blocks are recomputed
+                    self._recorder.keeps(self.kept.now_bytes)
         finally:
             torch.set_num_threads(usual_threads)
-        self._is_cold = False
+        self.is_cold = False
         return flow.end(self._run_on)
 
     def _checked(self, programs: Programs) -> Plan:
         """Return the plan of a schedule if this pipeline can run it; all ranks come to the same answer."""
-        plan, workers = simulate(programs, holders=self._pipelines), len(programs)
+        plan, workers = simulate(programs, holders=self.pipelines), len(programs)
         require(workers == self._workers, f"the schedule is for {workers} workers but the pipeline has {self._workers}")
         for action in itertools.chain.from_iterable(programs):
             what = f"stage {action.stage} cannot run {action}: {type(action).__name__} does not implement run"
@@ -156,16 +156,11 @@ class Pipeline:
 
     def _use(self, programs: Programs, plan: Plan) -> None:
         self._plan, self.program, self._recorder.programs = plan, programs[self._worker], programs
-        self._recorder.pipelines = self._pipelines
+        self._recorder.pipelines = self.pipelines
         self._micro_batches = 1 + max(action.micro_batch for action in itertools.chain.from_iterable(programs))
-        self._threads = threads_by_plan(programs, self._cores, self._costs, self._pipelines) if self._cores else {}
+        self._threads = threads_by_plan(programs, self._cores, self._costs, self.pipelines) if self._cores else {}
         self.links.close()
         self.links.open(programs, plan)
-
-    def _record_kept(self) -> None:
-        if self.kept is not None:
-            self._recorder.keeps(self.kept.take_recent_peak())  # within the action, where blocks are recomputed
-            self._recorder.keeps(self.kept.now_bytes)
 
     def _warm_up(self, ids: Tensor) -> None:
         """Over NCCL, before the first message, run the actions of a micro-batch on each stage, on zeros.
@@ -174,10 +169,10 @@ class Pipeline:
         the GPU is idle to do so. While a message is on its way the GPU is busy, and the message's other end may need a
         result of this rank first: a deadlock. So every kind of action runs twice, as the second time adds to gradients.
         """
-        part = self._part_of(ids) if self._part_of else None
+        part = self.part_of(ids) if self.part_of else None
         ids = ids if part is None else part.ids
         with counted_as(CONTROL):  # of tensor-parallel layers
-            for index, stage in self._stages.items():
+            for index, stage in self.held.items():
                 if isinstance(stage.net, ReplicaShards) and stage.net.shard == "weights":
                     x = torch.zeros(*ids.shape, self.width, device=ids.device, requires_grad=True)
                     stage.rehearse_sharded(ids, x if index else ids, part)
@@ -200,3 +195,74 @@ class Pipeline:
         for action in actions:
             needed = [result for result in action.needs(len(self.owners)) if result.stage != action.stage]
             action.run(here, *(torch.zeros(*here.ids.shape, self.width, device=here.ids.device) for _ in needed))
+
+
+class Flow:
+    """The state of one step of a pipeline's worker, over micro-batches (batch, seq) of token ids; then discarded."""
+
+    def __init__(self, of: Pipeline, micro_batches: Sequence[Tensor]) -> None:
+        targets = [ids[:, 1:].numel() for ids in micro_batches]
+        shares = [of.pipelines * count / sum(targets) for count in targets]
+        parts = [of.part_of(ids) if of.part_of else None for ids in micro_batches]
+        own = [ids if part is None else part.ids for ids, part in zip(micro_batches, parts, strict=True)]
+        self._parts = {
+            (index, k): MicroBatch(stage, *given)
+            for index, stage in sorted(of.held.items())
+            for k, given in enumerate(zip(own, shares, parts, strict=True))
+        }
+        self._links, self._micro_batches, self._width = of.links, own, of.width
+        self._posts_ahead = not of.is_cold  # receives before they are needed, where there is no queue
+        self._like = torch.empty(0, dtype=of.message_dtype, device=own[0].device)
+        of.links.make_room(max(ids.numel() for ids in own) * of.width, self._like)
+        self._here: dict[Result, Tensor] = {}  # results that another stage of this worker needs
+        self._posted: dict[Result, tuple[Tensor, dist.Work]] = {}  # receives
+        self._sent: dict[Result, dist.Work] = {}
+        self._expected: dict[Way, Iterator[Result]] = {way: iter(results) for way, results in of.links.incoming}
+        for action in of.program:
+            action.prepare(self.micro_batch(action))
+        for way in [*self._expected] * POSTED_AHEAD:
+            self._post_ahead(way)
+
+    def micro_batch(self, action: Action) -> MicroBatch:
+        """Return the micro-batch of an action, on its stage."""
+        return self._parts[action.stage, action.micro_batch]
+
+    def take(self, result: Result) -> Tensor:
+        """Return a result of another stage, after waiting until it has arrived."""
+        way = self._links.ways.get(result)
+        if way is None:
+            return self._here.pop(result)
+        if result not in self._posted:
+            self._post(way)
+        tensor, work = self._posted.pop(result)
+        work.wait()
+        self._post_ahead(way)
+        for arrived in self._links.confirmed[result]:
+            if arrived in self._sent:  # until it has been waited for, its tensor is kept
+                self._sent.pop(arrived).wait()
+        return tensor.to(torch.get_default_dtype())
+
+    def give(self, result: Result, tensor: Tensor) -> None:
+        """Pass a result to the stage that needs it."""
+        way = self._links.ways.get(result)
+        if way is None:
+            self._here[result] = tensor
+        elif (work := way.send(result, tensor.to(self._like.dtype))) is not None:
+            self._sent[result] = work
+
+    def end(self, run_on: bool) -> list[Tensor]:
+        """End the step; on the worker of the last stage, return each micro-batch's share of the loss."""
+        self._links.finish(self._sent.values(), run_on)
+        return [part.loss for part in self._parts.values() if part.loss is not None]
+
+    def _post_ahead(self, way: Way) -> None:
+        if self._posts_ahead and not way.is_queue:
+            self._post(way)
+
+    def _post(self, way: Way) -> None:
+        """Post the receive of a link's next message, if there is one."""
+        result = next(self._expected[way], None)
+        if result is not None:
+            ids = self._micro_batches[result.micro_batch]
+            tensor = self._like.new_empty(*ids.shape, self._width)
+            self._posted[result] = tensor, way.receive(result, tensor)

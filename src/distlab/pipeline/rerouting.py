@@ -76,8 +76,7 @@ def reroute(
     """Return the lists of the living workers, in their order, in which they also do the work of the dead.
 
     Args:
-        programs: of one pipeline.
-        pipelines: that follow this schedule.
+        programs: of one of the pipelines.
         alive: numbers of the living workers, ascending; at least one that holds each stage.
         costs: of actions and messages, for the simulation.
         whole: see `hosts_of`.

@@ -60,7 +60,6 @@ def estimated_costs(
     """Return the costs of the passes of each stage, relative to each other, and the multiply-adds of a layer.
 
     Args:
-        split: the layers of each stage.
         parts: the costs of the parts of the model, in multiply-adds per token.
         blocks_again: every backward pass computes the blocks again.
         tokens: tokens of a micro-batch; by default, enough for further threads always to pay.

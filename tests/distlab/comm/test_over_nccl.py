@@ -71,7 +71,7 @@ def test_receives_that_are_posted_before_kernels_are_loaded_are_found_to_hang(
     """Pipelines used to do so; it shows that `stuck` finds it."""
 
     def start_cold(pipeline: Pipeline, _: object) -> None:
-        pipeline._is_cold = False
+        pipeline.is_cold = False
 
     monkeypatch.setattr(Pipeline, "_warm_up", start_cold)
     assert stuck(record(*PIPELINES["2 stages"], tmp_path)) == [0, 1]
