@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distlab.axes.layout import Layout
 from distlab.parallel.context_parallel import ContextParallel, positions_of
 from distlab.settings.common import RunSettings, WorldSize
 from distlab_exercises.loading import join, load
@@ -23,9 +22,7 @@ SHAPE = 2, 4, SEQ, 6  # (batch, heads, positions, head_dim)
 class Settings(WorldSize, RunSettings):
     """Ranks that share sequences, and no training."""
 
-    @property
-    def layout(self) -> Layout:
-        return {"cp": self.world_size}
+    axis = "cp"
 
 
 def try_labels(rank: int, submission: Submission, taken: str) -> Facts:

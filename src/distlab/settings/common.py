@@ -232,14 +232,16 @@ class ResumableSettings(RunSettings):
 
 @dataclass
 class WorldSize:
-    """The settings of a layout with one kind of parallelism; by default every rank is a replica."""
+    """The settings of a layout with one axis of parallelism; by default every rank is a replica."""
+
+    axis: ClassVar[str] = "dp"
 
     world_size: int = 3
     """ranks, each with the whole model"""
 
     @property
     def layout(self) -> Layout:
-        return {"dp": self.world_size}
+        return {self.axis: self.world_size}
 
 
 def require_positive(settings: Any, *names: str) -> None:
@@ -259,7 +261,10 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     def read(defaults: SettingsT) -> SettingsT:
         options: dict[str, Any] = {"args": args, "prog": prog, "description": description}
         if prog is not None and not {"-h", "--help"}.isdisjoint(args or ()):
-            shown = without_rank(type(defaults))
+            kind = type(defaults)  # without RANK, which launch.sh gives each rank itself
+            shown: Any = make_dataclass(
+                kind.__name__, [("rank", Annotated[int, tyro.conf.Suppress], -1)], bases=(kind,)
+            )
             options["default"] = shown(**{part.name: getattr(defaults, part.name) for part in fields(shown)})
             command_line.read(lambda: tyro.cli(shown, **options))  # prints and exits
         return command_line.read(lambda: tyro.cli(type(defaults), default=defaults, **options))
@@ -284,11 +289,6 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     except InputError as error:
         raise InputError(error.with_flags()) from error
     return settings
-
-
-def without_rank(kind: type[RunSettings]) -> Any:
-    """Return the flags of a script without RANK, which launch.sh gives each rank itself: for its help text."""
-    return make_dataclass(kind.__name__, [("rank", Annotated[int, tyro.conf.Suppress], -1)], bases=(kind,))
 
 
 def complete_repair(args: Sequence[str], defaults: RunSettings) -> list[str]:

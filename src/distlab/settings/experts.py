@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from distlab.axes.layout import Layout
 from distlab.settings.common import WorldSize
 from distlab.settings.resume import ResumePolicy
 from distlab.settings.training import TrainSettings
@@ -57,15 +56,13 @@ class ExpertSettings:
 class ExpertParallelSettings(ExpertSettings, WorldSize, TrainSettings):
     """A run whose ranks share the experts, and have `--batch-size` sequences each."""
 
+    axis = "ep"
+
     world_size: int = 2
     """ranks, each with some of the experts, all other weights, and sequences of its own"""
     batch_size: int = 1
     experts: Annotated[int, ResumePolicy.MODEL] = 4
     lacks: ClassVar[dict[str, object]] = {"outer": "none"}
-
-    @property
-    def layout(self) -> Layout:
-        return {"ep": self.world_size}
 
     def check(self) -> None:
         super().check()

@@ -24,7 +24,8 @@ def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
         policies.append(ResumePolicy.PER_REPLICA)
         # Another script may have a setting of this name with other choices.
         same = [name for name in marked(settings, ResumePolicy.SAME_LAYOUT) if name in saved]
-        values |= {name: saved[name] for name in same if is_choice(saved[name], kinds[name])}
+        choices = {name: get_args(kinds[name]) for name in same if get_origin(kinds[name]) is Literal}
+        values |= {name: saved[name] for name in same if saved[name] in choices.get(name, (saved[name],))}
     values |= {name: saved[name] for name in marked(settings, *policies) if name in saved}
     replicas = max(1, replicas_in(settings.layout))  # the layout has not been checked yet
     for name, total in per_step(checkpoint, settings).items():
@@ -86,11 +87,6 @@ def fits(value: Any, hint: Any) -> bool:
     if float in kinds:
         kinds.add(int)
     return type(value) in kinds
-
-
-def is_choice(value: Any, hint: Any) -> bool:
-    """Return whether a value is a choice of a field, if the field lists choices."""
-    return get_origin(hint) is not Literal or value in get_args(hint)
 
 
 def require_same(what: str, name: str, saved: Any, own: Any) -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from distlab.axes.layout import Layout
 from distlab.parallel.division import Kind, Order, check_sharing
 from distlab.settings.common import WorldSize
 from distlab.settings.training import TrainSettings
@@ -23,12 +22,10 @@ class SharedSequences:
 class ContextSettings(WorldSize, TrainSettings):
     """A run whose ranks hold the whole model, and each a part of every sequence."""
 
+    axis = "cp"
+
     world_size: int = 2
     """ranks, each with a part of every sequence"""
-
-    @property
-    def layout(self) -> Layout:
-        return {"cp": self.world_size}
 
 
 @dataclass

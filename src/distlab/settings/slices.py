@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from distlab.axes.layout import Layout
 from distlab.checkpoints.format import Checkpoint
 from distlab.parallel.division import check_division
 from distlab.settings.common import WorldSize
@@ -14,12 +13,10 @@ from simplellm.errors import require
 class SlicesPerRank(WorldSize, TrainSettings):
     """A run whose ranks hold a slice of every layer."""
 
+    axis = "tp"
+
     world_size: int = 3
     """ranks, each with a slice of every layer"""
-
-    @property
-    def layout(self) -> Layout:
-        return {"tp": self.world_size}
 
 
 @dataclass

@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar
 
 import tyro
 
-from distlab.axes.layout import Layout
 from distlab.pipeline.actions import Action, ActionCosts, Backward, Forward, stages_of
 from distlab.pipeline.auto import Limit, read_limit
 from distlab.pipeline.plan import simulate
@@ -97,12 +96,10 @@ class StageSettings(TrainSettings):
 class StagePerRank(WorldSize):
     """The layout of a single pipeline, in which every rank is a stage."""
 
+    axis = "pp"
+
     world_size: int = 3
     """ranks, each a stage of the model"""
-
-    @property
-    def layout(self) -> Layout:
-        return {"pp": self.world_size}
 
 
 @dataclass

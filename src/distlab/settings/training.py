@@ -8,10 +8,10 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -31,23 +31,6 @@ if TYPE_CHECKING:
 LRSchedule = Literal["constant", "cosine", "linear"]
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
-
-
-class Prediction(Protocol):
-    """The predicted time of a run's step, from a package that `distlab` does not import."""
-
-    @property
-    def sentence(self) -> str: ...
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of a step, and of its parts."""
-
-    def check_device(self, device: str) -> None:
-        """Raise `InputError` if the prediction is for a different kind of device than a value of `--device`."""
-
-    def beside(self, times: "Sequence[StepTime]") -> Iterable[str]:
-        """Return lines that compare the measured times of steps with the prediction."""
 
 
 def planner_prediction() -> Any:
@@ -179,8 +162,8 @@ class TrainSettings(ResumableSettings):
         return list(self.prediction.beside(times)) if self.prediction and times else []
 
     @functools.cached_property
-    def prediction(self) -> Prediction | None:
-        """The predicted time of a step, with `--machine`; `InputError` if the planner cannot predict it.
+    def prediction(self) -> Any:
+        """The planner's `Prediction` for this run, with `--machine`, else None; `InputError` if it has none.
 
         The file is read once: when the run ends, hours later, it may have changed.
         """
