@@ -18,7 +18,7 @@ from typing import Any
 
 from distlab.axes.layout import EXPERTS, REPLICAS, STAGES, Layout, coordinate, describe_rank, ranks_along
 from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, PART, REPAIR, RING_STEP, SEND, STEP, WAIT, Event
-from distlab.pipeline.actions import KINDS, ActionCosts, Program, Programs, labels, stages_of
+from distlab.pipeline.actions import KINDS, ActionCosts, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from simplellm.errors import InputError
 
@@ -261,26 +261,12 @@ def read_chrome(path: Path) -> Trace:
             elif event["ph"] == "C":
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         lines = about["programs"]
-        programs = lines and [_program(line, worker) for worker, line in enumerate(lines)]
-        layout = about["layout"] if "layout" in about else _layout_of_older(about)
-        run_on, pipelines, alive = (about.get(name) for name in ("run_on", "pipelines", "alive"))
-        trace = Trace(ranks, layout, programs, bool(run_on), pipelines or 1, alive or ())
+        programs = lines and [[KINDS[letter](*place) for letter, *place in line] for line in lines]
+        further = (about[name] for name in ("run_on", "pipelines", "alive"))
+        trace = Trace(ranks, about["layout"], programs, *further)
         if not all(any(event.kind == STEP for event in rank.events) for rank in ranks):
             raise ValueError("a rank without steps")
         trace.steps()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{path}: this is not the trace of a run; --trace records one") from error
     return trace
-
-
-def _layout_of_older(about: dict[str, Any]) -> Layout:
-    """Return the layout of an older trace, which stores each size separately."""
-    sizes = {"dp": about["dp"], "pp": about["pp"], "tp": about.get("tp", 1)}
-    order = ("pp", "dp", "tp") if about.get("neighbors") == "replicas" else sizes
-    return {axis: sizes[axis] for axis in order}
-
-
-def _program(line: list[Any], worker: int) -> Program:
-    """Return a worker's actions; older traces only name them ("F2"), and have one stage per worker."""
-    places = [(name[0], worker, name[1:]) if isinstance(name, str) else name for name in line]
-    return [KINDS[letter](stage, int(micro_batch)) for letter, stage, micro_batch in places]

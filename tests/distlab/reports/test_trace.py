@@ -152,19 +152,6 @@ def test_chromes_format_gives_the_trace_back_without_its_messages(
     assert list(again.report()) == list(trace.report())
 
 
-def test_traces_of_older_versions_name_the_actions_of_one_stage_a_worker(pipelines: Trace, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_chrome(pipelines, path)
-    content = json.loads(path.read_text())
-    assert content["otherData"]["programs"][1][2] == ["B", 1, 0]
-    content["otherData"]["programs"] = [["F0", "F1", "B0", "B1"]] * 2
-    del content["otherData"]["layout"], content["otherData"]["run_on"]
-    content["otherData"] |= {"dp": 2, "pp": 2}
-    path.write_text(json.dumps(content))
-    assert read_chrome(path).programs == pipelines.programs
-    assert list(read_chrome(path).report()) == list(pipelines.report())
-
-
 def test_chromes_format_names_ranks_and_lets_messages_overlap(pipelines: Trace, tmp_path: Path) -> None:
     write_chrome(pipelines, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -186,7 +173,7 @@ def test_chromes_format_names_ranks_and_lets_messages_overlap(pipelines: Trace, 
         "[]",
         "{}",
         '{"traceEvents": [], "otherData": {}}',
-        '{"traceEvents": [], "otherData": {"ranks": 1, "dp": 1, "pp": 1, "programs": [["X0"]]}}',
+        '{"traceEvents": [], "otherData": {"ranks": 1, "layout": {}, "programs": [[["X", 0, 0]]]}}',
         '{"traceEvents": [{"ph": "X", "pid": 1}], "otherData": {"ranks": 1, "dp": 1, "pp": 1, "programs": null}}',
     ],
 )
