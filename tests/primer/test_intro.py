@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.processes import LAB
 
-MOST_FILES, MOST_LINES = 63, 7041
+MOST_FILES, MOST_LINES = 62, 6961
 
 COUNT = """
 import os, runpy, sys

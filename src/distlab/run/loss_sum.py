@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distlab.axes.layout import Layout, times_counted
-from distlab.comm.late import LateNumber
 from distlab.comm.names import named
+
+if TYPE_CHECKING:
+    from distlab.comm.late import LateNumber
 
 
 class NotFiniteError(RuntimeError):
@@ -26,6 +28,7 @@ class LossSum:
     total: Tensor  # the sum over all ranks, once it has arrived
     transfer: dist.Work | None
     counted: int  # how many times each micro-batch is counted in the sum
+    late: "LateNumber | None" = None  # if the rank has gone on without it
 
     @classmethod
     def begin(cls, step: int, losses: Iterable[Tensor], layout: Layout, device: torch.device) -> "LossSum":
@@ -40,10 +43,17 @@ class LossSum:
             transfer = dist.all_reduce(total, async_op=True)
         return cls(step, own, total, transfer, times_counted(layout))
 
-    @cached_property
-    def late(self) -> LateNumber:
-        return LateNumber(self.total, self.transfer)
+    def leave(self) -> None:
+        """Go on without the loss (`LateNumber.leave`)."""
+        from distlab.comm.late import LateNumber
+
+        self.late = LateNumber(self.total, self.transfer)
+        self.late.leave()
 
     def wait(self) -> float:
         """Wait for the loss, which is the same on all ranks."""
-        return self.late.read() / self.counted
+        if self.late is not None:
+            return self.late.read() / self.counted
+        if self.transfer is not None:
+            self.transfer.wait()
+        return self.total.item() / self.counted

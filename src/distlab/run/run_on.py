@@ -29,8 +29,7 @@ class RunningOn:
     Args:
         copy: of the state before its update; taken by the run.
         arrived: called with a step, its loss, and the norm of its gradients if that is limited, once it is known that
-            the step is valid: the loss is finite, and the gradients did not have to be clipped.
-        most: the largest norm of gradients that are not clipped; None for no limit.
+            the step is valid: the loss is finite, and the gradients, of a norm of at most `most`, were not clipped.
     """
 
     def __init__(
@@ -40,13 +39,13 @@ class RunningOn:
         self.last: Arrived | None = None
         self._open: LossSum | None = None
         self._open_norm: NormSum | None = None  # of the same step
-        self._waits_in: int | None = None  # the step that has to end with the usual wait
+        self.waits_in: int | None = None  # the step with the usual wait at its end: repeated, or after a clipped one
         self.must_undo = False
 
     def leave_open(self, loss: LossSum) -> None:
         """End a step, before its update, without waiting for its loss."""
         self._open = loss
-        loss.late.leave()
+        loss.leave()
 
     def leave_norm_open(self, norm: NormSum) -> None:
         """Also leave open the norm of the step's gradients, which are used without clipping."""
@@ -68,23 +67,19 @@ class RunningOn:
         if math.isfinite(loss) and not is_clipped:
             self._tell(Arrived(step, loss, norm))
         else:
-            self._waits_in, self.must_undo = step, True
+            self.waits_in, self.must_undo = step, True
 
     @property
     def unsettled(self) -> int | None:
         """The step whose loss is still unknown, or that has to be undone; None if there is no such step."""
         if self.must_undo:
-            return self._waits_in
+            return self.waits_in
         return None if self._open is None else self._open.step
-
-    def waits_in(self, step: int) -> bool:
-        """Return whether a step has to end with the usual wait: it is repeated, or the previous step was clipped."""
-        return self._waits_in == step
 
     def has_waited(self, step: int, norm: float) -> None:
         """Make the next step also wait if this step, which waited, was clipped. Clipped steps come in groups."""
         if self._most is not None and is_too_long(norm, self._most):
-            self._waits_in = step + 1
+            self.waits_in = step + 1
 
     def undo(self) -> None:
         """Restore the weights and the optimizer's state from the copy."""
@@ -99,12 +94,12 @@ class RunningOn:
         if self.unsettled == step - 1:
             self._tell(next(arrived for arrived in on_others if arrived.step == step - 1))
         self._open = self._open_norm = None
-        self._waits_in, self.must_undo = step, False
+        self.waits_in, self.must_undo = step, False
 
     def keep_arrived(self) -> None:
         """Record the loss of the open step if it has arrived: for a run that ends early, when no rank may wait."""
         numbers = [number.late for number in (self._open, self._open_norm) if number is not None]
-        if self._open is not None and all(number.has_arrived() for number in numbers):
+        if self._open is not None and all(number and number.has_arrived() for number in numbers):
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 
