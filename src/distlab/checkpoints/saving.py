@@ -102,7 +102,9 @@ def _complete(run: Path, record: Record, tokenizer: bytes | None, keep: int, fil
         sync_path(path)
     unfinished.rename(place)
     sync_path(place.parent)
-    earlier = [path for step, path in numbered(place.parent).items() if step < record["step"] and _is_complete(path)]
+    earlier = [
+        path for step, path in numbered(place.parent).items() if step < record["step"] and (path / RECORD).is_file()
+    ]
     for path in earlier[: max(0, len(earlier) - keep + 1)]:
         _delete(path)
 
@@ -141,10 +143,6 @@ def make_room(run: Path, resumed: Checkpoint | None = None) -> None:
         raise InputError(f"--save-every: cannot write checkpoints in {folder} ({root_of(error)})") from error
     for path in later() + unfinished():  # one may be `resumed`, which the user has given the name of a later step
         raise in_the_way(run, path)
-
-
-def _is_complete(path: Path) -> bool:
-    return (path / RECORD).is_file()
 
 
 def _delete(path: Path) -> None:

@@ -41,11 +41,7 @@ class ShardWriter(StorageWriter):
 
     torch's writer first copies all of a rank's tensors, and in the copy a later part of a tensor would replace an
     earlier one. Here tensors are written one by one: the first parts of all tensors into a rank's first file, the
-    second parts into its second file, and so on. torch's reader reads them.
-
-    Args:
-        folder: folder of the checkpoint.
-        what: its name in waits.
+    second parts into its second file, and so on. torch's reader reads them. `what` is the checkpoint's name in waits.
 
     Attributes:
         files: on rank 0, at the end, the size and checksum of all ranks' files, by name.

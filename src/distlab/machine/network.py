@@ -15,8 +15,9 @@ from distlab.machine.devices import Place, visible_gpus
 
 
 def own_place(device_type: str, master_addr: str) -> Place:
-    """Return this rank's host, and the GPUs that it sees."""
-    return Place(host_name(master_addr), visible_gpus(device_type))
+    """Return this rank's host, with the address from which it reaches the master, and the GPUs that it sees."""
+    host = f"{socket.gethostname()} ({own_address(master_addr) or 'no route to the master'})"
+    return Place(host, visible_gpus(device_type))
 
 
 @contextmanager
@@ -99,8 +100,3 @@ def interface_of(address: str) -> str | None:
         if bytes(buffer[at + 20 : at + 24]) == wanted.packed:
             return bytes(buffer[at : at + 16]).partition(b"\0")[0].decode()
     return None
-
-
-def host_name(master_addr: str) -> str:
-    """Return this host's name, and the address from which it reaches the master."""
-    return f"{socket.gethostname()} ({own_address(master_addr) or 'no route to the master'})"

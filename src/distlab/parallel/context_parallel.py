@@ -117,25 +117,16 @@ class ContextParallel:
 
         Both are padded; None in place of documents that do not matter.
         """
-        seq = ids.shape[1]
-        padded = padded_length(seq, self.axis.size, self.order)
-        by_rank = [positions_of(rank, self.axis.size, padded, self.order).to(ids.device) for rank in self._all]
+        seq, ranks = ids.shape[1], self.axis.size
+        padded = padded_length(seq, ranks, self.order)
+        by_rank = [positions_of(rank, ranks, padded, self.order).to(ids.device) for rank in range(ranks)]
         if self.document_end is None:
             return by_rank, None
         documents = document_ids(ids, self.document_end)
         return by_rank, F.pad(documents, (0, padded - seq), value=PADDING)
 
-    @property
-    def _all(self) -> range:
-        return range(self.axis.size)
-
     def _attend(self, by_rank: list[Tensor], documents: Tensor | None) -> Attend:
-        """Return the attention of this rank's positions.
-
-        Args:
-            by_rank: the positions of each rank, (positions,).
-            documents: by position, (batch, seq), padded; None if they do not matter.
-        """
+        """Return the attention of this rank's positions; the arguments are the results of `_places`."""
         if self.kind == "ring":
             return partial(ring_attention, ring=Ring(self.axis, self._blocks(by_rank, documents)))
         if self.kind == "gather":
@@ -149,7 +140,7 @@ class ContextParallel:
     def _blocks(self, by_rank: list[Tensor], documents: Tensor | None) -> list[Block]:
         """Return this rank's work for the keys of each source, in the order in which they arrive."""
         own, ranks, blocks = self.axis.rank, self.axis.size, []
-        for turn in self._all:
+        for turn in range(ranks):
             source = (own - turn) % ranks
             seen = visible(own, source, len(by_rank[own]), self.order)
             if seen is None:

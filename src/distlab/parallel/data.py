@@ -367,13 +367,9 @@ def flatten_gradients(model: nn.Module, over: Axis | None = None, *, parts: int 
 
 
 class GradientRows:
-    """Sums of a model's gradients, each over some of the micro-batches: `flat`, (rows, elements), zeros at first.
+    """Sums of a model's gradients, each over `each` micro-batches in a row: `flat`, (rows, elements), zeros at first.
 
-    Args:
-        model: each `parameter.grad` is a view of a row.
-        rows: number of sums.
-        each: consecutive micro-batches of a sum.
-        over: the ranks that, if possible, share the memory.
+    Each `parameter.grad` is a view of a row. If possible, the ranks along `over` share the memory.
 
     Raises:
         InputError: the ranks' models differ.

@@ -52,13 +52,10 @@ class Compressor:
 class PowerSGD(Compressor):
     """Adds up the gradients of a bucket as products of two thin matrices (Vogels et al., arXiv 1905.13727).
 
-    The sum M (n, m) of the ranks' matrices is approximated by P Qᵀ, with P (n, r) and Q (m, r): P = M Q for the Q of
-    the step before, orthogonalized, and then Q = Mᵀ P. Both products are sums over the ranks, so two all-reduces of
-    4 r (n + m) bytes replace one of 4 n m. Tensors that are not worth it, such as vectors, are added up uncompressed.
-
-    Args:
-        width: r.
-        seed: of the first Q, the same on all ranks.
+    The sum M (n, m) of the ranks' matrices is approximated by P Qᵀ, with P (n, r) and Q (m, r), r the `width`: P = M Q
+    for the Q of the step before, orthogonalized, and then Q = Mᵀ P. Both products are sums over the ranks, so two all-
+    reduces of 4 r (n + m) bytes replace one of 4 n m. Tensors that are not worth it, such as vectors, are added up
+    uncompressed. The first Q depends on `seed`, the same on all ranks.
     """
 
     def __init__(self, width: int, seed: int = 0) -> None:
@@ -125,10 +122,7 @@ def _sum(tensor: Tensor, bucket: Bucket, what: str) -> Pending:
 class TopK(Compressor):
     """Adds up only the largest values of each rank's bucket (Lin et al., Deep Gradient Compression, arXiv 1712.01887).
 
-    Each rank sends all others its values with their places, 8 bytes each.
-
-    Args:
-        share: of the values that are sent, more than 0 and at most 1; at least one value.
+    Each rank sends all others its values with their places, 8 bytes each: a `share` of its values, at least one.
     """
 
     def __init__(self, share: float) -> None:

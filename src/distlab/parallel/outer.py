@@ -48,18 +48,13 @@ class FragmentSchedule:
         rounds, rest = divmod(step + 1, self.interval)
         return (rounds - 1) % self.fragments if rounds > 0 and rest == 0 else None
 
-    def merged_after(self, step: int) -> int | None:
-        """Return the fragment that is merged after a step: the one sent `overlap_steps` earlier."""
-        return self.sent_after(step - self.overlap_steps)
-
 
 class OuterState:
     """The outer weights and their momentum, equal on all replicas to the last bit, and this replica's own weights.
 
     Args:
         weights: this replica's own weights, float32 (elements,); the inner optimizer changes them (`flatten_weights`).
-        outer: the outer weights (elements,).
-        momentum: of the outer optimizer (elements,).
+            The outer weights and the momentum have the same shape.
         over: the replicas, which hold the same part of the model; by default all ranks.
     """
 
@@ -100,19 +95,15 @@ class OuterState:
 
 
 class OuterOptimizer(OuterState):
-    """The outer weights and their optimizer, SGD with Nesterov momentum.
+    """The outer weights and their optimizer, SGD with learning rate `lr` and Nesterov `momentum` (0: plain SGD).
 
-    The fragments are equal parts of the flat buffer of weights, in the order of the model.
+    The fragments are equal parts of the flat buffer of weights, in the order of the model. `weights` and `over` are as
+    in `OuterState`.
 
     Args:
-        weights: this replica's own weights, float32 (elements,); the inner optimizer changes them (`flatten_weights`).
-        schedule: of the fragments.
-        lr: learning rate of the outer step.
-        momentum: Nesterov momentum of the outer step; 0 for plain SGD.
         merge_alpha: share of a replica's own weights when a fragment arrives that was sent earlier (alpha); the rest
             are the outer weights. 0 without overlap.
         compress: how a replica's outer gradient is sent; with error feedback.
-        over: the replicas, which hold the same part of the model; by default all ranks.
     """
 
     def __init__(
@@ -143,7 +134,7 @@ class OuterOptimizer(OuterState):
         """Send and merge the fragments that are due after an inner step."""
         if (fragment := self.schedule.sent_after(step)) is not None:
             self.send(fragment)
-        if (fragment := self.schedule.merged_after(step)) is not None:
+        if (fragment := self.schedule.sent_after(step - self.schedule.overlap_steps)) is not None:
             self.merge(fragment)
 
     @torch.no_grad()

@@ -37,11 +37,9 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks that share sequences, each of which sends to the next.
+    """The ranks along an axis that share sequences, each of which sends to the next.
 
-    Attributes:
-        axis: the ranks.
-        blocks: the block of each step of the ring; first, this rank's own keys.
+    `blocks` are those of each step of the ring; first, this rank's own keys.
     """
 
     axis: Axis

@@ -29,14 +29,9 @@ ScheduleSettingsT = TypeVar("ScheduleSettingsT", bound=ScheduleSettings)
 def find_schedule(
     run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: Loss, part_of: PartOf | None = None
 ) -> list[list[Action]]:
-    """Return the lists of actions of all workers, the same on all ranks.
+    """Return the lists of actions of all workers, the same on all ranks; the arguments are those of `Pipeline`.
 
     All ranks must call this, before any hook is registered that collects gradients.
-
-    Args:
-        nets: this rank's stages, by index.
-        loss: of the last stage.
-        part_of: as in `Pipeline`.
 
     Raises:
         InputError: a stage's activations of one micro-batch exceed `--keep-at-most`.
@@ -74,12 +69,9 @@ def measure(
     stage runs the same actions as in training, on an artificial micro-batch; its gradients are dropped.
 
     Args:
-        nets: this rank's stages, by index.
-        stages: number of stages of the whole pipeline.
-        shape: shape of a micro-batch: (rows, seq).
-        width: width of the activations between stages.
+        nets: this rank's stages, by index, of `stages` in the whole pipeline.
+        shape: of a micro-batch: (rows, seq); activations between stages are `width` wide.
         recompute: stages keep only their inputs.
-        part_of: as in `Pipeline`.
     """
     pipeline, ids = grid.axis("pp"), torch.zeros(shape, dtype=torch.int64, device=device)
     part = None if part_of is None else part_of(ids)

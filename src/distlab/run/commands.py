@@ -42,10 +42,7 @@ def lab_command(*args: str) -> list[str]:
 def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -> Iterator[str]:
     """Yield lines that suggest next steps for a run that has taken steps: a phrase, a colon, a command.
 
-    Args:
-        settings: the settings of the run.
-        out: the run's folder.
-        saved: number of steps at its last checkpoint; None if it wrote none.
+    `saved` is the number of steps at its last checkpoint; None if it wrote none.
     """
     yield f"draw the loss: {_shown(*_python(), '-m', 'distlab.figures', 'losses', out / 'losses.png', out)}"
     yield f"see the run as a page: {_shown(*_launcher(), 'page', out)}"

@@ -21,12 +21,9 @@ def queues_for_passes(parts: ModelParts, batches: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def forward_passes(parts: ModelParts, batches: Sequence[Tensor], what: Callable[[int], str], kind: str) -> Tensor:
-    """Pass batches through the whole model, without gradients.
-
-    All ranks of a replica must call this with the same batches.
+    """Pass batches through the whole model, without gradients; all ranks of a replica call it with the same batches.
 
     Args:
-        parts: the stages of this rank.
         batches: token ids, each (batch, seq), on the model's device.
         what: name of a batch's activations in waits and errors, given the batch's number.
         kind: the ledger's column.

@@ -21,14 +21,10 @@ def build_optimizer(
     """Make an optimizer of `KINDS`, with one fused kernel instead of one for each operation if all is contiguous.
 
     Args:
-        name: one of `KINDS`.
-        parameters: the model's parameters.
-        lr: learning rate.
         weight_decay: applied to matrices only (`is_decayed`); None is torch's default, 0.01 for "adamw", else 0.
             "adamw" shrinks the weights by it ("decoupled": Loshchilov and Hutter, arXiv 1711.05101); the others add it
             to the gradient.
-        betas: decay rates of the moving averages of the gradient and its square, for "adam" and "adamw"; None is
-            torch's default.
+        betas: decay rates of "adam"'s and "adamw"'s moving averages of the gradient and its square; None: torch's.
     """
     kind = without_compiler(KINDS[name])
     options: dict[str, Any] = {} if betas is None else {"betas": betas}

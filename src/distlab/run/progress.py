@@ -1,6 +1,5 @@
 """Progress of long work: as plain lines, and in a status line."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -8,6 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from distlab.run.terminal import StatusLine
+from simplellm.errors import tell
 
 SECONDS_TO_ESTIMATE = 2.0  # minimum time of several steps for a first estimate
 SECONDS_OF_ONE = 10.0  # after this time, a single step is enough
@@ -23,6 +23,11 @@ class Progress:
 
     The estimate is of wall-clock time: it includes validation and checkpoints, which are not part of a step. It is
     based on the later half of the steps so far, because the speed of a machine may change.
+
+    Args:
+        done: number of steps done earlier, which are not timed.
+        speed: (steps per second) -> text for the speed.
+        warms_up: ignore the time of the first step, which takes longer than the others.
     """
 
     def __init__(
@@ -37,17 +42,6 @@ class Progress:
         status: StatusLine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            total: number of all steps.
-            say: prints a line.
-            done: number of steps done earlier, which are not timed.
-            what: name of the steps.
-            speed: (steps per second) -> text for the speed.
-            warms_up: ignore the time of the first step, which takes longer than the others.
-            status: the line that shows the progress; by default, there is none.
-            clock: returns the time in seconds.
-        """
         self._total, self._say, self._done, self._what, self._speed, self._clock = total, say, done, what, speed, clock
         self._status = status or StatusLine(None)
         self._ends = [] if warms_up else [clock()]  # when each step ended
@@ -97,15 +91,11 @@ class Progress:
 
 def each(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
     """Yield the items, and print on stderr (on rank 0 only) how long the remaining ones will take."""
-    say = _say_on_stderr if not dist.is_initialized() or dist.get_rank() == 0 else lambda _: None
-    progress = Progress(len(items), say, what=what, warms_up=False)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    progress = Progress(len(items), tell if is_first else lambda _: None, what=what, warms_up=False)
     for item in items:
         yield item
         progress.advance()
-
-
-def _say_on_stderr(text: str) -> None:
-    print(f"# {text}", file=sys.stderr, flush=True)
 
 
 def human_time(seconds: float) -> str:

@@ -34,9 +34,6 @@ class Recording:
     """Writes the gradients and weights of some steps of a rank.
 
     Args:
-        run: the run's folder.
-        rank: this rank.
-        steps: the steps to record.
         updated: the parameters that this rank's optimizer updates, or its shards of them, by name.
         held: the parameters with which it computes, by name.
         optimizer: of `updated`; a step is recorded just before its update.

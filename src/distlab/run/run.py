@@ -119,18 +119,15 @@ class Run(Generic[SettingsT]):
             if self.is_first:
                 if not self.continues:
                     remove_records_of_the_end(self.out)
-                self._write_config()
+                config: dict[str, Any] = {"settings": as_json(self.settings), "layout": self.settings.layout}
+                config |= {"world_size": self.world_size, "script": str(self._script.resolve())}
+                config |= {name: value for name, value in self.decided.items() if name != "out"}
+                write_config(self.out, config | provenance(self.device))
                 if note := os.environ.get(NOTE_OF_FOLDER):
                     Path(note).write_bytes(os.fsencode(self.out))
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot write there ({error.strerror}); give another folder") from error
         self.terminal.keep_in(log)
-
-    def _write_config(self) -> None:
-        config = {"settings": as_json(self.settings), "layout": self.settings.layout, "world_size": self.world_size}
-        config |= {"script": str(self._script.resolve())}
-        config |= {name: value for name, value in self.decided.items() if name != "out"} | provenance(self.device)
-        write_config(self.out, config)
 
     def _introduce(self, script: Path) -> None:
         ranks, threads = "one process", counted(torch.get_num_threads(), "threads")
@@ -140,7 +137,7 @@ class Run(Generic[SettingsT]):
         if self.settings.layout:
             from distlab.rendezvous.ranks import say_hosts
 
-            say_hosts(self.joined.places, self.grid.axis("tp").size, say)
+            say_hosts(self.joined.places, self.grid.axis("tp").size)
         override = devices.tf32_override() if self.device.type == "cuda" else None
         if override is not None:
             say(f"warning: with {override}, float32 products use TF32, so layouts agree to three digits only")

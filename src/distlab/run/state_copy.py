@@ -9,12 +9,7 @@ from torch.optim import Optimizer
 
 
 class StateCopy:
-    """The state before the last update.
-
-    Args:
-        optimizer: of all parameters of this rank.
-        changing: a context in which the weights are restored.
-    """
+    """The state before the last update; `changing` is a context in which the weights are restored."""
 
     def __init__(
         self, optimizer: Optimizer, changing: Callable[[], AbstractContextManager[object]] = nullcontext

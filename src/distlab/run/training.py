@@ -105,7 +105,6 @@ class TrainingRun(Run[TrainSettingsT]):
 
         Args:
             model: the model or this rank's part of it, wrapped or not; a mapping by index for several stages.
-            optimizer: the optimizer of all its parameters.
             loss: (logits of the whole model, token ids) -> mean loss; by default the usual cross-entropy.
             owners: by stage, the rank in the pipeline that holds it; by default, each rank has one stage.
             outer: the outer optimizer of replicas that train independently; its weights are saved and validated.
@@ -238,12 +237,9 @@ class TrainingRun(Run[TrainSettingsT]):
     def clip(self, optimizer: Optimizer) -> None:
         """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
 
-        Call it between `log` and `optimizer.step`, on all ranks. With `--run-on`, ranks do not wait for the norm, and
-        use the gradients as they are; if they should have been scaled, the step is taken again.
-
-        Args:
-            optimizer: of all parameters of this rank. Each weight counts once, whichever ranks hold it, according to
-                the parameters' placements.
+        Call it between `log` and `optimizer.step`, on all ranks. Each weight counts once, whichever ranks hold it. With
+        `--run-on`, ranks do not wait for the norm, and use the gradients as they are; if they should have been scaled,
+        the step is taken again.
 
         Raises:
             NotFiniteError: the norm is infinite or NaN, on all ranks.
@@ -284,7 +280,7 @@ class TrainingRun(Run[TrainSettingsT]):
             self.copy.take()
         if (step + 1) % getattr(self.settings, "report_every", 1) and not self._waits_after(step):
             return
-        if late is not None and not (late.waits_in(step) or self._waits_after(step)):
+        if late is not None and not (late.waits_in == step or self._waits_after(step)):
             late.leave_open(self.sum_loss(step, losses))
             self.records.loss_is_late = True
             return
