@@ -33,7 +33,7 @@ def costs_of(run: Records) -> Costs | None:
     if settings.get("sequence_parallel"):  # in equal parts, none of which is computed again
         is_known &= settings["seq_len"] % layout["tp"] == 0
         is_known &= (settings["recompute"], settings["dtype"]) == ("none", "float32")
-    if not is_known or settings.get("all_reduce", "library") != "library":
+    if not is_known or run.repairs or settings.get("all_reduce", "library") != "library":
         return None
     schedule = settings.get("schedule", "naive")
     if schedule == AUTO and settings["chunks_per_stage"] == 1:  # its messages are those of any with the same stages

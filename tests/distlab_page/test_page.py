@@ -201,6 +201,8 @@ def test_a_run_repaired_in_its_last_step_shows_the_records_of_the_ranks_that_are
     assert [name.partition(" (")[0] for name in page["memory"]["ranks"]] == [f"rank {rank}" for rank in (0, 1, 2, 3, 5)]
     for kind, values in page["memory"]["bars"].items():
         assert values == [rank[kind] for rank in held]
+    assert page["memory"]["plan"] is None, "it is that of the whole layout"
+    assert not page["ledger"]["has_formulas"]
     assert page["ledger"]["table"]["caption"] == "Bytes that rank 0 sent (after a repair, no other rank reports)"
     assert (page["timeline"], page["missing"]["timeline"][:42]) == (None, "No step came after the last repair, so the")
     assert write(tmp_path) == tmp_path / "page.html"
