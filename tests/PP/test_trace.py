@@ -93,7 +93,7 @@ def measured_by_the_benchmark(rank: int, port: int) -> list[list[float]]:
     sys.path.insert(0, str(LAB / "bench"))
     bubble = load("bench/bubble.py")
     bubble.leave = lambda _: None  # type: ignore[attr-defined]
-    settings = bubble.Settings(schedules=["zb-h2", "zb-v"], steps=1, in_a_row=3, seconds=0.04, port=port)
+    settings = bubble.Settings(schedules=["zb-h2"], steps=1, in_a_row=3, seconds=0.04, port=port)
     with redirect_stdout(io.StringIO()) as printed:
         bubble.measure(rank, 4, 8, settings)
     return [[float(cell.strip(" %")) for cell in line.split("|")[4:-1]] for line in printed.getvalue().splitlines()]
@@ -106,14 +106,14 @@ def test_the_measured_bubble_is_that_of_theory() -> None:
     Other processes can only add to what is measured: the least of up to three measurements counts. The benchmark, which
     takes the median of more steps, keeps to 1.1 points.
     """
-    least = torch.full((2, 2), 100.0)
+    least = torch.full((1, 2), 100.0)
     for _ in range(3):
         rows = torch.tensor(run_ranks(4, measured_by_the_benchmark, free_port())[0])
         planned, least = rows[:, 0::2], torch.minimum(least, rows[:, 1::2])
         if (least - planned).max() <= 1.5:
             break
-    assert planned.flatten().tolist() == pytest.approx([11.1, 4.0, 5.9, 2.0])
-    assert least.flatten().tolist() == pytest.approx([11.1, 4.0, 5.9, 2.0], abs=2)
+    assert planned.flatten().tolist() == pytest.approx([11.1, 4.0])
+    assert least.flatten().tolist() == pytest.approx([11.1, 4.0], abs=2)
     assert least[0, 1] < least[0, 0] - 2, "running on is worth it"
 
 
