@@ -17,8 +17,8 @@ from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 LOCK = "LAB_TESTS_LOCK"  # environment variable: the file that the workers of a session lock
 # Files test_… whose few tests take long: they come first, then those with most tests, so that all workers end together.
 LONG = (
-    "compiling sent_bytes executor faults over_nccl hosts hybrid_repair commands sentiment lessons follow intro auto "
-    "wheel"
+    "compiling sent_bytes page page_in_a_browser playground lessons executor faults over_nccl hosts hybrid_repair "
+    "commands sentiment follow intro auto wheel programs listings"
 ).split()
 
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import LAB, finish, free_port, run, start
+from support.processes import finish, free_port, run, start
 from support.terminals import fork_launcher
 
 from distlab.run.logs import human_bytes
@@ -68,8 +68,8 @@ def test_torchs_ddp_is_counted_and_summed_up(tmp_path: Path) -> None:
     assert sent == f"# rank 0 sent {human_bytes(own_bytes)} of all_reduce in 5 messages"
 
 
-def test_the_example_runs_under_torchrun() -> None:
-    program = LAB / "examples/plain_ddp.py"
+def test_it_runs_under_torchrun(tmp_path: Path) -> None:
+    program = written(tmp_path, PLAIN.format(steps=2))
     ended = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
     assert ended.status == 0, ended.err
     assert "# rank 0 sent" in ended.out

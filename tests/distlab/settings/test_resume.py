@@ -66,7 +66,7 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: 
 CIRCLE = "primer dp-ga tp hybrid dp-zero dp-fsdp ddp mydp dp-buckets pp-1f1b pp-zbv 3d pp-dapple primer".split()
 
 
-@pytest.mark.parametrize(("before", "after"), itertools.pairwise(CIRCLE))
+@pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(CIRCLE)])
 def test_another_layout_goes_on(before: str, after: str, saved: Any, tmp_path: Path) -> None:
     assert {*CIRCLE} == {*LAYOUTS} - {"dp-wa"}, "each is in both places"
     folder, _, expected = saved[before]
