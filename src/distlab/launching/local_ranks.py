@@ -26,6 +26,7 @@ from distlab.run.logs import LAUNCHER_LOG
 from distlab.run.terminal import Terminal
 from distlab.settings.common import RunSettings
 from distlab.settings.folders import temporary_folder
+from distlab.settings.replicas import RepairFlag
 from simplellm.errors import InputError, tell
 
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
@@ -69,7 +70,9 @@ def run_ranks(
                 server = ForkServer()
             rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts)
             try:
-                repairs = Repairs(settings, spares) if settings.can_repair else None
+                repairs = (
+                    Repairs(settings, spares) if isinstance(settings, RepairFlag) and settings.can_repair else None
+                )
                 failures = supervise([str(script), *args], rendezvous, max_restarts, errors, server, repairs)
             finally:
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines

@@ -7,7 +7,7 @@ from distlab.axes.layout import SLICES, ranks_along
 from distlab.launching.processes import Ranks
 from distlab.rendezvous.store import SharedStore
 from distlab.rendezvous.survivors import FINISHED, Arbiter
-from distlab.settings.common import RunSettings
+from distlab.settings.replicas import RepairFlag
 from simplellm.errors import InputError, tell
 
 
@@ -19,7 +19,7 @@ class Repairs:
     begun to train, and waits for a death.
     """
 
-    def __init__(self, settings: RunSettings, spares: int) -> None:
+    def __init__(self, settings: RepairFlag, spares: int) -> None:
         self._settings, self._unused = settings, spares
         self._units = ranks_along(settings.layout, (SLICES,))
 

@@ -10,6 +10,7 @@ from distlab.machine.devices import cores
 from distlab.rendezvous.survivors import EVALUATE, MEET, SAVE, TAKE, NewsError, Position
 from distlab.run.steps import Steps
 from distlab.run.terminal import counted, say
+from distlab.settings.replicas import RepairFlag
 
 if TYPE_CHECKING:
     from distlab.run.repair import Repair
@@ -127,7 +128,9 @@ class RepairableSteps(Steps[BatchT]):
         now, usual = self._seconds(), self._usual_seconds
         if self._to_measure or now is None or usual is None or not self._run.is_first:
             return
-        planned, here = self._run.settings.slowdown(self._repair.alive, cores()), counted(cores(), "cores")
+        settings, here = self._run.settings, counted(cores(), "cores")
+        assert isinstance(settings, RepairFlag)
+        planned = settings.slowdown(self._repair.alive, cores())
         times = f"{now / usual:.2f} times as long, {planned:.2f} by the plan for {here}"
         say(f"a step now takes {now:.3g} s instead of {usual:.3g} s: {times}")
 

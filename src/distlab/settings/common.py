@@ -4,14 +4,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from distlab.axes.layout import STAGES, Layout, coordinate, layout_flags, layout_size, name_stages
+from distlab.axes.layout import Layout, layout_flags, layout_size
 from distlab.checkpoints import FOLDER
 from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line
@@ -66,19 +66,6 @@ class RunSettings:
     def can_repair(self) -> bool:
         """True if the run goes on when a rank dies."""
         return False
-
-    def why_lost(self, alive: Collection[int]) -> str:
-        """Return why the run cannot go on with these ranks only; "" if it can."""
-        if not alive:
-            return "no rank is left that has the weights"
-        for worker in range(self.layout.get(STAGES, 1)):
-            if all(coordinate(self.layout, rank, STAGES) != worker for rank in alive):
-                return f"no rank is left that holds {name_stages(self.held[worker] if self.held else [worker])}"
-        return ""
-
-    def slowdown(self, alive: Collection[int], cores: int) -> float:
-        """Return how many times as long as with all ranks a step takes with these ranks only, by the plan."""
-        return 1.0
 
     @property
     def held(self) -> Sequence[Sequence[int]]:

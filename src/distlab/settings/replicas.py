@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from distlab.axes.layout import layout_size
+from distlab.axes.layout import STAGES, coordinate, layout_size, name_stages
 from distlab.parallel.division import Compression, Repair, Sharded
 from distlab.settings.common import WorldSize, require_positive
 from distlab.settings.resume import ResumePolicy
@@ -180,6 +180,19 @@ class RepairFlag(TrainSettings):
     @property
     def can_repair(self) -> bool:
         return self.repair != "off"
+
+    def why_lost(self, alive: Collection[int]) -> str:
+        """Return why the run cannot go on with these ranks only; "" if it can."""
+        if not alive:
+            return "no rank is left that has the weights"
+        for worker in range(self.layout.get(STAGES, 1)):
+            if all(coordinate(self.layout, rank, STAGES) != worker for rank in alive):
+                return f"no rank is left that holds {name_stages(self.held[worker] if self.held else [worker])}"
+        return ""
+
+    def slowdown(self, alive: Collection[int], cores: int) -> float:
+        """Return how many times as long as with all ranks a step takes with these ranks only, by the plan."""
+        return 1.0
 
     def growth(self) -> float:
         """Return how many times as many activations as before a rank keeps after the death that costs most."""
