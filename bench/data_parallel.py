@@ -25,7 +25,7 @@ from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.machine.processes import leave
 from distlab.parallel.data import Bucket, GradientBuckets, MyDP, flatten_gradients
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 

@@ -34,7 +34,7 @@ from distlab.comm.pending import Pending
 from distlab.machine.processes import leave
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.reports.memory import KINDS, MemoryReport
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from distlab.settings.common import require_positive, shown_as
 from simplellm import command_line
 from simplellm.errors import require

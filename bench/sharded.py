@@ -32,7 +32,7 @@ from distlab.machine.processes import leave
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.division import Sharded
 from distlab.parallel.sharded import ShardedDP
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 

@@ -26,7 +26,7 @@ from distlab.axes.layout import Layout
 from distlab.comm.names import named
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.run.main import main
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from distlab.run.run import Run
 from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, WorldSize, require_positive

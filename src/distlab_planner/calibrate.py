@@ -26,7 +26,7 @@ from distlab.machine.compilers import require_compiler
 from distlab.reports.trace import read_chrome
 from distlab.run.commands import lab_command
 from distlab.run.main import main
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from distlab.run.run import Run
 from distlab.run.terminal import say
 from distlab.settings.common import RunSettings, WorldSize, require_positive

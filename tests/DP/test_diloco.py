@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distlab.parallel.compression import decode, encode
 from distlab.parallel.division import Compression, encoded_bytes
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import StreamingSettings

@@ -9,7 +9,7 @@ import torch
 from support.sentiment_ranks import load, on_ranks, split_dim
 from torch import Tensor, nn
 
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from simplellm.errors import InputError
 
 HIDDEN, HEADS, VOCABULARY = 24, 12, 17  # 24 and 12 divide by 1, 2, 3 and 4

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from distlab.axes.layout import replicas_in
 from distlab.reports.memory import MemoryReport
 from distlab.run.loss_sum import NotFiniteError
-from distlab.run.model import Loss, ModelParts, own_parameters
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import Loss, ModelParts, build_optimizer, own_parameters
 from distlab.run.run import Run
 from distlab.run.terminal import RankOutput, counted, say
 from distlab.settings.training import TrainSettings

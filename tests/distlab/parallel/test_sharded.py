@@ -12,7 +12,7 @@ from distlab.axes.placement import placement_of
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import shares
 from distlab.parallel.sharded import Sharded, ShardedDP
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from simplellm.llama import CausalLLama, LLama
 
 SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]

@@ -13,7 +13,7 @@ from distlab.parallel.division import Style
 from distlab.parallel.tensor import bytes_per_layer, shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
-from distlab.run.optimizers import build_optimizer
+from distlab.run.model import build_optimizer
 from simplellm.blocks import Block
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize

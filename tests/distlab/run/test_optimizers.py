@@ -11,19 +11,19 @@ from support.processes import run
 from torch import nn
 from torch.optim import lr_scheduler
 
-from distlab.run.optimizers import KINDS, build_optimizer
+from distlab.run.model import OPTIMIZERS, build_optimizer
 from distlab.settings.training import LRSchedule, learning_rate
 
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("name", sorted(KINDS))
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_updates_as_torchs_own(name: str) -> None:
     ours, torchs = nn.Linear(5, 3), nn.Linear(5, 3)
     torchs.load_state_dict(ours.state_dict())
     initial = ours.weight.detach().clone()
     not_decayed: Any = [{"params": [torchs.weight]}, {"params": [torchs.bias], "weight_decay": 0.0}]
-    optimizers = [build_optimizer(name, ours.parameters(), 0.1), KINDS[name](not_decayed, lr=0.1)]  # type: ignore[call-arg]
+    optimizers = [build_optimizer(name, ours.parameters(), 0.1), OPTIMIZERS[name](not_decayed, lr=0.1)]  # type: ignore[call-arg]
     for step in range(3):
         for model, optimizer in zip((ours, torchs), optimizers, strict=True):
             optimizer.zero_grad()
@@ -43,7 +43,7 @@ def test_weight_decay_shrinks_matrices_only(name: str, options: dict[str, Any]) 
     decayed: Any = [{"params": [torchs.weight], "weight_decay": 0.5}, {"params": [torchs.bias]}]
     optimizers = [
         build_optimizer(name, ours.parameters(), 0.1, weight_decay=0.5, **options),
-        KINDS[name](decayed, lr=0.1, **{"weight_decay": 0.0, **options}),  # type: ignore[call-arg]
+        OPTIMIZERS[name](decayed, lr=0.1, **{"weight_decay": 0.0, **options}),  # type: ignore[call-arg]
     ]
     without = build_optimizer(name, (alone := nn.Linear(5, 3)).parameters(), 0.1, weight_decay=0.0, **options)
     alone.load_state_dict(ours.state_dict())
@@ -63,7 +63,7 @@ def test_weight_decay_shrinks_matrices_only(name: str, options: dict[str, Any]) 
 )
 def test_the_learning_rate_is_that_of_torchs_schedulers(schedule: LRSchedule, warmup: int) -> None:
     steps, lr, min_lr = 20, 0.3, 0.02
-    optimizer = KINDS["sgd"](nn.Linear(1, 1).parameters(), lr=lr)  # type: ignore[call-arg]
+    optimizer = OPTIMIZERS["sgd"](nn.Linear(1, 1).parameters(), lr=lr)  # type: ignore[call-arg]
     falling: dict[str, lr_scheduler.LRScheduler] = {
         "constant": lr_scheduler.ConstantLR(optimizer, factor=1),
         "cosine": lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=min_lr),
@@ -104,7 +104,7 @@ def test_training_does_not_import_torchs_compiler(tmp_path: Path) -> None:
     program = tmp_path / "steps.py"
     program.write_text(
         "import sys, torch\n"
-        "from distlab.run.optimizers import build_optimizer\n"
+        "from distlab.run.model import build_optimizer\n"
         "layer = torch.nn.Linear(2, 2)\n"
         "optimizer = build_optimizer('adam', layer.parameters(), 0.1)\n"
         "optimizer.zero_grad()\n"
@@ -116,7 +116,7 @@ def test_training_does_not_import_torchs_compiler(tmp_path: Path) -> None:
     assert ended.out.strip() == "False", ended.err
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_weights_that_are_columns_of_a_matrix_are_trained_and_the_other_columns_left_alone(name: str) -> None:
     matrix = torch.arange(60.0).view(6, 10)
     columns, copied = nn.Parameter(matrix[:, 2:6]), nn.Parameter(matrix[:, 2:6].clone())
