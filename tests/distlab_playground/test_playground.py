@@ -328,7 +328,7 @@ def test_a_browser_opens_every_notebook_and_asks_no_other_machine(address: str, 
             page.call("Page.bringToFront")
             page.value(f"{ALL}; {FOCUS}('[role=switch]')")
             page.press(" ")  # plays from the beginning
-            wait_for(page, f"{PLACE} == 2 && {played} == 2")
+            wait_for(page, f"{PLACE} > 1 && {PLACE} < 20 && {PLACE} == {played}")  # before, at the last one
             page.press(" ")  # pauses
             wait_for(page, "!all('marimo-refresh').length")
             paused = page.value(f"{ALL}; {PLACE}")
