@@ -44,7 +44,9 @@ class Run:
 
     def __init__(self, ranks: int, script: str, out: Path, *flags: str, exact: bool = True, steps: int = STEPS) -> None:
         settings, self.out = [*MODEL, "--steps", str(steps), *flags], out
-        parameters, gradients, self.losses = train_on(ranks, script, out, *settings, exact=exact)
+        parameters, gradients, self.losses = train_on(
+            ranks, script, out, *settings, exact=exact, deadline=60 + 4 * steps
+        )
         self.parameters, self.gradients = merged(parameters), merged(gradients)
         lines = (out / "rank0.log").read_text().splitlines()
         self.table = [line for line in lines if line.startswith(("# memory, MB", "# rank"))]  # the first two
@@ -235,7 +237,7 @@ FLOOR, FAULT = "--dp 1 --pp 1 --micro-batches 3", "--dp 2 --pp 1 --ep 2"
                 "--dp 2 --pp 1 --ep 2 --cp 2 --micro-batches 3",
                 "--dp 2 --pp 1 --ep 2 --tp 2 --micro-batches 2",
                 "--dp 3 --pp 1 --ep 3 --micro-batches 2",
-                "--dp 4 --pp 1 --ep 4",
+                "--dp 4 --pp 1 --ep 4 --micro-batches 1",
             ],
         ),
         (
@@ -256,11 +258,12 @@ def test_replayed_routes(dtype: str, layouts: list[str], tmp_path: Path, monkeyp
 
     def difference(layout: str, out: Path) -> float:
         own = run_beside(layout, replay, out, exact=False)
-        assert own.losses == pytest.approx(one.losses, rel=1e-6 if dtype == "float32" else 1e-4)
+        losses = max(abs(loss / right - 1) for loss, right in zip(own.losses, one.losses, strict=True))
+        gradients, where = largest_difference(own, one)
+        print(f"{dtype}, {layout}: losses {losses:.1e}, gradients {gradients:.1e}, {where}")  # shown with -rP
+        assert losses <= (1e-6 if dtype == "float32" else 1e-4)
         assert_same_loads(own, one)
-        largest, where = largest_difference(own, one)
-        print(f"{dtype}, {layout}: {largest:.1e}, {where}")  # shown with -rP
-        return largest
+        return gradients
 
     floor = difference(FLOOR, tmp_path / "floor")
     found = {layout: difference(layout, tmp_path / layout) for layout in layouts}
