@@ -18,21 +18,25 @@ class ThroughSlots(SharedCollective):
     have read it.
 
     Args:
-        turns: number of pieces.
-        put: (turn, own slot) copies a piece of this rank's tensor.
+        pieces: of this rank's tensor, one for each turn.
         take: (turn, all slots by rank) reads the data that this rank needs.
+        puts: whether this rank's pieces are needed.
     """
 
     def __init__(
         self,
         memory: SharedMemory,
-        turns: int,
-        put: Callable[[int, Tensor], object],
+        pieces: Sequence[Tensor],
         take: Callable[[int, list[Tensor]], object],
+        puts: bool = True,
     ) -> None:
         super().__init__(memory)
-        self._turns, self._put, self._take = turns, put, take
+        self._pieces, self._turns, self._take, self._puts = pieces, len(pieces), take, puts
         self._turn, self._slots = 0, list[Tensor]()  # of the turn, once this rank has put its piece there
+
+    def _put(self, turn: int, slot: Tensor) -> None:
+        if self._puts:
+            _first(slot, self._pieces[turn]).copy_(self._pieces[turn])
 
     def _do_share(self, deadline: float) -> None:
         memory = self._memory
@@ -50,31 +54,24 @@ def all_reduce(memory: SharedMemory, tensor: Tensor, op: ReduceOp.RedOpType) -> 
     """Combine each rank's `tensor` (elements,), in place, over the ranks in their order, ((x0 + x1) + x2) + …"""
     pieces = tensor.split(SLOT_BYTES // tensor.element_size())
 
-    def put(turn: int, slot: Tensor) -> None:
-        _first(slot, pieces[turn]).copy_(pieces[turn])
-
     def take(turn: int, slots: list[Tensor]) -> None:
         piece = pieces[turn]
         combine_in_order([_first(slot, piece) for slot in slots], op, piece)
         if op == ReduceOp.AVG:
             piece.div_(memory.size)
 
-    return ThroughSlots(memory, len(pieces), put, take)
+    return ThroughSlots(memory, pieces, take)
 
 
 def broadcast(memory: SharedMemory, tensor: Tensor, source: int) -> ThroughSlots:
     """Copy the source's `tensor` (elements,) into every rank's."""
     pieces = tensor.split(SLOT_BYTES // tensor.element_size())
 
-    def put(turn: int, slot: Tensor) -> None:
-        if memory.rank == source:
-            _first(slot, pieces[turn]).copy_(pieces[turn])
-
     def take(turn: int, slots: list[Tensor]) -> None:
         if memory.rank != source:
             pieces[turn].copy_(_first(slots[source], pieces[turn]))
 
-    return ThroughSlots(memory, len(pieces), put, take)
+    return ThroughSlots(memory, pieces, take, puts=memory.rank == source)
 
 
 def all_gather(memory: SharedMemory, parts: Sequence[Tensor], own: Tensor) -> ThroughSlots:
@@ -82,14 +79,11 @@ def all_gather(memory: SharedMemory, parts: Sequence[Tensor], own: Tensor) -> Th
     length = SLOT_BYTES // own.element_size()
     pieces, by_rank = own.split(length), [part.split(length) for part in parts]
 
-    def put(turn: int, slot: Tensor) -> None:
-        _first(slot, pieces[turn]).copy_(pieces[turn])
-
     def take(turn: int, slots: list[Tensor]) -> None:
         for of_rank, slot in zip(by_rank, slots, strict=True):
             of_rank[turn].copy_(_first(slot, of_rank[turn]))
 
-    return ThroughSlots(memory, len(pieces), put, take)
+    return ThroughSlots(memory, pieces, take)
 
 
 def reduce_scatter(memory: SharedMemory, own: Tensor, parts: Tensor) -> ThroughSlots:
@@ -97,14 +91,10 @@ def reduce_scatter(memory: SharedMemory, own: Tensor, parts: Tensor) -> ThroughS
     columns = SLOT_BYTES // (memory.size * own.element_size())
     into, pieces = own.split(columns), parts.split(columns, dim=1)
 
-    def put(turn: int, slot: Tensor) -> None:
-        _first(slot, pieces[turn]).view(pieces[turn].shape).copy_(pieces[turn])
-
     def take(turn: int, slots: list[Tensor]) -> None:
-        shape = pieces[turn].shape
-        add_in_order([_first(slot, pieces[turn]).view(shape)[memory.rank] for slot in slots], into[turn])
+        add_in_order([_first(slot, pieces[turn])[memory.rank] for slot in slots], into[turn])
 
-    return ThroughSlots(memory, len(pieces), put, take)
+    return ThroughSlots(memory, pieces, take)
 
 
 def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> ThroughSlots:
@@ -112,15 +102,11 @@ def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> ThroughSlots
     columns = SLOT_BYTES // (memory.size * own.element_size())
     into, pieces = parts.split(columns, dim=1), own.split(columns, dim=1)
 
-    def put(turn: int, slot: Tensor) -> None:
-        _first(slot, pieces[turn]).view(pieces[turn].shape).copy_(pieces[turn])
-
     def take(turn: int, slots: list[Tensor]) -> None:
-        shape = pieces[turn].shape
         for row, slot in zip(into[turn], slots, strict=True):
-            row.copy_(_first(slot, pieces[turn]).view(shape)[memory.rank])
+            row.copy_(_first(slot, pieces[turn])[memory.rank])
 
-    return ThroughSlots(memory, len(pieces), put, take)
+    return ThroughSlots(memory, pieces, take)
 
 
 class UnevenAllToAll(ThroughSlots):
@@ -134,7 +120,8 @@ class UnevenAllToAll(ThroughSlots):
     """
 
     def __init__(self, memory: SharedMemory, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        super().__init__(memory, 1, self._write, self._read)
+        super().__init__(memory, [], self._read)
+        self._turns = 1  # at least; the sizes tell how many
         self._sent, self._received = list(map(_bytes, sent)), list(map(_bytes, received))
         received[memory.rank].copy_(sent[memory.rank])
         self._sent[memory.rank] = self._sent[memory.rank][:0]
@@ -144,7 +131,7 @@ class UnevenAllToAll(ThroughSlots):
         self._received_at: list[int] = []  # where this rank's part begins in all that another rank sends
         self._room = SLOT_BYTES - self._sizes.nbytes
 
-    def _write(self, turn: int, slot: Tensor) -> None:
+    def _put(self, turn: int, slot: Tensor) -> None:
         if turn == 0:
             _first(slot, self._sizes).copy_(self._sizes)
         piece = slot[self._sizes.nbytes :]
@@ -178,5 +165,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _first(slot: Tensor, like: Tensor) -> Tensor:
-    """Return the beginning of a slot, with the size and dtype of a piece: (elements,)."""
-    return slot[: like.nbytes].view(like.dtype)
+    """Return the beginning of a slot, with the shape and dtype of a piece."""
+    return slot[: like.nbytes].view(like.dtype).view(like.shape)
