@@ -224,27 +224,17 @@ def largest_difference(own: Run, expected: Run) -> tuple[float, str]:
     return max(found)
 
 
-FLOOR, FAULT = "--dp 1 --pp 1 --micro-batches 3", "--dp 2 --pp 1 --ep 2"
+LAYOUTS = [
+    "--dp 2 --pp 2 --ep 2 --micro-batches 3 --schedule dapple",
+    "--dp 3 --pp 1 --ep 3 --micro-batches 2",
+    "--dp 2 --pp 1 --ep 2 --cp 2 --micro-batches 3",
+    "--dp 2 --pp 1 --ep 2 --tp 2 --micro-batches 2",
+    "--dp 4 --pp 1 --ep 4 --micro-batches 1",
+]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layouts"),
-    [
-        (
-            "float32",
-            [
-                "--dp 2 --pp 2 --ep 2 --micro-batches 3 --schedule dapple",
-                "--dp 2 --pp 1 --ep 2 --cp 2 --micro-batches 3",
-                "--dp 2 --pp 1 --ep 2 --tp 2 --micro-batches 2",
-                "--dp 3 --pp 1 --ep 3 --micro-batches 2",
-                "--dp 4 --pp 1 --ep 4 --micro-batches 1",
-            ],
-        ),
-        (
-            "bfloat16",
-            ["--dp 2 --pp 2 --ep 2 --micro-batches 3 --schedule dapple", "--dp 3 --pp 1 --ep 3 --micro-batches 2"],
-        ),
-    ],
+    ("dtype", "layouts"), [("float32", LAYOUTS), ("bfloat16", LAYOUTS[:2])], ids=["float32", "bfloat16"]
 )
 def test_replayed_routes(dtype: str, layouts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of one process is forced upon other layouts; a fault of ten times the tolerance is noticed.
@@ -265,13 +255,13 @@ def test_replayed_routes(dtype: str, layouts: list[str], tmp_path: Path, monkeyp
         assert_same_loads(own, one)
         return gradients
 
-    floor = difference(FLOOR, tmp_path / "floor")
+    floor = difference("--dp 1 --pp 1 --micro-batches 3", tmp_path / "floor")
     found = {layout: difference(layout, tmp_path / layout) for layout in layouts}
     tolerance = 1e-6 if dtype == "float32" else 2 * floor
     assert max(floor, *found.values()) <= tolerance, found
     wrong = partial(with_scaled_gradients, right=expert_parallel.exchange_rows, scale=1 + 10 * tolerance)
     monkeypatch.setattr(expert_parallel, "exchange_rows", wrong)
-    assert difference(FAULT, tmp_path / "fault") > tolerance
+    assert difference("--dp 2 --pp 1 --ep 2", tmp_path / "fault") > tolerance
 
 
 def routes_in(folder: Path, layer: int, steps: int) -> Tensor:
