@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +33,7 @@ from distlab_compare.records import Records
 from distlab_compare.runs import Pair
 from distlab_compare.saved import by_step, first_parting
 from simplellm import command_line
-from simplellm.errors import InputError, require, status_of
+from simplellm.errors import InputError, require
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # relative errors of a right tensor; sums are rounded in other orders
 RECORD = "--record-gradients 3"  # to suggest
@@ -105,13 +105,13 @@ def compare(request: Request) -> int:
     own = Run(request.run_a)
     right = Run(request.run_b) if request.run_b else run_as_one_process(own, request.script)
     require_same_training(own, right)
-    lines = list(_compared(own, right, tolerance or max(own.tolerance, right.tolerance)))
-    print("\n".join(lines[1:]))
-    return int(lines[0])
+    status, lines = _compared(own, right, tolerance or max(own.tolerance, right.tolerance))
+    print("\n".join(lines))
+    return status
 
 
-def _compared(own: Run, right: Run, tolerance: float) -> Iterator[str]:
-    """Yield the exit status, and lines about the first difference."""
+def _compared(own: Run, right: Run, tolerance: float) -> tuple[int, list[str]]:
+    """Return the exit status, and lines about the first difference."""
     names = f"{own.folder} ({own.layout}) and {right.folder} ({right.layout})"
     if own.records.steps and right.records.steps:
         has_moments = own.settings.get("optimizer", "sgd") != "sgd"
@@ -122,17 +122,12 @@ def _compared(own: Run, right: Run, tolerance: float) -> Iterator[str]:
         require(bool(pair.steps), f"{both}: there is no step that both have; record them again from the same step")
         require_same_parameters(own, right, pair.steps[0])
         if within := Pair(right.records, right.records, tolerance).first_parting():
-            yield from ("1", f"the ranks of {right.folder}, which counts as right, part among each other:")
-            yield from within.sentences
-            return
-        parting = pair.first_parting()
-        if parting is None:
-            yield "0"
-            yield f"{names} are equal: losses, gradients and weights of {_shown(pair.steps)}"
-            yield f"largest relative difference: {pair.largest:.1g} (tolerance {tolerance:g})"
-        else:
-            yield from ("1", f"{names} part in step {parting.step}:", *parting.sentences)
-        return
+            told = f"the ranks of {right.folder}, which counts as right, part among each other:"
+            return 1, [told, *within.sentences]
+        if parting := pair.first_parting():
+            return 1, [f"{names} part in step {parting.step}:", *parting.sentences]
+        equal = f"{names} are equal: losses, gradients and weights of {_shown(pair.steps)}"
+        return 0, [equal, f"largest relative difference: {pair.largest:.1g} (tolerance {tolerance:g})"]
     saved = by_step(own.folder), by_step(right.folder)
     for run, checkpoints in zip((own, right), saved, strict=True):
         has_any = bool(checkpoints or run.records.steps)
@@ -144,9 +139,8 @@ def _compared(own: Run, right: Run, tolerance: float) -> Iterator[str]:
     kept = ", ".join(f"{run.folder} {_shown([*each])}" for run, each in zip((own, right), saved, strict=True))
     require(bool(steps), f"no two checkpoints are of the same step ({kept}); give both the same --save-every")
     sentences = first_parting(*saved, steps, tolerance)
-    yield str(len(sentences))
-    yield f"{names} {'part:' if sentences else f'are equal: weights in the checkpoints of {_shown(steps)}'}"
-    yield from sentences
+    told = f"{names} {'part:' if sentences else f'are equal: weights in the checkpoints of {_shown(steps)}'}"
+    return int(bool(sentences)), [told, *sentences]
 
 
 def _shown(steps: Sequence[int]) -> str:
@@ -254,10 +248,7 @@ def _training_values(own: Run, defaults: RunSettings) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in known and value != usual[name]}
 
 
-def command(args: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Read the command line, compare, and return the exit status."""
-    return compare(command_line.read(lambda: tyro.cli(Request, args=args, prog=prog, description=__doc__)))
-
+command = command_line.as_command(compare, Request, __doc__)
 
 if __name__ == "__main__":
-    raise SystemExit(status_of(command))
+    command_line.run(compare, Request, __doc__)

@@ -83,7 +83,7 @@ def losses(
         color = style.SERIES[index % len(style.SERIES)]
         records = read_metrics(run)
         where = places(records, against, run)
-        values = _column(records, of, run)
+        values = _column(records, of, "--of", run)
         reported = [step for step, value in enumerate(values) if not math.isnan(value)]  # with --report-every, not all
         require(bool(reported), f"{run / 'metrics.jsonl'}: none of its steps has a {of}")
         means = moving_average([values[step] for step in reported], smooth)
@@ -199,21 +199,20 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[float]:
     """Return the position of each record on the x axis, after its step; `InputError` if the records do not have it."""
-    try:
-        if against == "seconds":
-            return list(itertools.accumulate(float(record["seconds"]) for record in records))
-        return [float(record["tokens"] if against == "tokens" else record["step"] + 1) for record in records]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{run / 'metrics.jsonl'}: its records have no {against}, which --against asks for") from error
+    if against == "steps":
+        return [1 + step for step in _column(records, "step", "--against", run)]
+    values = _column(records, against, "--against", run)
+    return list(itertools.accumulate(values)) if against == "seconds" else values
 
 
-def _column(records: list[dict[str, Any]], name: Recorded, run: Path) -> list[float]:
+def _column(records: list[dict[str, Any]], name: str, flag: str, run: Path) -> list[float]:
     """Return one value of each record; `InputError` if the records do not have it."""
     try:
         return [float(record[name]) for record in records]
     except (KeyError, TypeError, ValueError) as error:
         needed = "; the run needs --clip-norm" if name == "grad_norm" else ""
-        raise InputError(f"{run / 'metrics.jsonl'}: its records have no {name}, which --of asks for{needed}") from error
+        told = f"its records have no {name}, which {flag} asks for{needed}"
+        raise InputError(f"{run / 'metrics.jsonl'}: {told}") from error
 
 
 def expert_loads(png: Png, runs: NamedRuns, /, layer: int = 0, title: str | None = None) -> None:

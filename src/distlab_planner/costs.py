@@ -224,8 +224,8 @@ class Costs:
         return self.on_hosts.all_reduce(self.on_hosts.slices, self.message_bytes, "shared").alone
 
     def _exchanges(self, letter: str, stage: int, again: bool) -> int:
-        kind = KIND_OF.get(letter)
-        if self.layout.size("tp") == 1 or kind in ("W", None):
+        kind = KIND_OF[letter]
+        if self.layout.size("tp") == 1 or kind == "W":
             return 0
         parts = self.parts(stage)
         in_float32 = NUMBER_BYTES // self.model.sizes.inner_bytes * parts["embedding"]  # its slices add up in it
@@ -243,20 +243,11 @@ class Costs:
         if kind == "F" and self.parts(stage)["head"]:  # the loss: the largest logit of each token; two sums
             sizes = (self.tokens * NUMBER_BYTES, 2 * self.tokens * NUMBER_BYTES)
             seconds += sum(self.on_hosts.all_reduce(self.on_hosts.slices, size, "shared").alone for size in sizes)
-        count, size_bytes = self._row_exchanges(kind, stage, again), self._rows_bytes
-        seconds += count * self.on_hosts.all_to_all(self.on_hosts.sharing_experts, size_bytes).alone
+        if self.layout.size("ep") > 1 and kind != "W":  # a row for each expert of a token, there and back
+            count = 2 * (1 + (again and kind != "F")) * self.parts(stage)["block"]
+            row_bytes = self.message_bytes * self.model.sizes.experts_per_token
+            seconds += count * self.on_hosts.all_to_all(self.on_hosts.sharing_experts, row_bytes).alone
         return seconds + self._gathered(kind, stage) + self._sequence_seconds(kind, stage, again)
-
-    @property
-    def _rows_bytes(self) -> int:
-        """Bytes of the rows that a rank's tokens have, one for each of their experts."""
-        return self.message_bytes * self.model.sizes.experts_per_token
-
-    def _row_exchanges(self, kind: PassKind | None, stage: int, again: bool) -> int:
-        """Return how often a pass exchanges rows: to the experts and back."""
-        if self.layout.size("ep") == 1 or kind in ("W", None):
-            return 0
-        return 2 * (1 + (again and kind != "F")) * self.parts(stage)["block"]
 
     def shared_bytes(self, action: Action) -> float:
         """Return the bytes that a rank sends in an action to those with which it shares sequences."""
@@ -274,14 +265,14 @@ class Costs:
 
     def ring_seconds(self, action: Action) -> float:
         """Return the part of `exchanged` that rings of keys and values take: messages, not collectives."""
-        kind, is_ring = KIND_OF.get(action.letter), self.layout.cp_kind == "ring"
-        return self._sequence_seconds(kind, action.stage, self._computes_blocks_again(action)) if is_ring else 0.0
+        kind = KIND_OF.get(action.letter)
+        if kind is None or self.layout.cp_kind != "ring":
+            return 0.0
+        return self._sequence_seconds(kind, action.stage, self._computes_blocks_again(action))
 
-    def _sequence_seconds(self, kind: PassKind | None, stage: int, again: bool) -> float:
+    def _sequence_seconds(self, kind: PassKind, stage: int, again: bool) -> float:
         """Return the seconds that ranks which share sequences add to a pass, each message after the one before it."""
         messages, hosts = self._sequence_messages(kind, stage, again), self.on_hosts
-        if not messages or kind is None:
-            return 0.0
         seconds = sum(count * hosts.message_in_ring(hosts.parts, size_bytes) for count, size_bytes in messages)
         return max(0.0, seconds - self._pass(kind, stage, 1)) if self.machine.device == "cuda" else seconds
 
@@ -321,10 +312,10 @@ class Costs:
         return action.letter in "BI" and self.layout.recompute == "all"
 
     @functools.cached_property
-    def _kept(self) -> "Callable[[int], Kept]":
+    def _kept(self) -> Callable[[int], Kept]:
         return functools.cache(self._kept_of_stage)
 
-    def _kept_of_stage(self, stage: int) -> "Kept":
+    def _kept_of_stage(self, stage: int) -> Kept:
         parts, sizes, tp, tokens = self.parts(stage), self.model.sizes, self.layout.size("tp"), self.tokens
         factors = sum(count * sizes.factor_bytes(part, tokens, tp) for part, count in parts.items())
         everything = sum(count * sizes.kept_bytes(part, tokens, tp) for part, count in parts.items())
@@ -387,6 +378,4 @@ class Costs:
         return estimated_costs(self.layout.split, parts, again, self.tokens, self.layout.size("tp"))
 
 
-@functools.lru_cache(maxsize=4096)
-def _balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
-    return balance(n_layers, stages, parts)
+_balance = functools.lru_cache(maxsize=4096)(balance)

@@ -7,9 +7,9 @@ NEWER = "PP/schedules/intro_PP_schedules.py"
 SCHEDULES = "distlab.pipeline.schedules"
 
 
-def _pipeline(schedule: str, stages: int, micro_batches: int, stages_of_each: int = 1) -> Trial:
+def _pipeline(schedule: str, stages: int, micro_batches: int) -> Trial:
     settings: dict[str, int | str] = {"world_size": stages, "schedule": schedule}
-    return Trial({"pp": stages}, settings, micro_batches, micro_batches, stages_of_each)
+    return Trial({"pp": stages}, settings, micro_batches, micro_batches)
 
 
 EXERCISES = [
