@@ -54,12 +54,7 @@ class RunLayout:
     @property
     def copies(self) -> int:
         """Ranks that hold the same weights, apart from experts, and average their gradients."""
-        return self.expert_copies * self.size("ep")
-
-    @property
-    def expert_copies(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.size("dp") * self.size("cp")
+        return self.size("dp") * self.size("cp") * self.size("ep")
 
     @property
     def recomputes_blocks(self) -> bool:

@@ -277,12 +277,9 @@ def _read(kind: type[KindT], value: Any, where: str) -> KindT:
         return int(value)  # type: ignore[return-value]
     is_needed = where.endswith("per_second") and not where.endswith("bfloat16_multiply_adds_per_second")
     may_be_0 = not is_needed and not where.endswith("memory_bytes_per_host")
-    require(is_number and (value > 0 or (value == 0 and may_be_0)), f"{given}; give a number {_least(may_be_0)}")
+    wanted = "that is not negative" if may_be_0 else "greater than 0"
+    require(is_number and (value > 0 or (value == 0 and may_be_0)), f"{given}; give a number {wanted}")
     return float(value)  # type: ignore[return-value]
-
-
-def _least(may_be_0: bool) -> str:
-    return "that is not negative" if may_be_0 else "greater than 0"
 
 
 def _names(kind: type) -> list[str]:
