@@ -11,6 +11,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -67,21 +68,8 @@ def no_communication(net: nn.Module) -> Step:
     return step
 
 
-def torch_ddp(net: nn.Module) -> Step:
-    return no_communication(DistributedDataParallel(net, process_group=group_over_gloo()))
-
-
-def torch_ddp_as_it_is(net: nn.Module) -> Step:
-    return no_communication(DistributedDataParallel(net, process_group=group_over_gloo(patient=False)))
-
-
-def torch_ddp_through_the_lab(net: nn.Module) -> Step:
-    """As in DP/ddp/intro_DP_DDP.py."""
-    return no_communication(DistributedDataParallel(net))
-
-
-def mydp(net: nn.Module) -> Step:
-    return no_communication(MyDP(net))
+def torch_ddp(net: nn.Module, patient: bool = True) -> Step:
+    return no_communication(DistributedDataParallel(net, process_group=group_over_gloo(patient)))
 
 
 def gradient_aggregation(net: nn.Module) -> Step:
@@ -164,11 +152,11 @@ COMPILED: dict[str, Callable[[nn.Module], Step]] = {
 }
 VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
     BASELINE: torch_ddp,
-    "torch DDP without patient threads": torch_ddp_as_it_is,
-    "torch DDP through the lab's backend": torch_ddp_through_the_lab,
+    "torch DDP without patient threads": partial(torch_ddp, patient=False),
+    "torch DDP through the lab's backend": lambda net: no_communication(DistributedDataParallel(net)),
     "one buffer (dp-ga)": gradient_aggregation,
     "buckets (dp-buckets)": gradients_in_buckets,
-    "MyDP": mydp,
+    "MyDP": lambda net: no_communication(MyDP(net)),
     "the document's listing": document_listing,
     "no communication": no_communication,
 }
