@@ -1,7 +1,8 @@
 """How a rank of a benchmark joins the others."""
 
+import io
 import signal
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from datetime import timedelta
 from typing import Literal
 
@@ -34,7 +35,8 @@ def join(rank: int, world_size: int, port: int, patient: bool = True, backend: L
     if patient:
         set_up_heap()
     torch.set_num_threads(1)
-    store = open_store(rank, "localhost", port, SECONDS)
+    with redirect_stdout(io.StringIO()):  # a benchmark prints its table alone
+        store = open_store(rank, "localhost", port, SECONDS)
     options = Options(places=[Place("here")] * world_size) if backend == "lab" else None
     with patient_threads() if patient else nullcontext():
         dist.init_process_group(

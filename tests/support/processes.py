@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -145,7 +145,8 @@ def join(rank: int, world_size: int, port: int, timeout_seconds: float = 30, opt
     torch.manual_seed(1000 + rank)
     leave_group()
     timeout = timedelta(seconds=timeout_seconds)
-    store = open_store(rank, "localhost", port, timeout_seconds)
+    with redirect_stdout(io.StringIO()):  # tests see only what their ranks print
+        store = open_store(rank, "localhost", port, timeout_seconds)
     options = options or Options()
     options.places = options.places or [Place("this host")] * world_size
     dist.init_process_group("lab", store=store, rank=rank, world_size=world_size, timeout=timeout, pg_options=options)

@@ -85,7 +85,7 @@ class ForkServer:
             OSError: the system cannot start them all, and none is left.
             EOFError, ConnectionError: the server was killed, or is stopped.
         """
-        with _signals_blocked():
+        with _handlers_later():
             self._refuse_if_stopped()
             self._server.send(([*script], [dict(environment) for environment in environments.values()]))
             deadline = time.monotonic() + SECONDS_TO_FORK
@@ -113,12 +113,31 @@ class ForkServer:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[set[int]]:
-    """Block all signals; yields those that are blocked outside."""
+    """Block all signals in this thread, as yet the only one; yields those that are blocked outside."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield {int(number) for number in before}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _handlers_later() -> Iterator[None]:
+    """Let the handlers of signals that arrive inside run at the end; in the main thread.
+
+    `_signals_blocked` would not do once there are other threads, such as the store's: they would receive the signals.
+    """
+    received: list[int] = []
+    handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for arrived in received:
+            signal.raise_signal(arrived)
 
 
 def _serve(requests: Connection, blocked: Collection[int]) -> NoReturn:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -186,17 +187,20 @@ def test_a_signal_while_ranks_start_does_not_lose_them(tmp_path: Path) -> None:
         found[number] = process
 
     adopted, before = adopt_orphans(True), signal.signal(signal.SIGTERM, raise_signal)
-    server = ForkServer()
+    server, end = ForkServer(), threading.Event()
+    threading.Thread(target=end.wait).start()  # signals that the main thread blocks are for it
     try:
         with pytest.raises(TerminatedError):
             server.start([str(script)], {3: {"RANK": "3"}, 5: {"RANK": "5"}}, keep)
     finally:
+        end.set()
         signal.signal(signal.SIGTERM, before)
         server.close()
+        kept = adopt_orphans(adopted)
         for process in found.values():
             os.kill(process.pid, signal.SIGKILL)
     assert {number: process.wait(20) for number, process in found.items()} == {3: -signal.SIGKILL, 5: -signal.SIGKILL}
-    assert adopt_orphans(adopted), "as before the server"
+    assert kept, "as before the server"
 
 
 def test_a_fork_that_fails_is_told_and_leaves_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
