@@ -184,6 +184,7 @@ def test_a_signal_while_ranks_start_does_not_lose_them(tmp_path: Path) -> None:
 
     def keep(number: int, process: Forked) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)  # it may arrive in another thread
         found[number] = process
 
     adopted, before = adopt_orphans(True), signal.signal(signal.SIGTERM, raise_signal)
