@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ./test.sh [pytest's flags]: all tests but those of GPUs, in the lab's environment, which is prepared on first use.
-# Without flags four tests run at a time, and then, one after another, those that have to be alone. With flags all run
+# Without flags three tests run at a time, and then, one after another, those that have to be alone. With flags all run
 # one after another.
 # ./test.sh --quick [pytest's flags]: the tests marked quick, in about a minute: a parity test of every kind of layout, and
 # what needs one process.
@@ -22,4 +22,4 @@ fi
 prepare requirements.txt requirements-dev.txt
 if [ "${1:-}" = --quick ]; then exec "$python" -m pytest -m "quick and not alone" --numprocesses 2 "${@:2}"; fi
 if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
-exec "$python" -m pytest --numprocesses 4 --dist loadgroup
+exec "$python" -m pytest --numprocesses 3 --dist loadgroup
