@@ -66,7 +66,7 @@ def threads() -> int:
 
 
 def held_at_the_end() -> dict[str, int]:
-    """Return what is held when only the connection to the store is left, or at least some seconds later."""
+    """Return what is held when only the connection to the store is left, or `SECONDS_TO_CLOSE` later at the latest."""
     deadline = time.monotonic() + SECONDS_TO_CLOSE
     gc.collect()
     while (now := held())["descriptors"] > 1 and time.monotonic() < deadline:

@@ -96,7 +96,7 @@ class Run:
     speeds: list[float]  # tokens/s, by step
     times: list[float]  # when the line of each step was printed
     backs: list[float]  # when it was printed that ranks are back
-    held: dict[int, dict[str, Any]]  # by rank that was there at the end: what it held (`dying.Held`)
+    held: dict[int, dict[str, Any]]  # by rank that was there at the end: what it held (`dying.held`)
 
 
 def run(
