@@ -262,8 +262,9 @@ def read_chrome(path: Path) -> Trace:
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         lines = about["programs"]
         programs = lines and [[KINDS[letter](*place) for letter, *place in line] for line in lines]
-        further = (about[name] for name in ("run_on", "pipelines", "alive"))
-        trace = Trace(ranks, about["layout"], programs, *further)
+        trace = Trace(
+            ranks, about["layout"], programs, about["run_on"], about.get("pipelines", 1), about.get("alive", ())
+        )
         if not all(any(event.kind == STEP for event in rank.events) for rank in ranks):
             raise ValueError("a rank without steps")
         trace.steps()

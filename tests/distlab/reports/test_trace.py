@@ -152,6 +152,15 @@ def test_chromes_format_gives_the_trace_back_without_its_messages(
     assert list(again.report()) == list(trace.report())
 
 
+def test_earlier_traces_do_not_name_repairs_or_pipelines(pipelines: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_chrome(pipelines, path)
+    content, now = json.loads(path.read_text()), read_chrome(path)
+    del content["otherData"]["pipelines"], content["otherData"]["alive"]
+    path.write_text(json.dumps(content))
+    assert list(read_chrome(path).report()) == list(now.report())
+
+
 def test_chromes_format_names_ranks_and_lets_messages_overlap(pipelines: Trace, tmp_path: Path) -> None:
     write_chrome(pipelines, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
