@@ -57,6 +57,11 @@ FIRST_GATE = {  # the name of a tensor whose rows are the width of an expert
     "qwen3_moe": "model.layers.0.mlp.experts.0.gate_proj.weight",
     "glm4_moe": "model.layers.0.mlp.experts.0.gate_proj.weight",
 }
+DEFAULTS: dict[str, dict[str, Any]] = {  # of fields that may be missing, where transformers' are not those of a Llama
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "glm4_moe": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+}
 NUMBER_OF_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
 CORRECTED = ("glm4_moe",)  # whose files have corrections
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from simplellm.errors import InputError
-from simplellm.hub_mixtures import CORRECTED, CORRECTION, FIRST_GATE, FIXED, hub_name, mixture_options
+from simplellm.hub_mixtures import CORRECTED, CORRECTION, DEFAULTS, FIRST_GATE, FIXED, hub_name, mixture_options
 from simplellm.hub_mixtures import KNOWN as MIXTURE_FIELDS
 from simplellm.hub_tokenizer import standalone
 from simplellm.llama import CausalLLama, LLama
@@ -59,9 +59,9 @@ def read_llama(folder: Path) -> SavedModel:
     path = folder / "config.json"
     config = _read_json(path)
     _check_kind(path, config)
-    options = _options(path, config)
-    stored = _stored(folder)
     kind = config["model_type"]
+    options = _options(path, DEFAULTS.get(kind, {}) | config)
+    stored = _stored(folder)
     _check_sizes(path, options, stored, FIRST_GATE.get(kind, GATE))
     tokenizer, content = _tokenizer(folder, options["vocab_size"], rows=stored[EMBEDDING][1][0])
     options["padding_idx"] = tokenizer.pad_id if tokenizer.pad_id >= 0 else None
@@ -117,11 +117,12 @@ KNOWN = set(
 def _check_kind(path: Path, config: dict[str, Any]) -> None:
     """Raise `InputError` for features that the lab's Llama does not have, and for fields that are not understood."""
     kind = config.get("model_type")
-    if kind != "llama" and kind not in FIXED:
+    if kind not in ("llama", *FIXED):  # it may be a list
         wanted = 'only a "llama" can be imported, and with experts a "mixtral", a "qwen3_moe" and a "glm4_moe"'
         raise _refuse(path, "model_type", kind, wanted)
+    rope = config.get("rope_parameters")
     for key, value in FIXED.get(kind, {}).items():
-        found = config.get(key, (config.get("rope_parameters") or {}).get(key))
+        found = config.get(key, rope.get(key) if isinstance(rope, dict) else None)
         if found != value and (found or value):
             raise _refuse(path, key, found, f"the lab's model has {json.dumps(value)}")
     known = KNOWN | FIXED.get(kind, {}).keys() | MIXTURE_FIELDS.get(kind, set())
@@ -290,6 +291,11 @@ def _check_sizes(path: Path, options: dict[str, Any], stored: dict[str, tuple[Pa
     if options["n_layers"] != layers:
         wanted = f"the files have the tensors of {layers} layers"
         raise _refuse(path, "num_hidden_layers", options["n_layers"], wanted)
+    beginning, first, end = gate.partition("experts.0.")
+    experts = sum(name.startswith(f"{beginning}experts.") and name.endswith(end) for name in stored) if first else 0
+    if first and options["experts"] != experts:
+        wanted = f"the files have the tensors of {experts} experts in the first layer"
+        raise InputError(f"{path}: the number of experts is {options['experts']}: {wanted}")
     for key, option, name, dimension in (
         ("hidden_size", "dmodel", EMBEDDING, 1),
         ("intermediate_size", "hidden_dim", gate, 0),

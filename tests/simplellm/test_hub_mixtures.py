@@ -1,5 +1,6 @@
 """Models with experts to Hugging Face's format and back, against transformers itself."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ LIKE_DEEPSEEK = {"shared_expert": True, "router_scores": "sigmoid"}
 def without_corrections(model: SavedModel) -> SavedModel:
     zeros = {name: torch.zeros_like(p) for name, p in model.parameters.items() if "correction" in name}
     return SavedModel(model.options, model.parameters | zeros, model.tokenizer)
+
+
+def change(folder: Path, *removed: str, **changed: Any) -> None:
+    """Remove fields from a model's configuration, and change others."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changed
+    path.write_text(json.dumps({name: value for name, value in config.items() if name not in removed}))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,37 @@ def test_transformers_computes_the_same_and_back(options: dict[str, Any], kind: 
     assert there.std() > 0.5
     assert (expected - there).std() > 0.1
     assert saved.options.items() <= {**back.options, "padding_idx": saved.options["padding_idx"]}.items()
+
+
+@pytest.mark.parametrize("options", [{}, LIKE_DEEPSEEK], ids=["mixtral", "glm4-moe"])
+def test_missing_fields_have_transformers_values(options: dict[str, Any], tmp_path: Path) -> None:
+    """They differ from those of a Llama."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"dmodel": 64, "num_heads": 16, "num_kv_heads": 8}
+    export(without_corrections(saved_model(**EXPERTS | options | sizes)), tmp_path)
+    change(tmp_path, "rms_norm_eps", "rope_theta", "rope_parameters", "num_key_value_heads")
+    ids = torch.tensor([SPTokenizer().encode(story(1))[:60]])
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+        torch.testing.assert_close(read_llama(tmp_path).build()(ids), expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_local_experts": 10**9}, "the number of experts is 1000000000: the files have the tensors of 5 experts"),
+        ({"rope_parameters": [1]}, "rope_parameters is \\[1\\]"),
+        ({"model_type": ["mixtral"]}, "model_type is"),
+    ],
+    ids=str,
+)
+def test_wrong_fields(fields: dict[str, Any], told: str, tmp_path: Path) -> None:
+    export(without_corrections(saved_model(**EXPERTS)), tmp_path)
+    change(tmp_path, **fields)
+    with pytest.raises(InputError, match=told):
+        read_llama(tmp_path)
 
 
 @pytest.mark.parametrize(
