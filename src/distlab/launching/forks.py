@@ -129,9 +129,9 @@ def _handlers_later() -> Iterator[None]:
     """
     received: list[int] = []
     handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
-    for number in handlers:
-        signal.signal(number, lambda number, frame: received.append(number))
     try:
+        for number in handlers:
+            signal.signal(number, lambda number, frame: received.append(number))
         yield
     finally:
         for number, handler in handlers.items():
