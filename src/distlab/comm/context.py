@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distlab.comm.recorder import Ledger, Recorder
 from distlab.machine import devices
 from distlab.machine.devices import Place, cores
-from simplellm.errors import InputError
+from simplellm.errors import InputError, say
 
 if TYPE_CHECKING:
     from distlab.comm.waits import Wait, Waits
@@ -42,7 +42,7 @@ class Options:
     threads: int | None = None  # with which a rank usually computes; None: as many as it has now
     places: Sequence[Place] | None = None  # by rank, its host and GPUs; None: the ranks exchange them
     describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
-    remark: Callable[[str], object] = lambda sentence: print(f"# {sentence}", flush=True)
+    remark: Callable[[str], object] = say
     check: Callable[[], object] | None = None  # called while ranks connect; an exception that it raises ends that
     previous: "Context | None" = None  # of groups that were abandoned; its ledger and its recorder are used further
 

@@ -73,7 +73,7 @@ class MemoryTransport(Transport, ABC, Generic[MemoryT]):
         return like.is_cpu and (self._takes_all or size_bytes >= self.smallest_bytes)
 
     def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
-        """Return zeros (elements,) in memory that the ranks share, or None; see `LabGroup.empty`."""
+        """Return zeros (elements,) in memory that the ranks share, or None; see `distlab.comm.group.empty`."""
         if not self.is_worth_it(elements * like.itemsize, like):
             return None
         return self.together(lambda memory: self.allocate(memory, elements, like.dtype))
