@@ -34,15 +34,29 @@ class GroupOfOne(ContextGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return _copied([output], [input])
 
+    def all_gather_single_coalesced(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return _copied(output, input)
+
     def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         return _copied(output[0], input)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return _copied(output, input[0])
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, *sizes: Any) -> dist.Work:
         return _copied([output], [input])
 
-    # The names of torch 2.11 for the same methods.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    # With one rank, other operations do the same. torch 2.11, whose own group of one copies nothing, has other names.
+    _single: Any = all_gather_single
+    _several: Any = all_gather_single_coalesced
+    reduce_scatter_single = _allgather_base = _reduce_scatter_base = _single
+    reduce_scatter_single_coalesced = alltoall = _several
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _several
+    gather: Any = allgather
+    reduce_scatter: Any = scatter
+    alltoall_base: Any = all_to_all_single
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
         raise ValueError("a message to oneself: this group has one rank")

@@ -54,14 +54,16 @@ def test_a_rank_alone_sends_nothing_and_counts_nothing() -> None:
 
 def test_a_rank_alone_receives_its_own_tensors() -> None:
     own = torch.tensor([1.0, 2.0])
-    outputs = [torch.zeros(2) for _ in range(6)]
+    outputs = [torch.zeros(2) for _ in range(8)]
     all_gather_single(outputs[0], own)
     reduce_scatter_single(outputs[1], own)
     dist.all_to_all_single(outputs[2], own)
     dist.all_gather([outputs[3]], own)
     dist.gather(own, [outputs[4]])
     dist.scatter(outputs[5], [own])
-    assert [output.tolist() for output in outputs] == [[1.0, 2.0]] * 6
+    dist.all_to_all([outputs[6]], [own])
+    dist.reduce_scatter(outputs[7], [own])
+    assert [output.tolist() for output in outputs] == [[1.0, 2.0]] * 8
     pending = dist.all_reduce(own, async_op=True)
     assert pending.is_completed()
     assert pending.get_future().wait()[0] is own
