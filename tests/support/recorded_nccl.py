@@ -226,6 +226,8 @@ def run_alone(rank: int, size: int, script: str, flags: list[str]) -> list[Call]
         settings = parse(module.DEFAULTS, "", [str(rank), *flags])
         run = (TrainingRun if isinstance(settings, TrainSettings) else Run)(settings, Path(script))
         assert context_of().group_timeout.total_seconds() > settings.timeout, "waits are watched from outside"
+        where = dist.distributed_c10d._get_object_coll_device()  # of the tensors with a checkpoint's plan
+        assert where == "cuda", f"NCCL moves no tensors of object collectives that are on the {where}"
         global_loss = run.global_loss
 
         def end_the_step(step: int, losses: Iterable[Tensor]) -> float:

@@ -89,7 +89,8 @@ class LabGroup(ContextGroup):
                 check = self.context.options.check
                 self._library, self._sockets = connect(store, self._members.rank, size, self._timeout, check)
                 kind = kinds.GLOO
-        for device in ("cpu", "cuda"):
+        # torch asks for the group's devices to know where the tensors of its object collectives must be.
+        for device in ("cuda",) if library == "nccl" else ("cpu", "cuda"):
             self._register_backend(torch.device(device), kind, self._library)
         members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.by_host)
         self._plain = Library(self._library, members, self._timeout)
