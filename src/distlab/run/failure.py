@@ -118,7 +118,7 @@ def refused_by_gpu(error: BaseException) -> str | None:
 def out_of_memory(error: BaseException) -> str | None:
     """Return the message for exhausted memory (in Python, in torch on the CPU, on a GPU); None for other errors."""
     told = str(error).partition("\n")[0]
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or told == "CUDA error: out of memory":  # even for a process's context
         return f"out of memory on the GPU: {told}"
     if asked := re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error)):
         return f"out of memory: could not allocate {human_bytes(int(asked[1]))}"

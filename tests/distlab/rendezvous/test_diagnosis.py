@@ -221,6 +221,8 @@ def test_a_lack_of_memory_is_told_from_other_errors() -> None:
         torch.empty(10**15)
     assert out_of_memory(caught.value) == "out of memory: could not allocate 4e+03 TB"
     assert out_of_memory(MemoryError()) == "out of memory"
+    told = RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")  # by torch.cuda.set_device
+    assert out_of_memory(told) == "out of memory on the GPU: CUDA error: out of memory"
     assert out_of_memory(RuntimeError("anything")) is None
 
 
