@@ -88,9 +88,9 @@ def memory(run: Records) -> Json | None:
     """Return the bytes that each rank held, by kind, beside the plan."""
     if not run.memory or run.alive is None:
         return None
-    costs, names = costs_of(run) if counts_memory(run) else None, [name_of(run, rank) for rank in run.alive]
+    costs, names = costs_of(run), [name_of(run, rank) for rank in run.alive]
     kinds = [kind for kind in run.memory[0] if kind != WITHOUT and any(rank.get(kind) for rank in run.memory)]
-    planned = [memory_of(costs, rank) for rank in run.alive] if costs else None
+    planned = [memory_of(costs, rank) for rank in run.alive] if costs and counts_memory(run, costs) else None
     rows = [
         (name, kind, held[kind], planned[index].get(kind) if planned else None)
         for index, (name, held) in enumerate(zip(names, run.memory, strict=True))

@@ -1,5 +1,6 @@
 """The messages and the memory that a run should have, by the planner's formulas; nothing is measured here."""
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,9 +66,11 @@ def costs_of(run: Records) -> Costs | None:
     return Costs(machine, model, own, optimizer=settings["optimizer"], casts_messages=casts)
 
 
-def counts_memory(run: Records) -> bool:
-    """Return whether the planner counts the memory of such runs."""
-    settings = run.settings
+def counts_memory(run: Records, costs: Costs) -> bool:
+    """Return whether the planner counts the memory of such runs; of compiled passes, it knows those of whole blocks."""
+    settings, sizes, layout = run.settings, costs.model.sizes, costs.layout
+    if sizes.compiled and (sizes.experts or replace(layout, shard="none").not_compiled):
+        return False
     shares_vocabulary = run.layout.get("tp", 1) == 1 or "tp" in settings or "tp_style" in settings
     is_usual = all(settings.get(name, usual) == usual for name, usual in IN_MEMORY.items())
     return shares_vocabulary and is_usual and settings.get("schedule") != AUTO and run.sync_every is None

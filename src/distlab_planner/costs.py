@@ -318,7 +318,7 @@ class Costs:
     def _kept_of_stage(self, stage: int) -> Kept:
         parts, sizes, tp, tokens = self.parts(stage), self.model.sizes, self.layout.size("tp"), self.tokens
         factors = sum(count * sizes.factor_bytes(part, tokens, tp) for part, count in parts.items())
-        everything = sum(count * sizes.kept_bytes(part, tokens, tp) for part, count in parts.items())
+        everything = sum(count * self._kept_by(part) for part, count in parts.items())
         mask = self.attention.mask_bytes if parts["block"] else 0
         everything += parts["block"] * self.attention.kept_bytes + mask
         ids = tokens * ID_BYTES if parts["embedding"] else 0
@@ -335,11 +335,16 @@ class Costs:
             input_bytes = ids if self.layout.size("cp") > 1 else 0
         return Kept(everything, by_forward, input_bytes, factors)
 
+    def _kept_by(self, part: ModelPart) -> int:
+        """Return the bytes that a forward pass of a part keeps; ranks that shard hold rounded weights in bfloat16."""
+        sizes = self.model.sizes
+        casts = sizes.cast_bytes(part) if self.layout.shard == "none" else 0
+        return sizes.kept_bytes(part, self.tokens, self.layout.size("tp")) + casts
+
     @property
     def _inside_block_bytes(self) -> int:
         """Bytes that a block keeps in addition to its input."""
-        own = self.model.sizes.kept_bytes("block", self.tokens, self.layout.size("tp")) - self.activation_bytes
-        return own + self.attention.kept_bytes
+        return self._kept_by("block") - self.activation_bytes + self.attention.kept_bytes
 
     @property
     def _kept_attention_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def held(costs: Costs, worker: int) -> RankMemory:
         parameters=parameters + corrections,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
         optimizer_state=own * MOMENTS[costs.optimizer],
-        gathered=_gathered(costs, stages, weights),
+        gathered=_gathered(costs, stages),
         activations=max(*after, *within) + ids + tables,
     )
 
@@ -87,13 +88,12 @@ def share_of_rank(machine: Machine, ranks: int) -> float:
     return machine.memory_bytes_per_host / gpus / math.ceil(on_host / gpus)
 
 
-def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
+def _gathered(costs: Costs, stages: Sequence[int]) -> int:
     """Return the bytes of blocks or buckets that are temporarily whole, and of the buffer where they are reduced."""
     layout, on_hosts = costs.layout, costs.on_hosts
     has_buffer = costs.machine.device == "cpu" and on_hosts.is_inside(on_hosts.replicas)  # in shared memory
     if layout.shard == "gradients":
-        bucket = min(weights_bytes, SHARDED_BUCKET_BYTES)
-        return 2 * bucket if has_buffer else min(weights_bytes, 2 * SHARDED_BUCKET_BYTES)
+        return sum(_whole_buckets(costs, stage, has_buffer) for stage in stages)
     if layout.shard != "weights":
         return 0
     in_order = [part for stage in stages for part in PARTS for _ in range(costs.parts(stage)[part])]
@@ -105,3 +105,28 @@ def _gathered(costs: Costs, stages: Sequence[int], weights_bytes: int) -> int:
     # In a backward pass, a block, its gradient, and the weights of the block before it.
     whole = (own + gradient + before for own, gradient, before in zip(weights, gradients, [0, *weights], strict=False))
     return max(whole) + max(gradients) * has_buffer
+
+
+def _whole_buckets(costs: Costs, stage: int, has_buffer: bool) -> int:
+    """Return the bytes of the buckets of a stage's gradients that are whole at once, and of buffers for reducing them.
+
+    Weights that passes round and others are reduced one after the other; experts with other holders have own buckets.
+    """
+    layout, parts, sizes = costs.layout, costs.parts(stage), costs.model.sizes
+    ep = layout.size("ep")
+    in_order = [sizes.parameters(part, layout.size("tp"), ep) for part in PARTS for _ in range(parts[part])]
+    buckets = list[tuple[bool, Counter[bool]]]()  # whether it has experts of other holders; bytes by whether rounded
+    latest: dict[bool, Counter[bool]] = {}  # the open bucket
+    for one in reversed(list(itertools.chain.from_iterable(in_order))):
+        of_others = one.of_expert and ep > 1
+        if of_others not in latest or latest[of_others].total() >= SHARDED_BUCKET_BYTES:
+            latest[of_others] = Counter()
+            buckets.append((of_others, latest[of_others]))
+        latest[of_others][one.is_rounded] += one.numbers * NUMBER_BYTES
+    whole = sorted(bucket.total() for _, bucket in buckets)
+    if not has_buffer:
+        return sum(whole[-2:])
+    longest = Counter[bool]()
+    for of_others, bucket in buckets:
+        longest[of_others] = max(longest[of_others], *bucket.values())
+    return whole[-1] + longest.total()

@@ -30,6 +30,15 @@ class ModelSettings(Protocol):
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A parameter of the model, as far as a rank holds it."""
+
+    numbers: int
+    is_rounded: bool = False  # by each pass, to the dtype of products: not routers and gains of norms
+    of_expert: bool = False
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The sizes that determine the cost of a part; `vocab_size` matters only for the embedding and the head."""
 
@@ -93,21 +102,34 @@ class Sizes:
             return attention + self.networks * 3 * self.dmodel * self.network_width(tp)
         return share(self.vocab_size, tp) * self.dmodel if part == "head" else 0
 
-    def weights(self, part: ModelPart, tp: int = 1) -> int:
-        """Return the number of a part's weights that a rank trains, without experts; gains of norms are whole."""
+    def parameters(self, part: ModelPart, tp: int = 1, ep: int = 1) -> list[Parameter]:
+        """Return a part's parameters that a rank trains, in the order of the model; gains of norms are whole."""
+        width, rounds = self.dmodel, self.dtype != "float32"
+        gain, vocabulary = Parameter(width), share(self.vocab_size, tp) * width
         if part == "embedding":
-            return share(self.vocab_size, tp) * self.dmodel
-        if part == "block" and self.experts:
-            chosen = self.experts_per_token * 3 * self.dmodel * self.hidden_dim
-            return self.matrices(part, tp) - chosen + self.experts * self.dmodel + 2 * self.dmodel
-        return self.matrices(part, tp) + (2 if part == "block" else 1) * self.dmodel
+            return [Parameter(vocabulary)]
+        if part == "head":
+            return [gain, Parameter(vocabulary, rounds)]
+        query, key = (Parameter(share(wide, tp) * width, rounds) for wide in (width, self.kv_width))
+        matrix = Parameter(width * self.network_width(tp), rounds)
+        block = [gain, query, key, key, query, gain]
+        if not self.experts:
+            return [*block, *3 * [matrix]]
+        own = replace(matrix, of_expert=True)
+        return [
+            *block,
+            Parameter(self.experts * width),
+            *self.experts // ep * 3 * [own],
+            *self.shared_experts * 3 * [matrix],
+        ]
+
+    def weights(self, part: ModelPart, tp: int = 1) -> int:
+        """Return the number of a part's weights that a rank trains, without experts."""
+        return sum(one.numbers for one in self.parameters(part, tp) if not one.of_expert)
 
     def rounded_weights(self, part: ModelPart, tp: int = 1) -> int:
-        """Return the number of these that a pass rounds to the dtype of products: not routers and gains of norms."""
-        if part == "embedding" or self.dtype == "float32":
-            return 0
-        in_float32 = (2 + self.experts if part == "block" else 1) * self.dmodel
-        return self.weights(part, tp) - in_float32
+        """Return the number of these that a pass rounds to the dtype of products."""
+        return sum(one.numbers for one in self.parameters(part, tp) if one.is_rounded and not one.of_expert)
 
     def expert_weights(self, ep: int) -> int:
         """Return the number of weights of a block's experts on one of the ranks that share them."""
@@ -135,16 +157,19 @@ class Sizes:
         norm = (width + 1) * NUMBER_BYTES + width * self.inner_bytes  # input, root mean square; output
         if part == "head":  # probabilities; targets; if compiled, these once more
             ids = ID_BYTES * (1 + self.compiled) + FLAG_BYTES * (tp > 1)
-            return tokens * (norm + NUMBER_BYTES * share(self.vocab_size, tp) + ids) + self._cast_bytes(part)
+            return tokens * (norm + NUMBER_BYTES * share(self.vocab_size, tp) + ids)
         attention = (2 * width + 2 * self.kv_width) * self.inner_bytes + self.num_heads * NUMBER_BYTES
         inside = (4 - self.compiled) * self.network_width(tp) * self.inner_bytes  # the compiler computes SiLU again
         per_token = 2 * norm + attention // tp + self.networks * inside + self._kept_by_router_bytes
-        if self._cast_bytes(part):
+        if self.cast_bytes(part):
             per_token -= width * self.inner_bytes  # the output of a norm, likewise
-        return tokens * per_token + self._cast_bytes(part)
+        return tokens * per_token
 
-    def _cast_bytes(self, part: ModelPart) -> int:
-        """Bytes of the weights in bfloat16, which a compiled pass keeps and others cast once more."""
+    def cast_bytes(self, part: ModelPart) -> int:
+        """Return the bytes of the weights in bfloat16, which a compiled pass keeps unless it finds them in it.
+
+        Other passes cast them once more.
+        """
         return self.matrices(part) * self.inner_bytes * (self.compiled and self.dtype == "bfloat16")
 
     @property

@@ -212,6 +212,11 @@ MEASURED = [  # ranks, flags
     (2, "--dp 2 --pp 1 --shard gradients --micro-batches 3 --batch-size 3 --dtype bfloat16"),
     (4, "--dp 2 --pp 1 --tp 2 --shard weights --micro-batches 3 --batch-size 3 --dtype bfloat16"),
     (4, "--dp 1 --pp 2 --tp 2 --micro-batches 2 --batch-size 6 --dtype bfloat16"),
+    (3, "--dp 3 --pp 1 --shard optimizer --batch-size 3 --dtype bfloat16"),
+    (3, "--dp 3 --pp 1 --shard weights --batch-size 3 --dtype bfloat16 --recompute blocks"),
+    (4, "--dp 2 --pp 2 --shard gradients --batch-size 2 --micro-batches 2 --dtype bfloat16 --schedule interleaved"),
+    (2, "--dp 2 --pp 1 --shard gradients --batch-size 3 --dmodel 288 --num-heads 6"),  # several buckets
+    (2, "--dp 2 --pp 1 --shard gradients --batch-size 3 --dmodel 288 --num-heads 6 --dtype bfloat16"),
 ]
 SHARED = [
     (2, "--dp 1 --pp 1 --cp 2 --cp-kind ring --micro-batches 3 --batch-size 6 --dtype bfloat16"),
@@ -254,13 +259,13 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
         step, costs = graph_of(prediction.costs.layout), prediction.costs
         shared = sum(count * costs.shared_bytes(step.examples[kind]) for kind, count in step.counts[0].items())
         assert shared == sum(counted.get(kind, 0) for kind in of_sequences) > 0
-        assert held(costs, 0).activations == pytest.approx(of_rank_0["activations"], rel=0.02)
     holds = held(prediction.costs, 0)
     if "--experts" in flags:
         assert by_kind["rows of experts"] == counted["rows of experts"] > 0
-        assert holds.activations == pytest.approx(of_rank_0["activations"], rel=0.02)
+    assert holds.activations == pytest.approx(of_rank_0["activations"], rel=0.02)
     assert holds.parameters == pytest.approx(of_rank_0["parameters"], rel=0.01)
     assert holds.gradients == pytest.approx(of_rank_0["gradients"], rel=0.01)
+    assert holds.gathered == pytest.approx(of_rank_0["gathered"], rel=0.01, abs=1000)
 
 
 def measured_machine() -> Machine:

@@ -7,6 +7,7 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from support.chapters import MODEL, OneProcess, assert_equal, load, train_on
@@ -16,11 +17,14 @@ from torch import Tensor
 
 from distlab.axes.grid import Grid
 from distlab.machine.compilers import import_compiler
+from distlab.parallel.division import Sharded
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.compiling import parts_to_compile
 from distlab.run.model import ModelParts
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
+from distlab_page.planned import costs_of, memory_of
+from distlab_page.records import read
 from distlab_planner.machine import write_machine
 from distlab_planner.memory import held
 from distlab_planner.sent import sent_in_step
@@ -117,6 +121,26 @@ def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without(tmp_path: Path) ->
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
     assert any(not gradient.equal(expected[name]) for name, gradient in gradients.items()), "something was compiled"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "script", "flags"),
+    [
+        *((2, "DP/fsdp/intro_DP_FSDP.py", f"--world-size 2 --shard {shard}") for shard in get_args(Sharded)),
+        (3, "hybrid/intro_5d.py", "--dp 3 --pp 1 --shard gradients --recompute blocks"),
+        (2, "hybrid/intro_hybrid.py", "--dp 1 --pp 2"),
+    ],
+)
+def test_a_compiled_run_in_bfloat16_holds_the_memory_of_the_plan(
+    ranks: int, script: str, flags: str, tmp_path: Path
+) -> None:
+    batch = "--batch-size 4 --micro-batches 2 --dtype bfloat16 --compile".split()
+    train_on(ranks, script, tmp_path, *flags.split(), *batch, deadline=240)
+    costs = costs_of(read(tmp_path))
+    assert costs is not None
+    for rank, counted in enumerate(json.loads((tmp_path / "memory.json").read_text())):
+        for kind, planned in memory_of(costs, rank).items():
+            assert planned == pytest.approx(counted[kind], rel=0.01, abs=200), (rank, kind)
 
 
 def test_the_parts_that_are_compiled_before_the_first_step() -> None:
