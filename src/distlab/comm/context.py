@@ -6,7 +6,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,9 +86,9 @@ class Context:
     _has_remarked: bool = False  # that memory cannot be shared
 
     def __post_init__(self) -> None:
-        if self.options.previous is not None:
-            self.ledger, self.recorder = self.options.previous.ledger, self.options.previous.recorder
-            self.options.previous = None  # or all earlier ones would stay
+        if (previous := self.options.previous) is not None:
+            self.ledger, self.recorder = previous.ledger, previous.recorder
+            self.options = replace(self.options, previous=None)  # or all earlier ones would stay
         self.describe = self.options.describe
         self.recorder.is_over_nccl = self.is_over_nccl
 
@@ -165,7 +165,7 @@ class ContextGroup(dist.ProcessGroup):
 
 def first_context(made: Any, options: Options | None) -> Context:
     """Return the context of a default group; without places in `options`, all ranks exchange theirs."""
-    asked = options or Options()
+    asked = replace(options or Options())  # a copy: the caller's options stay as they are
     if asked.timeout_seconds is None:
         asked.timeout_seconds = made.timeout.total_seconds()
     if asked.places is None:

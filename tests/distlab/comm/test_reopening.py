@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from support.held import mappings, pipes_and_memory, threads
 from support.processes import free_port, join, process_group, run_ranks
 
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, Transport, context_of
 from distlab.comm.group import empty, open_queues
 from distlab.comm.lab_group import LabGroup
 
@@ -102,3 +103,19 @@ def test_nothing_is_left_of_groups_that_are_closed(work: Callable[..., None], tr
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 def test_one_default_group_follows_another(transport: Transport) -> None:
     run_ranks(2, begin_again, [free_port() for _ in range(5)], transport)
+
+
+def begin_twice_with_the_same_options(rank: int) -> None:
+    """Both groups go on with the ledger of the first context."""
+    first = join(rank, 1, free_port())
+    options = Options(previous=first)
+    given = replace(options)
+    for _ in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("lab", store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
+        assert context_of().ledger is first.ledger
+        assert options == given
+
+
+def test_the_options_of_a_group_stay_as_they_are() -> None:
+    run_ranks(1, begin_twice_with_the_same_options)
