@@ -3,7 +3,7 @@
     AutoModelForCausalLM.from_pretrained("DIR"), AutoTokenizer.from_pretrained("DIR")
 
 These compute the same logits and token ids as the lab. The weights need no conversion, because the parameters already
-have the names of that library; for models with experts, see `simplellm.hub_mixtures`.
+have the names of that library; for models with experts, see `simplellm.hub_kinds`.
 """
 
 import contextlib
@@ -15,11 +15,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from sentencepiece import SentencePieceProcessor
 
 from simplellm.errors import InputError
-from simplellm.hub_mixtures import CORRECTED, CORRECTION, hub_name, mixture_config
-from simplellm.hub_tokenizer import HubTokenizer, original
+from simplellm.hub_kinds import KINDS, kind_of
+from simplellm.hub_tokenizer import original
 from simplellm.saved_model import SavedModel
 from simplellm.tokenizer_json import as_tokenizer_json
 from simplellm.tokenizers import SPTokenizer, is_json
@@ -35,24 +34,21 @@ def export(model: SavedModel, folder: Path) -> None:
     Raises:
         InputError: the folder is not empty or cannot be written to, or the tokenizer or the experts cannot be exported.
     """
-    content = model.tokenizer.read_bytes()
-    tokenizer = original(content) if is_json(content) else as_tokenizer_json(model.tokenizer)
-    ids = token_ids(SPTokenizer(model.tokenizer))
-    config = llama_config(model.options)
-    if model.options.get("experts"):
-        config = mixture_config(config, model.options, model.parameters)
+    content, tokenizer = model.tokenizer.read_bytes(), SPTokenizer(model.tokenizer)
+    tokenizer_json = original(content) if is_json(content) else as_tokenizer_json(model.tokenizer)
+    ids = token_ids(tokenizer)
+    kind = kind_of(model.options, model.parameters)
     check_free(folder)
     try:
         with _all_or_nothing(folder) as place:
-            _write(place / "config.json", config | ids)
+            _write(place / "config.json", hub_config(model.options, kind) | ids)
             _write(place / "generation_config.json", {"_from_model_config": True} | ids)
-            _write(place / "tokenizer.json", tokenizer)
-            _write(place / "tokenizer_config.json", tokenizer_config(model.tokenizer, model.options["ctx_size"]))
+            _write(place / "tokenizer.json", tokenizer_json)
+            _write(place / "tokenizer_config.json", tokenizer_config(tokenizer, model.options["ctx_size"]))
             if not is_json(content):
                 shutil.copyfile(model.tokenizer, place / "tokenizer.model")
-            weights = {hub_name(name, config["model_type"]): p.contiguous() for name, p in model.parameters.items()}
-            if config["model_type"] not in CORRECTED:
-                weights = {name: weight for name, weight in weights.items() if not name.endswith(CORRECTION)}
+            stored = {name: tensor for name, tensor in model.parameters.items() if KINDS[kind].stores(name)}
+            weights = {KINDS[kind].hub_name(name): tensor.contiguous() for name, tensor in stored.items()}
             save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
             # safetensors makes its file unreadable for other users; an export is meant to be shared.
             (place / "model.safetensors").chmod((place / "config.json").stat().st_mode)
@@ -90,13 +86,14 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
         raise
 
 
-def llama_config(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's sizes as the fields of transformers' LlamaConfig."""
-    theta, scaling = options["rope_theta"], options.get("rope_scaling")
+def hub_config(options: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the model's sizes as the fields of transformers' configuration of a kind of models."""
+    kind, theta, scaling = KINDS[model_type], options["rope_theta"], options.get("rope_scaling")
     rope = {"rope_type": "llama3" if scaling else "default", **(scaling or {}), "rope_theta": theta}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    rope |= {key: value for key, value in kind.fixed.items() if key == "partial_rotary_factor"}
+    config = {
+        "architectures": [f"{kind.architecture}ForCausalLM"],
+        "model_type": model_type,
         "vocab_size": options["vocab_size"],
         "hidden_size": options["dmodel"],
         "intermediate_size": options["hidden_dim"],
@@ -110,11 +107,13 @@ def llama_config(options: dict[str, Any]) -> dict[str, Any]:
         **({"rope_scaling": rope} if scaling else {}),
         "rope_parameters": rope,  # and where 5 does
         "hidden_act": "silu",
-        "attention_bias": options.get("attention_bias", False),
-        "mlp_bias": options.get("mlp_bias", False),
+        **({} if kind.experts else {name: options.get(name, False) for name in ("attention_bias", "mlp_bias")}),
         "tie_word_embeddings": False,
         "dtype": "float32",
     }
+    if kind.experts:
+        config |= {"num_experts_per_tok": options["experts_per_token"], kind.experts: options["experts"]}
+    return config | {kind.width: options["hidden_dim"], **kind.written, **kind.fixed}
 
 
 def token_ids(tokenizer: SPTokenizer) -> dict[str, int | None]:
@@ -123,20 +122,15 @@ def token_ids(tokenizer: SPTokenizer) -> dict[str, int | None]:
     return {name: id if id >= 0 else None for name, id in ids.items()}
 
 
-def tokenizer_config(model: Path, ctx_size: int) -> dict[str, Any]:
+def tokenizer_config(tokenizer: SPTokenizer, ctx_size: int) -> dict[str, Any]:
     """Return the configuration with which transformers uses tokenizer.json like `SPTokenizer.encode`."""
-    content = model.read_bytes()
-    pieces: Any = (
-        HubTokenizer(content, model.parent) if is_json(content) else SentencePieceProcessor(model_proto=content)
-    )
-    names = {"bos": pieces.bos_id(), "eos": pieces.eos_id(), "pad": pieces.pad_id(), "unk": pieces.unk_id()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",  # the class that adds nothing to tokenizer.json
         "model_max_length": ctx_size,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # "</s>" in a text is four characters like any others
-    } | {f"{name}_token": pieces.id_to_piece(id) for name, id in names.items() if id >= 0}
+    } | {f"{name}_token": piece for name, piece in tokenizer.special_pieces().items()}
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

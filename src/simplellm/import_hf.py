@@ -21,8 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from simplellm.errors import InputError
-from simplellm.hub_mixtures import CORRECTED, CORRECTION, DEFAULTS, FIRST_GATE, FIXED, hub_name, mixture_options
-from simplellm.hub_mixtures import KNOWN as MIXTURE_FIELDS
+from simplellm.hub_kinds import KINDS, Kind
 from simplellm.hub_tokenizer import standalone
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import RopeScaling
@@ -31,9 +30,7 @@ from simplellm.tokenizers import SPTokenizer, is_json, with_unused_pieces
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# The field with the width of the feed-forward networks, by model type, where it is not intermediate_size.
-HIDDEN = dict.fromkeys(("qwen3_moe", "glm4_moe"), "moe_intermediate_size")
-LAYERS, GATE = "model.layers.", "model.layers.0.mlp.gate_proj.weight"
+LAYERS = "model.layers."
 MOST_POSITIONS = 2**24  # with more, the tables of rotary positions alone would fill the memory
 
 Shape = tuple[int, ...]
@@ -58,24 +55,17 @@ def read_llama(folder: Path) -> SavedModel:
         raise InputError(f"{folder}: there is no such folder; give one with config.json and {WEIGHTS}")
     path = folder / "config.json"
     config = _read_json(path)
-    _check_kind(path, config)
-    kind = config["model_type"]
-    options = _options(path, DEFAULTS.get(kind, {}) | config)
+    kind = _kind(path, config)
+    options = _options(path, config, kind)
     stored = _stored(folder)
-    _check_sizes(path, options, stored, FIRST_GATE.get(kind, GATE))
-    tokenizer, content = _tokenizer(folder, options["vocab_size"], rows=stored[EMBEDDING][1][0])
+    _check_sizes(path, options, stored, kind.gate)
+    tokenizer, tokenizer_path = _tokenizer(folder, options["vocab_size"], rows=stored[EMBEDDING][1][0])
     options["padding_idx"] = tokenizer.pad_id if tokenizer.pad_id >= 0 else None
     empty = LLama(CausalLLama, **options, device="meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
     # As in transformers 5, a separate head is used even if the configuration says that there is none.
     tied = config.get("tie_word_embeddings") is True and HEAD not in stored
-    parameters = _parameters(folder, stored, shapes, tied, kind)
-    if content is None:
-        return SavedModel(options, parameters, folder / "tokenizer.model")
-    temporary = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    (temporary / "tokenizer.model").write_bytes(content)
-    return SavedModel(options, parameters, temporary / "tokenizer.model")
+    return SavedModel(options, _parameters(folder, stored, shapes, tied, kind), tokenizer_path)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -114,18 +104,22 @@ KNOWN = set(
 )
 
 
-def _check_kind(path: Path, config: dict[str, Any]) -> None:
-    """Raise `InputError` for features that the lab's Llama does not have, and for fields that are not understood."""
-    kind = config.get("model_type")
-    if kind not in ("llama", *FIXED):  # it may be a list
+def _kind(path: Path, config: dict[str, Any]) -> Kind:
+    """Return the kind of model that a configuration is of.
+
+    Raises:
+        InputError: it has features that the lab's Llama does not have, or fields that are not understood.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in KINDS:
         wanted = 'only a "llama" can be imported, and with experts a "mixtral", a "qwen3_moe" and a "glm4_moe"'
-        raise _refuse(path, "model_type", kind, wanted)
-    rope = config.get("rope_parameters")
-    for key, value in FIXED.get(kind, {}).items():
+        raise _refuse(path, "model_type", name, wanted)
+    kind, rope = KINDS[name], config.get("rope_parameters")
+    for key, value in kind.fixed.items():
         found = config.get(key, rope.get(key) if isinstance(rope, dict) else None)
         if found != value and (found or value):
             raise _refuse(path, key, found, f"the lab's model has {json.dumps(value)}")
-    known = KNOWN | FIXED.get(kind, {}).keys() | MIXTURE_FIELDS.get(kind, set())
+    known = {*KNOWN, kind.width, kind.experts, *kind.fixed, *kind.written, *kind.known}
     if config.get("hidden_act", "silu") != "silu":
         raise _refuse(path, "hidden_act", config["hidden_act"], 'the lab\'s Llama computes "silu"')
     for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
@@ -140,6 +134,7 @@ def _check_kind(path: Path, config: dict[str, Any]) -> None:
         if key not in known and not is_off and not WITHOUT_EFFECT.fullmatch(key):
             wanted = "the lab does not know what it changes; remove it from a copy of the file if that is nothing"
             raise _refuse(path, key, value, wanted)
+    return kind
 
 
 def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +151,7 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     found = {"rope_theta": rope.get("rope_theta", config.get("rope_theta"))}
     if kind == "llama3":
         original = "original_max_position_embeddings"
-        length = config.get(original, rope.get(original, config.get("max_position_embeddings", 2048)))
+        length = config.get(original, rope.get(original, config["max_position_embeddings"]))
         try:
             scaling = RopeScaling.of({**rope, original: length})
         except InputError as error:
@@ -166,19 +161,22 @@ def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments for the models of `simplellm.llama`, with transformers' defaults for missing fields."""
+def _options(path: Path, given: dict[str, Any], kind: Kind) -> dict[str, Any]:
+    """Return keyword arguments for the models of `simplellm.llama`, with transformers' values for missing fields."""
+    config = {**kind.defaults, **given}
 
     def size(key: str, default: int | None = None) -> int:
-        value = default if config.get(key) is None else config[key]
+        value = config.get(key)
+        if value is None:
+            value = default or kind.defaults.get(key)
         if value is None:
             raise InputError(f"{path}: has no {key}; it must be there, a positive integer")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise _refuse(path, key, value, "it must be a positive integer")
         return value
 
-    def positive(key: str, value: Any, default: float) -> float:
-        value = default if value is None else value
+    def positive(key: str, value: Any) -> float:
+        value = kind.defaults[key] if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise _refuse(path, key, value, "it must be a number greater than 0")
         return float(value)
@@ -193,7 +191,7 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     head_dim = size("head_dim", dmodel // num_heads)
     if head_dim % 2:
         raise _refuse(path, "head_dim", head_dim, "rotary positions need an even width")
-    ctx_size = size("max_position_embeddings", 2048)
+    ctx_size = size("max_position_embeddings")
     if ctx_size > MOST_POSITIONS:
         raise _refuse(path, "max_position_embeddings", ctx_size, f"it must be at most {MOST_POSITIONS:,}")
     rope = _rope(path, config)
@@ -203,26 +201,25 @@ def _options(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": config.get("attention_bias"),
         "mlp_bias": config.get("mlp_bias"),
     }
-    mixture = mixture_options(config, size) if config["model_type"] in FIXED else {}
-    return (
-        {name: value for name, value in unusual.items() if value}
-        | mixture
-        | {
-            "vocab_size": size("vocab_size"),
-            "dmodel": dmodel,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "hidden_dim": size(HIDDEN.get(config["model_type"], "intermediate_size")),
-            "n_layers": size("num_hidden_layers"),
-            "ctx_size": ctx_size,
-            "rope_theta": positive("rope_theta", rope["rope_theta"], 1e4),
-            "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps"), 1e-6),
-        }
-    )
+    options = {name: value for name, value in unusual.items() if value} | dict(kind.options)
+    if kind.experts:
+        field = kind.experts if kind.experts in config else "num_local_experts"  # which transformers 5 writes for some
+        options |= {"experts": size(field), "experts_per_token": size("num_experts_per_tok")}
+    return options | {
+        "vocab_size": size("vocab_size"),
+        "dmodel": dmodel,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "hidden_dim": size(kind.width),
+        "n_layers": size("num_hidden_layers"),
+        "ctx_size": ctx_size,
+        "rope_theta": positive("rope_theta", rope["rope_theta"]),
+        "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps")),
+    }
 
 
-def _tokenizer(folder: Path, vocab_size: int, rows: int) -> tuple[SPTokenizer, bytes | None]:
-    """Return the tokenizer in a folder, and the content of a file to keep in its place if it is not complete.
+def _tokenizer(folder: Path, vocab_size: int, rows: int) -> tuple[SPTokenizer, Path]:
+    """Return the tokenizer in a folder, and the path of a complete file of it, which may be temporary.
 
     A complete tokenizer names its special tokens, and has as many tokens as the embedding of the model, whose
     vocabulary may be padded, has rows.
@@ -246,11 +243,17 @@ def _tokenizer(folder: Path, vocab_size: int, rows: int) -> tuple[SPTokenizer, b
         wanted = f"it must be the number of pieces of {path.name}, {tokenizer.vocab_size}"
         wanted += "" if rows == tokenizer.vocab_size else f", or more, and {EMBEDDING} has {rows} rows"
         raise _refuse(folder / "config.json", "vocab_size", vocab_size, wanted)
-    content = path.read_bytes()
+    content, missing = path.read_bytes(), vocab_size - tokenizer.vocab_size
     if is_json(content):
-        return tokenizer, standalone(content, folder, vocab_size)
-    missing = vocab_size - tokenizer.vocab_size
-    return tokenizer, with_unused_pieces(content, missing) if missing else None
+        content = standalone(content, folder, vocab_size)
+    elif missing:
+        content = with_unused_pieces(content, missing)
+    else:
+        return tokenizer, path
+    temporary = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    (temporary / "tokenizer.model").write_bytes(content)
+    return tokenizer, temporary / "tokenizer.model"
 
 
 def remarks(folder: Path) -> list[str]:
@@ -317,12 +320,11 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _parameters(
-    folder: Path, stored: dict[str, tuple[Path, Shape]], shapes: dict[str, Shape], tied: bool, kind: str
+    folder: Path, stored: dict[str, tuple[Path, Shape]], shapes: dict[str, Shape], tied: bool, kind: Kind
 ) -> dict[str, Tensor]:
     """Return the tensors of all parameters, read from their files and converted to float32."""
-    names = {hub_name(name, kind): name for name in shapes}  # the parameters', by those in the files
-    without = [name for name in shapes if name.endswith(CORRECTION) and kind not in CORRECTED]
-    parameters = {name: torch.zeros(shapes[name]) for name in without}
+    names = {kind.hub_name(name): name for name in shapes}  # the parameters', by those in the files
+    parameters = {name: torch.zeros(shapes[name]) for name in shapes if not kind.stores(name)}
     for path in dict.fromkeys(path for path, _ in stored.values()):
         with _opened(path) as file:
             for name in (name for name, (holder, _) in stored.items() if holder == path):

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from simplellm.errors import InputError
-from simplellm.tokenizers import SPTokenizer
+from simplellm.tokenizers import META_SPACE, SPTokenizer
 
-META_SPACE = "\u2581"
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # SentencePiece.Type; there are also unused pieces, and bytes
 

@@ -21,7 +21,7 @@ from simplellm.errors import InputError
 SHIPPED_MODEL = Path(__file__).with_name("tokenizer.model")
 
 # SentencePiece writes a space as this character, and therefore reads the character itself as a space.
-_META_SPACE = "\u2581"
+META_SPACE = "\u2581"
 PART_CHARACTERS = 1 << 16  # of a long text, encoded at once: some hundredths of a second
 
 
@@ -86,10 +86,10 @@ class SPTokenizer:
         return self._encode_whole(text[begin:]), len(text)
 
     def _encode_whole(self, text: str) -> list[int]:
-        if self._meta_space_bytes is None or _META_SPACE not in text:
+        if self._meta_space_bytes is None or META_SPACE not in text:
             ids: list[int] = self._model.encode(text)
             return ids
-        first, *others = (self._model.encode(part) for part in text.split(_META_SPACE))
+        first, *others = (self._model.encode(part) for part in text.split(META_SPACE))
         return [*first, *(id for part in others for id in (*self._meta_space_bytes, *part))]
 
     @functools.cached_property
@@ -98,16 +98,21 @@ class SPTokenizer:
         if not self._keeps_space_before(" a"):
             return False
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
-        return not any(_META_SPACE in piece.lstrip(_META_SPACE) for piece in pieces)
+        return not any(META_SPACE in piece.lstrip(META_SPACE) for piece in pieces)
 
     def _keeps_space_before(self, text: str) -> bool:
         """Return whether the first piece of a text begins with a space; False for a tokenizer.json."""
-        return self._is_sentencepiece and self._model.encode(text, out_type=str)[0].startswith(_META_SPACE)
+        return self._is_sentencepiece and self._model.encode(text, out_type=str)[0].startswith(META_SPACE)
 
     def decode(self, ids: Sequence[int] | Any) -> str:
         """Return the text of ids (a list, or a one-dimensional tensor or array). Special tokens give no text."""
         text: str = self._model.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
         return text
+
+    def special_pieces(self) -> dict[str, str]:
+        """Return the texts of the special tokens "bos", "eos", "pad" and "unk", if the model has them."""
+        ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self._model.unk_id()}
+        return {name: self._model.id_to_piece(id) for name, id in ids.items() if id >= 0}
 
     def _bytes_of_meta_space(self) -> list[int] | None:
         """Return the ids that encode U+2581 itself, not as a space; None if this model cannot distinguish the two.
@@ -117,7 +122,7 @@ class SPTokenizer:
         """
         if not self._is_sentencepiece:
             return None
-        ids: list[int] = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
+        ids: list[int] = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in META_SPACE.encode()]
         return ids if all(map(self._model.is_byte, ids)) and not self._adds_space else None
 
 

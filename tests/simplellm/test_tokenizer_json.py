@@ -50,7 +50,7 @@ def trained(path: Path, **options: Any) -> Path:
 def load(model: Path, folder: Path) -> Any:
     """The tokenizer that transformers makes of a SentencePiece model as we write it."""
     (folder / "tokenizer.json").write_text(json.dumps(as_tokenizer_json(model)))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(model, 64)))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(SPTokenizer(model), 64)))
     (folder / "config.json").write_text('{"model_type": "llama"}')
     from transformers import AutoTokenizer
 

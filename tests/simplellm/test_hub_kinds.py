@@ -11,6 +11,7 @@ from support.small_models import saved_model
 
 from simplellm.errors import InputError
 from simplellm.export import export
+from simplellm.hub_kinds import KINDS
 from simplellm.import_hf import read_llama
 from simplellm.saved_model import SavedModel
 from simplellm.stories import story
@@ -89,6 +90,27 @@ def test_missing_fields_have_transformers_values(options: dict[str, Any], tmp_pa
         expected = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
         torch.testing.assert_close(read_llama(tmp_path).build()(ids), expected, rtol=1e-5, atol=1e-5)
     assert expected.std() > 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_values_of_missing_fields_are_those_of_transformers_configurations(kind: str) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(kind).to_dict()
+    theirs |= {"rope_theta": theirs["rope_parameters"]["rope_theta"]}
+    assert KINDS[kind].defaults.items() <= theirs.items()
+
+
+@pytest.mark.parametrize(("options", "positions"), [({}, 131072), ({"qk_norm": True}, 32768), (LIKE_DEEPSEEK, 131072)])
+def test_how_long_a_text_may_be_where_the_configuration_does_not_say(
+    options: dict[str, Any], positions: int, tmp_path: Path
+) -> None:
+    saved = saved_model(**EXPERTS | options)
+    export(saved if options == LIKE_DEEPSEEK else without_corrections(saved), tmp_path)
+    change(tmp_path, max_position_embeddings=None)
+    assert read_llama(tmp_path).options["ctx_size"] == positions
+    change(tmp_path, "max_position_embeddings")
+    assert read_llama(tmp_path).options["ctx_size"] == positions
 
 
 @pytest.mark.parametrize(
