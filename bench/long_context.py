@@ -20,11 +20,11 @@ import tyro
 from distlab.parallel.division import Kind
 from distlab.run.commands import lab_command
 from distlab_planner.costs import Costs
-from distlab_planner.graph import graph_of
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import read_machine
 from distlab_planner.memory import held
 from distlab_planner.model import Model, Sizes
+from distlab_planner.sent import sent_in_step
 from simplellm.tokenizers import SPTokenizer
 
 LAB = Path(__file__).resolve().parents[1]
@@ -82,8 +82,7 @@ def sent(settings: Settings) -> None:
             known = costs(ranks, 1024, kind)
             if ranks == 1 or (kind == "heads" and known.model.sizes.num_heads % ranks):
                 continue
-            step = graph_of(known.layout)
-            formula = sum(n * known.shared_bytes(step.examples[one]) for one, n in step.counts[0].items())
+            formula = sum(one.bytes for (name, _), one in sent_in_step(known, 0).items() if name in OF_SEQUENCES)
             counted = sum(run(ranks, 1024, kind)[0]["sent_bytes"].get(name, 0) for name in OF_SEQUENCES)
             print(f"| {ranks} | {kind} | {counted:,} | {formula:,.0f} |", flush=True)
 

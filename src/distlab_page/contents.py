@@ -19,7 +19,7 @@ from distlab_page.passes import ring, time_spent, timeline
 from distlab_page.records import Records, in_words, name_of
 from distlab_page.tables import MOST_ROWS, Json, evenly_spaced, shown_of, table
 from distlab_page.verdict import verdict
-from distlab_planner.sent import TIMES
+from distlab_planner.exchanges import TIMES
 from simplellm.errors import InputError
 
 MOST_POINTS = 4000  # of a curve

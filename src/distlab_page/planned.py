@@ -13,11 +13,12 @@ from distlab.pipeline.actions import stages_of
 from distlab.pipeline.schedules import AUTO
 from distlab_page.records import Records
 from distlab_planner.costs import Costs
+from distlab_planner.exchanges import TIMES, Size
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine
 from distlab_planner.memory import held
 from distlab_planner.model import Model, ModelSettings, Sizes
-from distlab_planner.sent import TIMES, Formulas, Size, sent_in_step
+from distlab_planner.sent import Formulas, sent_in_step
 from simplellm.errors import InputError
 
 # Settings with which ranks hold other memory than the planner counts, with the values for which it counts it.
@@ -84,7 +85,8 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
     formulas, settings, layout, model = sent_in_step(costs, rank), run.settings, costs.layout, costs.model
     replicas, parts, compress = layout.size("dp"), layout.micro_batches, settings.get("compress", "none")
     stages = stages_of(layout.programs()[coordinate(layout.axes, rank, "pp")])
-    weights, holders = costs.weights_by_holders(*stages)[0]
+    own = costs.weights_by_holders(*stages)[0]
+    weights, holders = own.count, own.holders
     if (settings.get("report_every") or 1) > 1:
         reported = sum(record["loss"] is not None for record in run.metrics[-steps:])
         formulas.scale("loss", Fraction(reported, steps), f"{reported} of {steps} steps")

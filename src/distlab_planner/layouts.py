@@ -21,7 +21,7 @@ from distlab.pipeline.schedules import (
     with_recomputation,
 )
 from distlab.pipeline.split import Split, balance
-from distlab_planner.model import Model
+from distlab_planner.model import Model, ModelPart
 from simplellm.errors import InputError, require
 from simplellm.options import BLOCK_BY_BLOCK, Recompute
 
@@ -60,6 +60,21 @@ class RunLayout:
     def recomputes_blocks(self) -> bool:
         """True if backward passes compute blocks again, one by one."""
         return self.recompute in BLOCK_BY_BLOCK
+
+    @property
+    def keeps_attention(self) -> bool:
+        return self.recompute == "except-attention"
+
+    def computes_blocks_again(self, letter: str) -> bool:
+        """Return whether actions of a kind are backward passes that compute blocks again.
+
+        Their last product, which only the output needs, is left out; the bookkeeping takes up the saved time.
+        """
+        return letter in "bi" or (letter in "BI" and self.recomputes_blocks)
+
+    def parts(self, stage: int) -> dict[ModelPart, int]:
+        """Return how many of each part of the model a stage holds."""
+        return {"embedding": int(stage == 0), "block": self.split[stage], "head": int(stage == len(self.split) - 1)}
 
     @property
     def ranks(self) -> int:

@@ -19,6 +19,8 @@ from simplellm.errors import InputError, require
 
 Transport = Literal["gloo", "shared"]
 PassKind = Literal["F", "B", "I", "W"]  # letters of `distlab.pipeline.actions`
+# By an action's letter, the pass whose time it takes.
+KIND_OF: dict[str, PassKind] = {"F": "F", "B": "B", "I": "I", "W": "W", "f": "F", "R": "F", "b": "B", "i": "I"}
 
 
 @dataclass(frozen=True)

@@ -40,25 +40,26 @@ def held(costs: Costs, worker: int) -> RankMemory:
     """Return the memory of the first rank of a worker of the first replica."""
     layout, program, sizes = costs.layout, costs.layout.programs()[worker], costs.model.sizes
     stages = stages_of(program)
-    weights = sum(costs.weights(stage) for stage in stages) * NUMBER_BYTES
+    by_holders = costs.weights_by_holders(*stages)
+    weights = sum(one.bytes for one in by_holders)
     # Of the experts' scores: parameters without gradients.
-    corrections = sum(costs.parts(stage)["block"] for stage in stages) * sizes.experts * NUMBER_BYTES
+    corrections = sum(layout.parts(stage)["block"] for stage in stages) * sizes.experts * NUMBER_BYTES
     own, parameters = weights, weights
     if layout.shard != "none":
-        own, rounded = costs.own_weights(*stages) * NUMBER_BYTES, costs.own_rounded(*stages)
-        whole = sum(size_bytes for size_bytes, _ in costs.gathered_by_holders(*stages))
+        own, rounded = sum(one.own for one in by_holders) * NUMBER_BYTES, sum(one.own_rounded for one in by_holders)
+        whole = sum(one.gathered_bytes for one in by_holders)
         # The shards of rounded weights are there twice: in float32, and as they are sent.
         parameters = own + rounded * sizes.inner_bytes if layout.shard == "weights" else whole + rounded * NUMBER_BYTES
     step = graph_of(layout)
     kinds = step.kinds[worker]
     changes = {kind: costs.kept_bytes(step.examples[kind]) for kind in step.counts[worker]}
-    more = {kind: costs.recomputed_bytes(step.examples[kind]) for kind in step.counts[worker]}
+    more = {kind: costs.activations.within(step.examples[kind]) for kind in step.counts[worker]}
     after = list(itertools.accumulate(changes[kind] for kind in kinds))
     within = [kept + more[kind] for kept, kind in zip([0, *after], kinds, strict=False)]
     ids = tables = 0
     if layout.size("cp") == 1:  # of the whole batch, once; ranks that share sequences keep some for each micro-batch
         ids = layout.batch_size * sizes.seq_len * ID_BYTES if 0 in stages else 0
-        tables = sizes.table_bytes() if any(costs.parts(stage)["block"] for stage in stages) else 0
+        tables = sizes.table_bytes() if any(layout.parts(stage)["block"] for stage in stages) else 0
     return RankMemory(
         parameters=parameters + corrections,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
@@ -72,7 +73,7 @@ def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:
     """Return the peak memory of such a rank's process, or its part of its GPU's memory."""
     layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
     of_logits = 0.0
-    if any(costs.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
+    if any(layout.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
         logits_bytes = costs.tokens * share(sizes.vocab_size, layout.size("tp")) * NUMBER_BYTES
         of_logits = OF_LOGITS[machine.device] * logits_bytes
     empty_bytes = machine.process_bytes + machine.compiler_bytes * sizes.compiled
@@ -96,7 +97,7 @@ def _gathered(costs: Costs, stages: Sequence[int]) -> int:
         return sum(_whole_buckets(costs, stage, has_buffer) for stage in stages)
     if layout.shard != "weights":
         return 0
-    in_order = [part for stage in stages for part in PARTS for _ in range(costs.parts(stage)[part])]
+    in_order = [part for stage in stages for part in PARTS for _ in range(layout.parts(stage)[part])]
     sizes, tp = costs.model.sizes, layout.size("tp")
     saved, experts = NUMBER_BYTES - sizes.inner_bytes, {"block": sizes.expert_weights(layout.size("ep"))}
     gradients = [(sizes.weights(part, tp) + experts.get(part, 0)) * NUMBER_BYTES for part in in_order]
@@ -112,7 +113,7 @@ def _whole_buckets(costs: Costs, stage: int, has_buffer: bool) -> int:
 
     Weights that passes round and others are reduced one after the other; experts with other holders have own buckets.
     """
-    layout, parts, sizes = costs.layout, costs.parts(stage), costs.model.sizes
+    layout, parts, sizes = costs.layout, costs.layout.parts(stage), costs.model.sizes
     ep = layout.size("ep")
     in_order = [sizes.parameters(part, layout.size("tp"), ep) for part in PARTS for _ in range(parts[part])]
     buckets = list[tuple[bool, Counter[bool]]]()  # whether it has experts of other holders; bytes by whether rounded

@@ -145,59 +145,6 @@ class Sizes:
         """Return the number for a token's causal scores in one block, and for the sum of values with them."""
         return self.dmodel * self.seq_len / tp
 
-    def attention_output_bytes(self, tokens: int, tp: int = 1) -> int:
-        """Return the bytes of a block's output of attention, with the sums over the scores of each query."""
-        return tokens * (self.dmodel * self.inner_bytes + self.num_heads * NUMBER_BYTES) // tp
-
-    def kept_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
-        """Return the bytes that a forward pass over `tokens` keeps for the backward pass, without recomputation."""
-        width = self.dmodel
-        if part == "embedding":  # besides the ids: if the vocabulary is shared, which rows they have here, and a mask
-            return tokens * (ID_BYTES + FLAG_BYTES) * (tp > 1)
-        norm = (width + 1) * NUMBER_BYTES + width * self.inner_bytes  # input, root mean square; output
-        if part == "head":  # probabilities; targets; if compiled, these once more
-            ids = ID_BYTES * (1 + self.compiled) + FLAG_BYTES * (tp > 1)
-            return tokens * (norm + NUMBER_BYTES * share(self.vocab_size, tp) + ids)
-        attention = (2 * width + 2 * self.kv_width) * self.inner_bytes + self.num_heads * NUMBER_BYTES
-        inside = (4 - self.compiled) * self.network_width(tp) * self.inner_bytes  # the compiler computes SiLU again
-        per_token = 2 * norm + attention // tp + self.networks * inside + self._kept_by_router_bytes
-        if self.cast_bytes(part):
-            per_token -= width * self.inner_bytes  # the output of a norm, likewise
-        return tokens * per_token
-
-    def cast_bytes(self, part: ModelPart) -> int:
-        """Return the bytes of the weights in bfloat16, which a compiled pass keeps unless it finds them in it.
-
-        Other passes cast them once more.
-        """
-        return self.matrices(part) * self.inner_bytes * (self.compiled and self.dtype == "bfloat16")
-
-    @property
-    def _kept_by_router_bytes(self) -> int:
-        """Bytes for a token that a mixture of experts keeps in addition to those inside of its networks.
-
-        Its scores, and their order; of each choice the expert, the place in both orders of rows, the score and the
-        weight; the row before and after its expert; the sum of the chosen scores. In bfloat16, the router's own input.
-        """
-        if not self.experts:
-            return 0
-        scores = self.experts * (NUMBER_BYTES + ID_BYTES) + NUMBER_BYTES
-        choice = 3 * ID_BYTES + 2 * NUMBER_BYTES + 2 * self.dmodel * self.inner_bytes
-        router_input = self.dmodel * NUMBER_BYTES * (self.inner_bytes != NUMBER_BYTES)
-        return scores + self.experts_per_token * choice + router_input
-
-    def factor_bytes(self, part: ModelPart, tokens: int, tp: int = 1) -> int:
-        """Return the part kept between `BackwardInput` and `BackwardWeight`: inputs and gradients of linear layers."""
-        width, hidden = self.dmodel, self.network_width(tp)
-        if part == "embedding":
-            return 0
-        if part == "head":
-            return tokens * self.inner_bytes * (width + share(self.vocab_size, tp))
-        attention = 2 * width + (2 * width + 2 * self.kv_width) // tp  # inputs and gradients of its layers
-        network = 2 * width + 3 * hidden
-        router = (width + self.experts) * NUMBER_BYTES * bool(self.experts)
-        return tokens * (self.inner_bytes * (attention + self.networks * network) + router)
-
     def table_bytes(self) -> int:
         """Return the bytes of the cosines and sines of rotary positions, which all blocks of a process share."""
         return self.seq_len * (self.head_dim + self.head_dim // 2) * NUMBER_BYTES

@@ -79,11 +79,11 @@ class Prediction:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of a step on rank 0, by what it does."""
-        step, actions = self.step, graph_of(self.costs.layout)
+        step, costs = self.step, self.costs
         computing = step.computing + step.updating + step.sharing
-        in_rings = sum(
-            count * self.costs.ring_seconds(actions.examples[kind]) for kind, count in actions.counts[0].items()
-        )
+        in_rings = 0.0  # messages, not collectives
+        if costs.layout.cp_kind == "ring":
+            in_rings = sum(n * costs.sequence_seconds(*kind) for kind, n in graph_of(costs.layout).counts[0].items())
         collectives = step.exchanging + step.averaging - in_rings
         messages = step.seconds - computing - collectives
         return {"computing": computing, "collectives": collectives, "waiting for messages": messages}

@@ -35,29 +35,16 @@ class SharedAttention:
         return self.seq // self.ranks
 
     @property
-    def keys_bytes(self) -> int:
-        """Bytes of a rank's own keys and values."""
-        return 2 * self.rows * self.positions * self.sizes.kv_width // self.tp * self.sizes.inner_bytes
+    def keys(self) -> int:
+        """Numbers of a rank's own keys and values."""
+        return 2 * self.rows * self.positions * self.sizes.kv_width // self.tp
 
     @property
-    def forward(self) -> tuple[int, float]:
-        """Number of messages that each rank sends in a row in a forward pass, or parts of collectives; mean size."""
-        others = self.ranks - 1
-        return (4 * others, self._heads_bytes) if self.kind == "heads" else (others, self.keys_bytes)
-
-    @property
-    def backward(self) -> tuple[int, float]:
-        """The same of a backward pass."""
-        if self.kind != "ring":
-            return self.forward
-        gradients_bytes = self.keys_bytes * NUMBER_BYTES / self.sizes.inner_bytes  # added up on the way in float32
-        return 2 * (self.ranks - 1), (self.keys_bytes + gradients_bytes) / 2
-
-    @property
-    def _heads_bytes(self) -> float:
+    def heads(self) -> int:
+        """Numbers of a rank's own queries, keys, values and results; keys repeated until the ranks can share them."""
         heads, key_heads = self.sizes.num_heads // self.tp, self.sizes.num_kv_heads // self.tp
-        exchanged = 2 * heads + 2 * (key_heads if key_heads % self.ranks == 0 else heads)  # repeated until divisible
-        return exchanged * self.sizes.head_dim * self.rows * self.positions * self.sizes.inner_bytes / self.ranks / 4
+        exchanged = 2 * heads + 2 * (key_heads if key_heads % self.ranks == 0 else heads)
+        return exchanged * self.sizes.head_dim * self.rows * self.positions
 
     @property
     def kept_bytes(self) -> int:
@@ -65,10 +52,9 @@ class SharedAttention:
         if self.ranks == 1 or self.kind == "ring":
             return 0
         if self.kind == "gather":  # the keys and values of the other ranks
-            return (self.ranks - 1) * self.keys_bytes
-        output = (
-            self.rows * self.positions * self.sizes.dmodel // self.tp * self.sizes.inner_bytes
-        )  # before it goes home
+            return (self.ranks - 1) * self.keys * self.sizes.inner_bytes
+        # The output before it goes home.
+        output = self.rows * self.positions * self.sizes.dmodel // self.tp * self.sizes.inner_bytes
         repeated = self.sizes.num_kv_heads // self.tp % self.ranks != 0
         more = 2 * (self.sizes.dmodel - self.sizes.kv_width) // self.tp * repeated
         return output + self.rows * self.positions * more * self.sizes.inner_bytes

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from distlab.pipeline.actions import Action, Programs, stages_of
 from distlab.pipeline.engine import Engine
 from distlab.pipeline.plan import most_threads, share_of_cores, threads_by_plan
-from distlab_planner.costs import KIND_OF, Costs
+from distlab_planner.costs import Costs
 from distlab_planner.graph import AfterPasses, BeforePasses, graph_of
 from distlab_planner.hosts import SharedHosts
 from distlab_planner.layouts import outline_of
+from distlab_planner.machine import KIND_OF
 from distlab_planner.model import NUMBER_BYTES
 from distlab_planner.sent import LOSS_BYTES, sent_bytes
 from distlab_planner.traffic import CollectiveSeconds, RankGroup, in_a_row
@@ -93,7 +94,7 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
     total = max(averaged) + loss
     busy = [sum(map(operator.sub, *times)) for times in zip(ends, starts, strict=True)]
     seen = max(workers, key=lambda worker: busy[worker]) if worker is None else worker
-    exchanging = sum(count * costs.exchanged(step.examples[kind]) for kind, count in step.counts[seen].items())
+    exchanging = sum(count * costs.exchanged(*kind) for kind, count in step.counts[seen].items())
     behind = max(0.0, averaged[seen] - ends[seen][-1]) + loss  # collectives that are not simulated
     whole = max(line[-2] for line in ends) - min(line[1] for line in starts)  # from the first to the last pass
     passes = [sum(map(operator.sub, e[1:-1], s[1:-1])) for s, e in zip(starts, ends, strict=True)]
@@ -129,23 +130,21 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
 def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, float, CollectiveSeconds]:
     """Return a worker's seconds of update and other work, of gathering weights, and of averaging its gradients."""
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
-    stages = stages_of(program)
-    weights = sum(costs.weights(stage) for stage in stages)
-    own = weights if layout.shard == "none" else costs.own_weights(*stages)
+    weights = [one for one in costs.weights_by_holders(*stages_of(program)) if one.count]
+    own = sum(one.count if layout.shard == "none" else one.own for one in weights)
     update = machine.step_seconds + machine.update_seconds(costs.optimizer) * own
     collective = on_hosts.all_reduce if layout.shard == "none" else on_hosts.half
-    parts = [(count * NUMBER_BYTES, holders) for count, holders in costs.weights_by_holders(*stages) if count]
-    average = in_a_row([collective(holders, size_bytes, "shared") for size_bytes, holders in parts])
+    average = in_a_row([collective(one.holders, one.bytes, "shared") for one in weights])
     if layout.shard == "none":
         return update, 0.0, average
-    gathered = [collective(holders, size, "shared") for size, holders in costs.gathered_by_holders(*stages) if size]
-    gather = in_a_row(gathered).alone if layout.shard != "weights" else 0.0
+    gathered = in_a_row([collective(one.holders, one.gathered_bytes, "shared") for one in weights]).alone
+    gather = gathered if layout.shard != "weights" else 0.0
     return update, gather, average if layout.shard == "optimizer" else CollectiveSeconds(0.0, 0.0, False)
 
 
 def _averaged(costs: Costs, program: Sequence[Action], whole: CollectiveSeconds, started: float, ended: float) -> float:
     """Return when the gradients have been averaged, bucket after bucket, behind the last pass that computes some."""
-    size_bytes = sum(costs.weights(stage) for stage in stages_of(program)) * NUMBER_BYTES
+    size_bytes = costs.weights(*stages_of(program)) * NUMBER_BYTES
     buckets = max(1, round(size_bytes / BUCKET_BYTES))
     now = 0.0
     for bucket in range(1, buckets + 1):
@@ -161,14 +160,13 @@ def least_seconds(costs: Costs) -> float:
     """
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     pp, micro_batches, stages = layout.size("pp"), layout.micro_batches, len(layout.split)
-    again = layout.recomputes_blocks
     outline = outline_of(layout.schedule, pp)
     if not outline.letters <= KIND_OF.keys():  # actions of new kinds may take any time
         return machine.step_seconds
     splits_backward = "I" in outline.letters
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage in range(stages):
-        alike.setdefault(tuple(costs.parts(stage).values()), []).append(stage)
+        alike.setdefault(tuple(layout.parts(stage).values()), []).append(stage)
 
     # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
     counts = {1 if machine.device == "cuda" else costs.threads or 1}
@@ -178,14 +176,14 @@ def least_seconds(costs: Costs) -> float:
         counts = {share_of_cores(cores, busy, most) for busy in range(1, pp + 1)}
 
     def seconds(kind: str, stage: int) -> float:
-        return min(costs.pass_seconds(kind, stage, threads, again and kind in "BI") for threads in counts)
+        return min(costs.pass_seconds(kind, stage, threads) for threads in counts)
 
     forward, input_, whole, weights = ([0.0] * stages for _ in range(4))
     for same in alike.values():
         stage = same[0]
         times = seconds("F", stage), seconds("B", stage), seconds("I", stage), seconds("W", stage)
         for other in same:
-            forward[other], weights[other] = times[0], costs.weights_by_holders(stage)[0][0]
+            forward[other], weights[other] = times[0], costs.weights_by_holders(stage)[0].count
             input_[other] = min(times[1], times[2]) if splits_backward else times[1]
             whole[other] = min(times[1], times[2] + times[3]) if splits_backward else times[1]
     work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights, without experts

@@ -1,0 +1,156 @@
+"""The bytes of activations that a rank keeps for backward passes, by part of the model and by action."""
+
+import functools
+from dataclasses import dataclass
+
+from distlab.pipeline.actions import Action
+from distlab_planner.layouts import RunLayout
+from distlab_planner.model import FLAG_BYTES, ID_BYTES, NUMBER_BYTES, ModelPart, Sizes, share
+from distlab_planner.sequences import SharedAttention
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of a micro-batch that a stage keeps."""
+
+    all: int  # needed by a backward pass
+    by_forward: int  # kept by a forward pass: with its output, without recomputed tensors
+    input: int  # kept by a forward pass that keeps only its input
+    factors: int  # between `BackwardInput` and `BackwardWeight`
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The activations of a micro-batch on a rank of a layout."""
+
+    sizes: Sizes
+    layout: RunLayout
+
+    @functools.cached_property
+    def attention(self) -> SharedAttention:
+        """The attention of one block, as the ranks share it."""
+        own = self.layout
+        return SharedAttention(self.sizes, own.rows, own.size("cp"), own.cp_kind, own.cp_order, own.size("tp"))
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return self.layout.rows * self.attention.positions
+
+    @property
+    def between_bytes(self) -> int:
+        """Bytes of the activations between two blocks."""
+        return self.tokens * self.sizes.dmodel * NUMBER_BYTES
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the same in the dtype of products: between slices that add them up."""
+        return self.tokens * self.sizes.dmodel * self.sizes.inner_bytes
+
+    def kept_by(self, part: ModelPart) -> int:
+        """Return the bytes that a forward pass of a part keeps, without recomputation, if no rank shares sequences."""
+        sizes, width, tokens, tp = self.sizes, self.sizes.dmodel, self.tokens, self.layout.size("tp")
+        if part == "embedding":  # besides the ids: if the vocabulary is shared, which rows they have here, and a mask
+            return tokens * (ID_BYTES + FLAG_BYTES) * (tp > 1)
+        norm = (width + 1) * NUMBER_BYTES + width * sizes.inner_bytes  # input, root mean square; output
+        compiles_casts = sizes.compiled and sizes.dtype == "bfloat16"
+        # Compiled passes keep their weights in bfloat16; others cast them once more. Ranks that shard have them in it.
+        casts = sizes.matrices(part) * sizes.inner_bytes * (compiles_casts and self.layout.shard == "none")
+        if part == "head":  # probabilities; targets; if compiled, these once more
+            ids = ID_BYTES * (1 + sizes.compiled) + FLAG_BYTES * (tp > 1)
+            return tokens * (norm + NUMBER_BYTES * share(sizes.vocab_size, tp) + ids) + casts
+        attention = (2 * width + 2 * sizes.kv_width) * sizes.inner_bytes + sizes.num_heads * NUMBER_BYTES
+        inside = (4 - sizes.compiled) * sizes.network_width(tp) * sizes.inner_bytes  # the compiler computes SiLU again
+        per_token = 2 * norm + attention // tp + sizes.networks * inside + self._router_bytes
+        per_token -= width * sizes.inner_bytes * compiles_casts  # the output of a norm, likewise
+        return tokens * per_token + casts
+
+    @property
+    def _router_bytes(self) -> int:
+        """Bytes for a token that a mixture of experts keeps in addition to those inside of its networks.
+
+        Its scores, and their order; of each choice the expert, the place in both orders of rows, the score and the
+        weight; the row before and after its expert; the sum of the chosen scores. In bfloat16, the router's own input.
+        """
+        sizes = self.sizes
+        if not sizes.experts:
+            return 0
+        scores = sizes.experts * (NUMBER_BYTES + ID_BYTES) + NUMBER_BYTES
+        choice = 3 * ID_BYTES + 2 * NUMBER_BYTES + 2 * sizes.dmodel * sizes.inner_bytes
+        router_input = sizes.dmodel * NUMBER_BYTES * (sizes.inner_bytes != NUMBER_BYTES)
+        return scores + sizes.experts_per_token * choice + router_input
+
+    def factors_of(self, part: ModelPart) -> int:
+        """Return the part kept between `BackwardInput` and `BackwardWeight`: inputs and gradients of linear layers."""
+        sizes, width, tp = self.sizes, self.sizes.dmodel, self.layout.size("tp")
+        if part == "embedding":
+            return 0
+        if part == "head":
+            return self.tokens * sizes.inner_bytes * (width + share(sizes.vocab_size, tp))
+        attention = 2 * width + (2 * width + 2 * sizes.kv_width) // tp  # inputs and gradients of its layers
+        network = 2 * width + 3 * sizes.network_width(tp)
+        router = (width + sizes.experts) * NUMBER_BYTES * bool(sizes.experts)
+        return self.tokens * (sizes.inner_bytes * (attention + sizes.networks * network) + router)
+
+    @functools.cached_property
+    def _inside_block_bytes(self) -> int:
+        """Bytes that a block keeps in addition to its input."""
+        return self.kept_by("block") - self.between_bytes + self.attention.kept_bytes
+
+    @functools.cached_property
+    def _kept_attention_bytes(self) -> int:
+        """Bytes of attention that a block keeps if it is computed again except for them: with the sums of scores."""
+        sizes = self.sizes
+        output = self.tokens * (sizes.dmodel * sizes.inner_bytes + sizes.num_heads * NUMBER_BYTES)
+        return (output // self.layout.size("tp") + self.attention.kept_bytes) * self.layout.keeps_attention
+
+    def of_stage(self, stage: int) -> Kept:
+        """Return what a stage keeps."""
+        layout, tokens, parts = self.layout, self.tokens, self.layout.parts(stage)
+        factors = sum(count * self.factors_of(part) for part, count in parts.items())
+        everything = sum(count * self.kept_by(part) for part, count in parts.items())
+        mask = self.attention.mask_bytes if parts["block"] else 0
+        everything += parts["block"] * self.attention.kept_bytes + mask
+        ids = tokens * ID_BYTES if parts["embedding"] else 0
+        if layout.size("cp") > 1:  # else the ids are views of the batch, and the tables those of all micro-batches
+            everything += ids + (self.attention.table_bytes if parts["block"] else 0)
+        by_forward = everything + (0 if parts["head"] else self.between_bytes)  # the output
+        if layout.recompute != "none":
+            by_forward -= parts["block"] * (self._inside_block_bytes - self._kept_attention_bytes)
+            by_forward -= mask * (not layout.keeps_attention)
+        if layout.recompute == "all" and parts["head"]:
+            by_forward -= tokens * (NUMBER_BYTES + self.sizes.dmodel * self.sizes.inner_bytes)  # only the norm's input
+        input_bytes = self.between_bytes
+        if parts["embedding"]:
+            input_bytes = ids if layout.size("cp") > 1 else 0
+        return Kept(everything, by_forward, input_bytes, factors)
+
+    def change(self, action: Action) -> int:
+        """Return the bytes that an action adds to those kept on its worker; negative if it frees them."""
+        letter, kept = action.letter, self.of_stage(action.stage)
+        if letter in "FfRW":
+            return {"F": kept.by_forward, "f": kept.input, "R": kept.all - kept.input, "W": -kept.factors}[letter]
+        before = kept.all if self._follows_recompute(action) else kept.by_forward
+        return (kept.factors if letter in "Ii" else 0) - before
+
+    def _follows_recompute(self, action: Action) -> bool:
+        """Return whether a separate action has computed the activations of a backward pass again."""
+        return action.letter in "BI" and self.layout.recompute == "all"
+
+    def within(self, action: Action) -> int:
+        """Return the additional bytes that a backward pass keeps while it runs, if activations are computed again."""
+        parts = self.layout.parts(action.stage)
+        blocks, has_head = parts["block"], parts["head"]
+        if action.letter == "I" and self._follows_recompute(action) and not has_head:
+            return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
+        if not self.layout.computes_blocks_again(action.letter) or not blocks:
+            return 0
+        is_split, kept = action.letter in "Ii", 0
+        of_block, of_head = (self.factors_of(part) * is_split for part in ("block", "head"))
+        for done in (0, blocks - 1):
+            others = (blocks - done) * self.between_bytes + done * of_block
+            others += (blocks - done - 1) * self._kept_attention_bytes
+            others += self.message_bytes * is_split  # the gradient of the block's output, a factor
+            others += self.attention.mask_bytes
+            kept = max(kept, others + self._inside_block_bytes + of_head * has_head)
+        return max(0, kept - self.of_stage(action.stage).by_forward)

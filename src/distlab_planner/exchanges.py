@@ -1,0 +1,79 @@
+"""The exchanges of a rank within a pass with those that share its layers, its experts or its sequences.
+
+The seconds of a pass and the bytes that a step sends both follow from this list.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from distlab_planner.activations import Activations
+from distlab_planner.machine import KIND_OF
+from distlab_planner.model import NUMBER_BYTES
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a message or of a collective's tensor."""
+
+    numbers: int
+    words: str
+    number_bytes: int = NUMBER_BYTES
+
+    @property
+    def bytes(self) -> int:
+        return self.numbers * self.number_bytes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Equal collectives, one after another: all-reduces along "tp", all-to-alls along "ep".
+
+    Along "cp", messages to the next rank; with the kind "heads", queries, keys, values and results, each once around.
+    """
+
+    axis: Literal["tp", "ep", "cp"]
+    kind: str  # as the ledger of a run names it
+    count: int
+    size: Size
+
+
+def in_pass(kept: Activations, letter: str, stage: int) -> Iterator[Exchange]:
+    """Yield what an action of a stage exchanges; unknown for new kinds of actions. Experts have equal loads."""
+    layout, sizes, attention, tokens = kept.layout, kept.sizes, kept.attention, kept.tokens
+    kind, parts, again = KIND_OF.get(letter, "W"), layout.parts(stage), layout.computes_blocks_again(letter)
+    if kind == "W" or max(layout.size(axis) for axis in ("tp", "ep", "cp")) == 1:
+        return
+    blocks, is_forward, is_backward = parts["block"], kind == "F", kind != "F"
+    forward, backward = blocks * (is_forward + again), blocks * is_backward  # passes through blocks
+    wide = f"{tokens:,} tokens {TIMES} {sizes.dmodel} wide"
+    inner = Size(tokens * sizes.dmodel, wide, sizes.inner_bytes)
+    if layout.size("tp") > 1:
+        unneeded = again * blocks + (letter == "R" and not parts["head"])  # products that only the output needs
+        products, unneeded = (1, 0) if sizes.experts else (2, unneeded)  # each slice computes all experts
+        yield Exchange("tp", "layer activations", products * forward - unneeded, inner)
+        yield Exchange("tp", "layer gradients", products * backward, inner)
+        whole = Size(tokens * sizes.dmodel, wide)
+        yield Exchange("tp", "vocabulary activations", parts["embedding"] * is_forward, whole)
+        for numbers, words in ((1, ""), (2, f"2 {TIMES} ")):  # the loss: the largest logit of each token; two sums
+            size = Size(numbers * tokens, f"{words}{tokens:,} tokens")
+            yield Exchange("tp", "vocabulary activations", parts["head"] * is_forward, size)
+        yield Exchange("tp", "vocabulary gradients", parts["head"] * is_backward, inner)
+    if layout.size("ep") > 1:  # a row for each expert of a token, there and back
+        k = sizes.experts_per_token
+        rows = Size(k * inner.numbers, f"{k} {TIMES} {wide} at equal loads", inner.number_bytes)
+        yield Exchange("ep", "rows of experts", 2 * (forward + backward), rows)
+    if (ranks := layout.size("cp")) > 1:
+        forward = blocks * (is_forward or (again and not layout.keeps_attention))
+        if layout.cp_kind == "heads":
+            exchanged = Size(attention.heads, f"{attention.heads:,} numbers", sizes.inner_bytes)
+            yield Exchange("cp", "heads", forward + backward, exchanged)
+            return
+        is_ring, words = layout.cp_kind == "ring", f"{attention.keys:,} numbers"
+        visits = forward + backward * is_ring  # in a ring, keys and values travel again for gradients
+        of_gradients = NUMBER_BYTES if is_ring else sizes.inner_bytes  # a ring adds them up on the way
+        yield Exchange("cp", "keys and values", (ranks - 1) * visits, Size(attention.keys, words, sizes.inner_bytes))
+        gradients = Size(attention.keys, words, of_gradients)
+        yield Exchange("cp", "gradients of keys and values", (ranks - 1) * backward, gradients)
