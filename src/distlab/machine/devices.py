@@ -32,8 +32,11 @@ def pick_device_type(name: str) -> str:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
     # Over NCCL, the groups and links of a hybrid need more streams than the default of 8 queues, and streams that share
-    # a queue wait for each other (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS; 32 is the maximum).
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # a queue wait for each other (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS; 32 is the maximum). Ranks
+    # that share a GPU over gloo do without: an H100 gave so many queues to 5 processes only, and refused others.
+    has_own_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+    if has_own_gpu or os.environ.get(SHARE_GPUS) == "1":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     is_there = torch.cuda.is_available()
     require(is_there or name != "cuda", "--device cuda: torch sees no CUDA device here; use --device cpu")
     return "cuda" if is_there else "cpu"

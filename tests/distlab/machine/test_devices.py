@@ -15,6 +15,7 @@ from support.processes import LAB, free_port, run, run_ranks, steps_taken
 from torch.torch_version import TorchVersion
 
 from distlab.machine.devices import (
+    SHARE_GPUS,
     Place,
     check_transport,
     cores,
@@ -88,6 +89,20 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert pick_device_type("auto") == "cpu"
     with pytest.raises(InputError, match="--device cuda"):
         pick_device_type("cuda")
+
+
+@pytest.mark.parametrize(("ranks", "shares", "queues"), [("2", "", "32"), ("3", "", None), ("3", "1", "32")])
+def test_only_ranks_that_share_a_gpu_over_gloo_have_few_queues(
+    ranks: str, shares: str, queues: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "before")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setenv(SHARE_GPUS, shares)
+    assert pick_device_type("auto") == "cuda"
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
 
 
 def test_a_run_on_the_cpu_never_opens_a_gpu(tmp_path: Path) -> None:
