@@ -39,6 +39,7 @@ from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND, Way
 from distlab.comm.transports.library import Library
+from distlab.comm.transports.memory import MemoryTransport
 from distlab.comm.transports.one_host import OneHost
 from distlab.comm.transports.queues import Queues
 from distlab.comm.transports.several_hosts import SeveralHosts
@@ -94,7 +95,7 @@ class LabGroup(ContextGroup):
             self._register_backend(torch.device(device), kind, self._library)
         members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.by_host)
         self._plain = Library(self._library, members, self._timeout)
-        self.memory: OneHost | SeveralHosts | None = None
+        self.memory: MemoryTransport | None = None
         self.queues: Queues | None = None
         self.transports = [self._plain]  # in the order in which they are asked
         if self._transport != "gloo" and not self.context.is_over_nccl and hosts < members.size:

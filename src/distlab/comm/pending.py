@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.recorder import MESSAGE, WAIT
-from distlab.comm.waits import StreamWait, Wait
+from distlab.comm.waits import StreamWait, Wait, is_timeout
 from distlab.machine.streams import passed
 from distlab.machine.torch_patches import call_after_backward_pass
 
@@ -28,13 +28,13 @@ class SharedWork(ABC):
 
     named: Wait | None = None  # its name, if it has one
 
-    @abstractmethod
     def wait(self, timeout: timedelta) -> None:
         """Complete it; `RuntimeError` at the deadline, or if another rank has exited."""
+        self.advance(time.perf_counter() + timeout.total_seconds())
 
     @abstractmethod
-    def is_done(self) -> bool:
-        """Do the work that needs no wait for other ranks, and return whether nothing is left."""
+    def advance(self, deadline: float) -> None:
+        """Do the remaining work, or, with the deadline 0.0, as much as needs no wait; `RuntimeError` as in `wait`."""
 
 
 Carrier = dist.Work | Future[None] | SharedWork
@@ -129,9 +129,10 @@ class Pending(dist.Work):
         """
         if isinstance(self._carrier, SharedWork):
             try:
-                return self._carrier.is_done()
-            except RuntimeError:
-                return True
+                self._carrier.advance(deadline=0.0)
+            except RuntimeError as error:
+                return not is_timeout(error)
+            return True
         if isinstance(self._carrier, Future):
             return self._carrier.done()
         return self._carrier is None or self._carrier.is_completed()

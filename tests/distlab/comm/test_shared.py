@@ -1,5 +1,6 @@
 """Collectives in memory that ranks share: sums to the last bit, order, and what happens when a rank fails."""
 
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from distlab.comm.context import Options, Transport
 from distlab.comm.group import empty, shares
 from distlab.comm.names import named
 from distlab.comm.transports import slots
+from distlab.comm.transports.memory import PLACES
 from distlab.comm.waits import TrafficError
 from distlab.parallel.data import MyDP
 
@@ -196,6 +198,50 @@ def give_different_places(rank: int, port: int) -> None:
 
 def test_ranks_may_give_tensors_at_different_places_of_their_shared_memory() -> None:
     run_ranks(3, give_different_places, free_port())
+
+
+def start_many(rank: int, port: int) -> None:
+    """A collective for each element of a buffer, far more than have places, and some through slots, before any wait."""
+    with process_group(rank, 3, port, options=SHARED):
+        buffer, others = empty(2 * PLACES + 9, torch.empty(0)).fill_(rank + 1), torch.full((9,), rank + 1.0)
+        begun = []
+        for number in range(len(buffer)):
+            begun.append(dist.all_reduce(buffer[number : number + 1], async_op=True))
+            if number % 1000 == 0:
+                begun.append(dist.all_reduce(others[number // 1000 :][:1], async_op=True))
+        for pending in begun:
+            pending.wait()
+        assert buffer.eq(6).all()
+        assert others.eq(6).all()
+
+
+def test_any_number_of_collectives_may_start_before_the_first_is_waited_for() -> None:
+    run_ranks(3, start_many, free_port())
+
+
+def give_two_kinds(rank: int, port: int, in_place: int, late: int, has_slots: bool) -> str:
+    """The error of each rank if only one of them gives a tensor in shared memory; the process ends with it."""
+    join(rank, 3, port, options=SHARED)
+    shared, plain = empty(1000, torch.empty(0)), torch.zeros(1000)
+    if has_slots:
+        dist.all_reduce(plain)
+    if rank == late:
+        time.sleep(0.3)
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(shared if rank == in_place else plain)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("in_place", "late", "has_slots"), [(0, 0, True), (0, 1, True), (1, 0, True), (1, 1, False), (2, 1, False)]
+)
+def test_a_tensor_in_shared_memory_and_one_outside_of_it_end_with_a_sentence(
+    in_place: int, late: int, has_slots: bool
+) -> None:
+    sentence = f"^rank {in_place} gave a collective a tensor in memory that the ranks share, rank [012] one outside"
+    said = run_ranks(3, give_two_kinds, free_port(), in_place, late, has_slots)
+    assert any(re.match(sentence, error) for error in said), said
+    assert all(re.search(f"{sentence}|has exited", error) for error in said), said
 
 
 def send_with_gaps(rank: int, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group share, in which each of them has a part, and the collectives on it.
+"""Memory that the ranks of a group share, in which each of them has a part, and the transports that make it.
 
 The data never leaves memory. The signals "my part is there" and "my work is done" are bytes in pipes, so a wait ends
 as any other does: with the signal, at the deadline, or when the other rank dies.
@@ -6,80 +6,94 @@ as any other does: with the signal, at the deadline, or when the other rank dies
 
 import time
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.pending import SharedWork
+from distlab.comm.context import NotShared
 from distlab.comm.transports.mappings import Mapping, Offer, accept, no_offer, not_shared
-from distlab.comm.transports.signals import Channel, Signal, SignalTimeout, close_all
+from distlab.comm.transports.signals import Channel, Signal, close_all
+from distlab.comm.transports.transport import Members, Transport
+from distlab.comm.waits import Wait
+
+MadeT = TypeVar("MadeT")
+Place = tuple[int, int]  # the number of a mapping, and an offset in this rank's part of it, in bytes
 
 READY, DONE, TURN = 1, 2, 3  # signals
 SLOT_BYTES = 1 << 20  # of each of a rank's two slots for tensors that lie elsewhere; a slot stays in the caches
 # Tensor-parallel ranks wait for each other every few milliseconds. Waking a thread up takes a tenth of one, and a core
 # that has been idle is slow at first.
 SPIN_SECONDS = 5e-4
-PLACES = 4096  # collectives in place that a rank may start before the first of them has ended on all ranks
+PLACES = 4096  # collectives in place that may be under way; the next one waits for the first of them
 
 
 class SharedMemory:
-    """The mappings that the ranks of a process group share, and the collectives on them, which run in order.
+    """The mappings that the ranks of a process group share, and the order of the collectives on them.
 
     Args:
         group: torch's group, over which they meet; its ranks are on one host, or `allocate` raises.
+        ranks: of the group, by their numbers in the world.
         rank: this rank's number in the group.
-        size: number of ranks.
-        has_own_core: whether no other rank needs the core of a waiting rank, so that it may spin.
+        has_own_core: return whether no other rank needs the core of a waiting rank, so that it may spin.
+
+    Attributes:
+        ready: the signal that this rank has filled its tensor of a collective in place.
+        done: the signal that this rank has computed its part of a collective in place.
+        turn: the signal that this rank has put the next piece of a tensor into its slot.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, has_own_core: bool) -> None:
-        self.group, self.rank, self.size = group, rank, size
+    ready: Signal
+    done: Signal
+    turn: Signal
+
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, has_own_core: Callable[[], bool]
+    ) -> None:
+        self.group, self.rank, self.size = group, rank, len(ranks)
+        self._ranks, self._has_own_core = ranks, has_own_core
         self.begun = 0  # collectives
-        self.in_place = 0  # of these, collectives in place; each rank sends READY and DONE once for each
         self.asked_for = 0  # this rank has computed its part up to this one, or is about to
-        self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
+        self.not_done: deque[Any] = deque()  # each a `SharedCollective` of which this rank's part is not done
         # By number, the same on all ranks. A mapping is freed with the last tensor in it.
         self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
         self._allocated = 0  # mappings
-        self._places: list[Any] = []  # by rank, (PLACES, 2): where the tensors of its collectives in place begin
+        # By rank, of its last collectives: two numbers for each in place, of its mapping and its offset there; and a
+        # number that tells for each whether it is in place (`_note`).
+        self._places: list[memoryview] = []
+        self._kinds: list[memoryview] = []
         self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
-        passes_on = self.rank == 0 and self.size > 2
-        spin_seconds = SPIN_SECONDS if has_own_core else 0.0
-        self.ready, self.done, self.turn = (
-            Signal(signal, self._channels, passes_on, spin_seconds) for signal in (READY, DONE, TURN)
-        )
-        self.turns = 0  # of passing pieces of tensors through the slots
         self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
 
     def has_slots(self) -> bool:
         return bool(self._slots)
 
     def make_slots(self, timeout: timedelta) -> None:
-        """Make the slots for tensors that lie elsewhere; all ranks call it together.
+        """Make the slots for tensors that lie elsewhere; all ranks call it together, before a collective.
 
         Raises:
             NotShared, RuntimeError: as in `allocate`.
         """
+        self._note(self.begun + 1, is_in_place=False)
+        self.refuse_two_kinds(self.begun + 1)
         parts = self._allocate(2 * SLOT_BYTES, torch.uint8, timeout)
         self._slots = [[part[start : start + SLOT_BYTES] for part in parts] for start in (0, SLOT_BYTES)]
 
     def next_slots(self) -> list[Tensor]:
         """Return every rank's slot for the next turn, (SLOT_BYTES,) uint8 each."""
-        self.turns += 1
-        return self._slots[self.turns % 2]
+        return self._slots[self.turn.sent % 2]
 
     def close(self) -> None:
         """Close the channels; the memory is freed with the last tensor in it."""
         close_all(self._channels)
-        self._channels.clear()
-        self._slots.clear()
-        self._places.clear()
+        for kept in (self._channels, self._slots, self._places, self._kinds, self._mappings):
+            kept.clear()
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
         """Return zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
@@ -90,7 +104,9 @@ class SharedMemory:
         """
         own = self._allocate(elements, dtype, timeout)[self.rank]
         if not self._places:
-            self._places = [part.view(PLACES, 2).numpy() for part in self._allocate(2 * PLACES, torch.int64, timeout)]
+            tables = [part.numpy().data for part in self._allocate(3 * PLACES, torch.int64, timeout)]
+            self._places = [table[: 2 * PLACES] for table in tables]
+            self._kinds = [table[2 * PLACES :] for table in tables]
         return own
 
     def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> list[Tensor]:
@@ -117,16 +133,18 @@ class SharedMemory:
                 raise not_shared(found, self.size * room_bytes)
             if_it_fails.pop_all()
         self._channels += opened
+        if not self._allocated:
+            passes_on, spin_seconds = self.rank == 0 and self.size > 2, SPIN_SECONDS if self._has_own_core() else 0.0
+            self.ready, self.done, self.turn = (
+                Signal(signal, self._channels, passes_on, spin_seconds) for signal in (READY, DONE, TURN)
+            )
         self._allocated += 1
         self._mappings[self._allocated] = mapping
         like = torch.empty(elements, dtype=dtype, device="meta")
         return [mapping.part(rank, like) for rank in range(self.size)]
 
-    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the number of a mapping, and the offset in this rank's part at which a tensor begins, in bytes.
-
-        None if the tensor is not in a part of this rank.
-        """
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Return where a tensor begins; None if it is not in a part of this rank."""
         at = tensor.data_ptr()
         for number, mapping in self._mappings.items():
             offset = at - mapping.address - self.rank * mapping.part_bytes
@@ -134,83 +152,118 @@ class SharedMemory:
                 return number, offset
         return None
 
-    def start_in_place(self, own: Tensor) -> int:
-        """Tell the other ranks where this rank's tensor of a collective is, and return the collective's number."""
-        if self.in_place - self.done.received >= PLACES:
-            raise RuntimeError(f"{PLACES} collectives in shared memory have started before the first was waited for")
-        self.in_place += 1
-        self._places[self.rank][self.in_place % PLACES] = self.place_of(own)
-        self.ready.send()
-        return self.in_place
+    def begin(self, place: Place | None) -> int:
+        """Start a collective, and return its number.
 
-    def parts_of(self, number: int, own: Tensor) -> list[Tensor]:
-        """Return all ranks' tensors of a collective in place, (elements,) each, once all ranks have started it.
-
-        Ranks may give tensors that lie at different places in their parts.
+        Args:
+            place: of this rank's tensor, which is filled; None if it passes through the slots.
         """
-        places = [of_rank[number % PLACES].tolist() for of_rank in self._places]
+        self.begun += 1
+        self._note(self.begun, is_in_place=place is not None)
+        if place is not None:
+            own, at = self._places[self.rank], 2 * ((self.ready.sent + 1) % PLACES)
+            own[at], own[at + 1] = place
+            self.ready.send()
+        return self.begun
+
+    def has_room(self) -> bool:
+        """Return whether fewer than `PLACES` collectives need the places of their tensors."""
+        return self.ready.sent - self.done.received < PLACES
+
+    def make_room(self, timeout: timedelta) -> None:
+        """Wait until all ranks are done with the first of these collectives."""
+        oldest, deadline = self.ready.sent + 1 - PLACES, time.perf_counter() + timeout.total_seconds()
+        while self.done.sent < oldest:
+            self.not_done[0].advance(deadline)
+        self.done.wait(oldest, deadline)
+
+    def parts_of(self, times: int, own: Tensor) -> list[Tensor]:
+        """Return all ranks' tensors, (elements,) each, of the collective in place for which `ready` was sent then."""
+        at = 2 * (times % PLACES)
+        places = [of_rank[at : at + 2] for of_rank in self._places]
         if any(mapping not in self._mappings for mapping, _ in places):
             raise RuntimeError("another rank gave a tensor in shared memory of which this rank has freed its part")
         return [self._mappings[mapping].part(rank, own, offset) for rank, (mapping, offset) in enumerate(places)]
 
+    def _note(self, number: int, is_in_place: bool) -> None:
+        """Tell the other ranks which kind a collective of this rank is; without `empty`, none is in place."""
+        if self._kinds:
+            self._kinds[self.rank][number % PLACES] = 2 * number + is_in_place
 
-class InMemory(SharedWork):
-    """An operation in shared memory whose signals have a deadline."""
+    def refuse_two_kinds(self, number: int) -> None:
+        """Raise `RuntimeError` if of the ranks that have started a collective, some are in place and others are not.
 
-    def wait(self, timeout: timedelta) -> None:
-        self.advance(time.perf_counter() + timeout.total_seconds())
-
-    def is_done(self) -> bool:
-        try:
-            self.advance(deadline=0.0)
-        except SignalTimeout:
-            return False
-        return True
-
-    @abstractmethod
-    def advance(self, deadline: float) -> None:
-        """Do the remaining work, or as much as possible by the deadline; `RuntimeError` as in `wait`."""
+        They would wait for each other; whichever starts last finds out.
+        """
+        kinds = [of_rank[number % PLACES] for of_rank in self._kinds]
+        through_slots, in_place = 2 * number, 2 * number + 1
+        if through_slots in kinds and in_place in kinds:
+            raise RuntimeError(
+                f"rank {self._ranks[kinds.index(in_place)]} gave a collective a tensor in memory that the ranks share, "
+                f"rank {self._ranks[kinds.index(through_slots)]} one outside of it; let all ranks give one from "
+                "distlab.comm.group.empty, or none"
+            )
 
 
-class SharedCollective(InMemory):
-    """A collective in shared memory; constructing it starts it.
+class MemoryTransport(Transport, ABC):
+    """A transport that makes memory on the first request, if the ranks can share it.
 
-    The thread that calls `wait` does all the work: a second thread would need a core. The collectives of a group are
-    completed in the order in which they started.
+    Args:
+        members: the ranks; some of them are on one host.
+        takes_all: whether tensors also travel here that are too small to be worth it.
     """
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        memory.begun += 1
-        self._number = memory.begun
-        memory.not_done.append(self)
+    smallest_bytes: int  # of tensors that are worth it
+
+    def __init__(self, members: Members, takes_all: bool) -> None:
+        self.members, self._takes_all = members, takes_all
+        self._can_make = True
+
+    def together(self, make: Callable[[], MadeT]) -> MadeT | None:
+        """Call `make`, which makes memory; None if these ranks cannot share it. All ranks call it together.
+
+        Raises:
+            InputError: the transport is "shared", and these ranks cannot share memory.
+            TrafficError: a rank does not take part.
+        """
+        context = self.members.context
+        if not self._can_make:
+            return None
+        try:
+            with context.waits.during(Wait("shared memory", "other", self.members.others)):
+                made = make()
+        except NotShared as error:
+            context.share_less(error, is_first=any(here[0] == context.rank for here in self.members.by_host))
+            self._can_make = False  # memory that was made before stays shared
+            return None
+        context.shares_memory = True
+        return made
 
     @property
-    def is_held_back(self) -> bool:
-        """True if this rank has yet to compute its part, without which no rank gets the result."""
-        return self._number > self._memory.asked_for
+    def limit(self) -> timedelta:
+        """The longest time that a wait may take."""
+        return timedelta(seconds=self.members.context.waits.timeout_seconds)
 
-    def is_done(self) -> bool:
-        asked_for = self._memory.asked_for
-        is_done = super().is_done()
-        if not is_done and self in self._memory.not_done:  # this rank may compute for long before it returns here
-            self._memory.asked_for = asked_for
-        return is_done
+    def is_worth_it(self, size_bytes: int, like: Tensor) -> bool:
+        return like.is_cpu and (self._takes_all or size_bytes >= self.smallest_bytes)
 
-    def advance(self, deadline: float) -> None:
-        memory = self._memory
-        memory.asked_for = max(memory.asked_for, self._number)
-        while memory.not_done and memory.not_done[0]._number <= self._number:
-            memory.not_done[0]._do_share(deadline)
-            memory.not_done.popleft()
-        self._wait_for_others(deadline)
+    def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
+        """Return zeros (elements,) in memory that the ranks share, or None; see `distlab.comm.group.empty`."""
+        if not self.is_worth_it(elements * like.itemsize, like):
+            return None
+        return self.together(lambda: self.allocate(elements, like.dtype))
 
     @abstractmethod
-    def _do_share(self, deadline: float) -> None:
-        """Wait for the others' parts, and compute this rank's part; after `SignalTimeout`, the rest of it."""
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros (elements,) in this rank's part of new memory."""
 
-    def _wait_for_others(self, deadline: float) -> None:
-        """Wait until the other ranks have computed their parts, if this rank needs them."""
+    def shares(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in memory of one host that all ranks of the group share."""
+        return False
+
+    def held_back(self) -> list[Wait]:
+        """Return the collectives of which this rank has yet to compute its part. Other threads may call this."""
+        return []
 
 
 def from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from distlab.comm.context import NotShared
 from distlab.comm.names import CONTROL, named
+from distlab.comm.pending import SharedWork
 from distlab.comm.transports.mappings import Mapping, Offer, accept, no_offer, not_shared
-from distlab.comm.transports.memory import InMemory
 from distlab.comm.transports.signals import Channel, close_all
 from distlab.comm.transports.transport import Carried, Members, Transport
 
@@ -157,7 +157,7 @@ class SharedQueue:
         return self._memory.address + slot * self._memory.part_bytes + HEADER_BYTES
 
 
-class QueuedMessage(InMemory):
+class QueuedMessage(SharedWork):
     """A message that an end of a queue has started to send or to receive; earlier messages are moved first."""
 
     def __init__(self, queue: SharedQueue, tensor: Tensor, is_sent: bool) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,15 +18,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, Hosts, NotShared
-from distlab.comm.transports.in_place import Broadcast, Reduce
-from distlab.comm.transports.memory import SharedMemory, from_rank_0
-from distlab.comm.transports.one_host import MemoryTransport
+from distlab.comm.transports.collectives import InPlace, combine_share, copy_from
+from distlab.comm.transports.memory import MemoryTransport, Place, SharedMemory, from_rank_0
 from distlab.comm.transports.signals import SECONDS_MORE
 from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
 from distlab.machine.network import patient_threads
 
 
-class SeveralHosts(MemoryTransport["MemoryOfHosts"]):
+class SeveralHosts(MemoryTransport):
     """Ranks on several hosts, at least one of which has several ranks; carries the tensors that `empty` has made.
 
     Args:
@@ -37,22 +37,22 @@ class SeveralHosts(MemoryTransport["MemoryOfHosts"]):
     def __init__(self, members: Members, takes_all: bool, name: Callable[[], str]) -> None:
         super().__init__(members, takes_all)
         self._name = name
+        self._memory: MemoryOfHosts | None = None
 
-    def make_memory(self) -> "MemoryOfHosts":
-        members = self.members
-        return MemoryOfHosts(members.context.hosts, members.ranks, members.context.rank, self._name(), self.limit)
-
-    def allocate(self, memory: "MemoryOfHosts", elements: int, dtype: torch.dtype) -> Tensor:
-        return memory.allocate(elements, dtype, self.limit)
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        if self._memory is None:
+            context = self.members.context
+            self._memory = MemoryOfHosts(context.hosts, self.members.ranks, context.rank, self._name(), self.limit)
+        return self._memory.allocate(elements, dtype, self.limit)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
         memory = self._memory
-        if memory is None or not memory.memory.place_of(tensor):
+        if memory is None or not (place := memory.memory.place_of(tensor)):
             return None
         sent_bytes = {"": ring_bytes(tensor, memory.ranks_here)}
         if memory.is_first:
             sent_bytes[" between hosts"] = ring_bytes(tensor, memory.hosts)
-        return Carried(memory.all_reduce(tensor.view(-1), op, self.limit), sent_bytes=sent_bytes)
+        return Carried(memory.all_reduce(place, tensor.view(-1), op, self.limit), sent_bytes=sent_bytes)
 
     def close(self) -> None:
         if self._memory is not None:
@@ -88,7 +88,7 @@ class MemoryOfHosts:
 
         with patient_threads():
             here = meet(own)
-            self.memory = SharedMemory(here, own.index(rank), len(own), has_own_core=False)
+            self.memory = SharedMemory(here, own, own.index(rank), has_own_core=lambda: False)
             self._between = meet([here[0] for here in by_host]) if self.is_first else None
         self._thread = ThreadPoolExecutor(1)
 
@@ -125,23 +125,25 @@ class MemoryOfHosts:
             raise problem or NotShared("the ranks of another host cannot share memory")
         return buffer
 
-    def all_reduce(self, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
+    def all_reduce(self, place: Place, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
         """Combine the tensors in all ranks' parts, on all hosts, after all earlier operations.
 
-        `own`, (elements,), is this rank's. Those of a host are first combined in the order of the ranks,
+        `own`, (elements,), is this rank's, at `place`. Those of a host are first combined in the order of the ranks,
         ((x0 + x1) + x2) + …, then gloo combines the hosts' sums; every rank gets a copy of the first rank's result. So
         all ranks have the same sums, in every run. A thread does this, so that the hosts exchange while ranks compute.
         """
-        return self._thread.submit(self._combine, own, op, timeout)
+        return self._thread.submit(self._combine, place, own, op, timeout)
 
-    def _combine(self, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+    def _combine(self, place: Place, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
         deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
-        Reduce(self.memory, own, plain).wait(_until(deadline))
+        here = self.memory
+        add = partial(combine_share, rank=here.rank, op=plain, all_get_it=False)
+        InPlace(here, place, own, add).advance(deadline)
         self._reduce_between(own, plain, deadline)
         if self.is_first and op == ReduceOp.AVG:
             own.div_(len(self.ranks))
-        Broadcast(self.memory, own).wait(_until(deadline))
+        InPlace(here, place, own, partial(copy_from, source=0, rank=here.rank)).advance(deadline)
 
     def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, deadline: float) -> None:
         """Combine the tensors of the hosts' first ranks; do nothing on other ranks."""

@@ -21,10 +21,6 @@ SECONDS_MORE = 0.5  # the first rank waits longer: the others wait for it, and m
 LOST = "Connection closed by peer"  # as in gloo's messages
 
 
-class SignalTimeout(RuntimeError):
-    """A signal did not arrive by the deadline."""
-
-
 class Channel:
     """This rank's ends of two pipes between it and another rank."""
 
@@ -96,14 +92,14 @@ def wait_for_all(
 
 
 def _poll(poll: select.poll, deadline: float, spin_seconds: float) -> list[int]:
-    """Return the descriptors that can be read, at least one; `SignalTimeout` at the deadline."""
+    """Return the descriptors that can be read, at least one; `RuntimeError` at the deadline."""
     ready: list[tuple[int, int]] = []
     sleeps_at = min(time.perf_counter() + spin_seconds, deadline)
     while not ready and time.perf_counter() < sleeps_at:
         ready = poll.poll(0)
     ready = ready or poll.poll(max(1, math.ceil(1000 * (deadline - time.perf_counter()))))
     if not ready:
-        raise SignalTimeout("Timed out waiting for a signal")
+        raise RuntimeError("Timed out waiting for a signal")
     return [descriptor for descriptor, _ in ready]
 
 
@@ -166,12 +162,15 @@ class Signal:
     def __init__(self, signal: int, channels: Sequence[Channel], passes_on: bool, spin_seconds: float) -> None:
         self._signal, self._channels, self._passes_on = signal, channels, passes_on
         self._spin_seconds = spin_seconds
+        self.sent = 0  # times
         self.received = 0  # times that it has arrived from all others
 
-    def send(self) -> None:
-        """Send it; the first rank passes it on when it has arrived from the others."""
+    def send(self) -> int:
+        """Send it, and return how many times it was sent; the first rank passes it on when all others have sent it."""
+        self.sent += 1
         if not self._passes_on:
             self._send()
+        return self.sent
 
     def _send(self) -> None:
         for channel in self._channels:
