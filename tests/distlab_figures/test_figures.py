@@ -205,6 +205,17 @@ def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
             figure(tmp_path / "a.png", [])
 
 
+def test_names_are_drawn_as_they_are(tmp_path: Path, drawn: list[Any]) -> None:
+    names = ["_baseline", "$5 a day", "a$b$c", "_$x_1$", "plain"]
+    runs = [f"{name}={record(tmp_path / str(number), [1.0])}" for number, name in enumerate(names)]
+    losses(tmp_path / "a.png", runs, title="_$ and $")
+    (axes,) = drawn[0].axes
+    texts = [*axes.get_legend().get_texts(), axes.title]
+    assert [text.get_text().strip().replace("\\$", "$") for text in texts] == [*names, "_$ and $"]
+    for text in texts:  # dollars that are escaped are no math
+        assert text.get_text().count("$") == text.get_text().count("\\$")
+
+
 def test_a_folder_of_runs_stands_for_the_one_that_began_last(tmp_path: Path, drawn: list[Any]) -> None:
     for began, name in enumerate(("later", "earlier"), start=1):
         (record(tmp_path / name, [float(began)]) / "config.json").write_text("{}")
