@@ -7,9 +7,9 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
+import torch
 from support.chapters import MODEL, OneProcess, assert_equal, load, train_on
 from support.planner_machines import cluster
 from support.processes import LAB
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from distlab.axes.grid import Grid
 from distlab.machine.compilers import import_compiler
-from distlab.parallel.division import Sharded
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.compiling import parts_to_compile
 from distlab.run.model import ModelParts
@@ -109,42 +108,38 @@ def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:
     return whole.chunk(2, dims[0])[rank % 2] if dims else whole
 
 
-def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without(tmp_path: Path) -> None:
-    """With the residual stream in bfloat16, and weights that passes find in it, too."""
-    flags = "--batch-size 6 --dtype bfloat16 --residual bfloat16".split()
-    _, [expected], expected_losses = train_on(1, "primer/intro.py", tmp_path / "without", *flags)
-    sharded = "--world-size", "1", "--shard", "gradients"
-    _, [gradients], losses = train_on(
-        1, "DP/fsdp/intro_DP_FSDP.py", tmp_path / "with", *flags, *sharded, "--compile", deadline=240
-    )
-    assert losses == pytest.approx(expected_losses, rel=1e-3)
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
-    assert any(not gradient.equal(expected[name]) for name, gradient in gradients.items()), "something was compiled"
-
-
 @pytest.mark.parametrize(
-    ("ranks", "script", "flags"),
+    ("ranks", "rows", "script", "flags"),
     [
-        *((2, "DP/fsdp/intro_DP_FSDP.py", f"--world-size 2 --shard {shard}") for shard in get_args(Sharded)),
-        (3, "hybrid/intro_5d.py", "--dp 3 --pp 1 --shard gradients --recompute blocks"),
-        (2, "hybrid/intro_hybrid.py", "--dp 1 --pp 2"),
+        (2, 8, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --shard optimizer"),
+        (2, 8, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --shard weights"),
+        (3, 12, "hybrid/intro_5d.py", "--dp 3 --pp 1 --shard gradients --recompute blocks"),
+        (2, 4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2"),
     ],
 )
-def test_a_compiled_run_in_bfloat16_holds_the_memory_of_the_plan(
-    ranks: int, script: str, flags: str, tmp_path: Path
+def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without_and_holds_the_memory_of_the_plan(
+    ranks: int, rows: int, script: str, flags: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
     batch = "--batch-size 4 --micro-batches 2 --dtype bfloat16 --compile".split()
-    train_on(ranks, script, tmp_path, *flags.split(), *batch, deadline=240)
+    _, gradients, losses = train_on(ranks, script, tmp_path, *flags.split(), *batch, deadline=240)
+    assert "during this step" not in (tmp_path / "rank0.log").read_text()
     costs = costs_of(read(tmp_path))
     assert costs is not None
     for rank, counted in enumerate(json.loads((tmp_path / "memory.json").read_text())):
         for kind, planned in memory_of(costs, rank).items():
             assert planned == pytest.approx(counted[kind], rel=0.01, abs=200), (rank, kind)
+    _, expected, expected_losses = one_process(rows, "--dtype", "bfloat16")
+    assert losses == pytest.approx(expected_losses, rel=1e-3)
+    own = [(name, gradient) for tensors in gradients for name, gradient in tensors.items()]
+    for name, gradient in own:
+        assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
+    assert any(not gradient.equal(expected[name]) for name, gradient in own), "something was compiled"
 
 
-def test_the_parts_that_are_compiled_before_the_first_step() -> None:
-    net = LLama(CausalLLama, 32, dmodel=8, num_heads=2, n_layers=1, ctx_size=8)
+@pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=str)
+def test_the_parts_that_are_compiled_before_the_first_step(residual: torch.dtype) -> None:
+    sizes = {"dmodel": 8, "num_heads": 2, "n_layers": 1, "ctx_size": 8}
+    net = LLama(CausalLLama, 32, **sizes, dtype=torch.bfloat16, residual=residual)
     of_whole = ["_compute", "logits", "_next_token_loss"]
     for shard, axes, names in (
         ("gradients", {"dp": 1}, of_whole),
@@ -152,7 +147,9 @@ def test_the_parts_that_are_compiled_before_the_first_step() -> None:
         ("weights", {"dp": 1}, [of_whole[0], of_whole[2]]),  # the head's weights are gathered inside of it
     ):
         parts = ModelParts.of(ShardedDP(net, shard), Grid(0, axes))  # type: ignore[arg-type]
-        assert [function.__name__ for function, _ in parts_to_compile(parts, 2, 8)] == names
+        found = list(parts_to_compile(parts, 2, 8))
+        assert [function.__name__ for function, _ in found] == names
+        assert names[0] != "_compute" or found[0][1][1].dtype == residual, "a block's input"
 
 
 def test_a_machine_without_a_compiler_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
