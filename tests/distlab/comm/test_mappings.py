@@ -29,8 +29,6 @@ from distlab.comm.transports.mappings import HUGE_BYTES, Mapping, Offer, accept
 from distlab.machine.forked import forked
 from simplellm.errors import InputError
 
-pytestmark = pytest.mark.alone
-
 
 def test_a_limit_on_the_size_of_files_between_one_part_and_all_of_them_offers_nothing() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -190,6 +188,7 @@ def hold(port: int, rank: int, pipe: Connection) -> None:
 HELD_BYTES = 400_000_000  # more than anything else on the machine takes or gives back meanwhile
 
 
+@pytest.mark.alone
 def test_nothing_is_left_of_the_memory_when_all_ranks_have_been_killed() -> None:
     before_forks()
     collect_before_a_fork()
