@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import OneProcess, State, assert_equal, train_on
+from support.chapters import OneProcess, State, assert_equal, load, train_on
 
 from distlab.collectives.algorithms import ALL_REDUCES
+from distlab.settings.common import parse
+from simplellm.errors import InputError
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
 BUCKETS = "DP/buckets/intro_DP_buckets.py"
@@ -99,3 +101,11 @@ def test_weights_that_are_averaged_rarely_drift_and_are_the_same_again_after_eac
     sent = {r["step"]: r["sent_bytes"]["weights"] for r in records if r["sent_bytes"].get("weights")}
     assert list(sent) == [2, 5, 7], "after every third step, and at the end; nothing in between"
     assert len(set(sent.values())) == 1
+
+
+def test_a_checkpoint_comes_with_an_average_of_the_weights() -> None:
+    defaults = load(WEIGHT_AGGREGATION).DEFAULTS
+    for flag in ("--save-every 3", "--eval-every 3"):
+        with pytest.raises(InputError, match=rf"{flag} with --sync-every 2: .* give a multiple of 2"):
+            parse(defaults, "", f"0 {flag} --sync-every 2".split())
+    parse(defaults, "", "0 --save-every 3 --sync-every 2 --steps 3".split())  # after the last step, which averages

@@ -4,24 +4,22 @@ import errno
 import os
 import pickle
 import re
-import resource
 import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from resource import RLIMIT_FSIZE, setrlimit
 
 import pytest
 import torch
-from support.chapters import MODEL, TRAINING, load, train
-from support.processes import free_port, process_group, run_ranks
-from support.terminals import fork_launcher, fork_python
+from support.chapters import train
+from support.processes import run_ranks
+from support.terminals import fork_python
 
 from distlab.checkpoints import saving
 from distlab.checkpoints.format import latest_valid, numbered
 from distlab.checkpoints.models import SavedModel, read_model, write_model
 from distlab.checkpoints.saving import restore
-from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import DataParallelSettings
@@ -40,7 +38,7 @@ SENTENCE = "there is no complete checkpoint"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints after its steps 2 and 4."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
+    trained(out, "--save-every", 2)
     return out
 
 
@@ -54,37 +52,50 @@ def step(run: Path, number: int) -> Path:
     return run / "checkpoints" / f"step-{number:08}"
 
 
-def a_file_of_weights(folder: Path) -> Path:
-    return next(folder.glob("*.safetensors"))
+def kept(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
-def cut_short(folder: Path) -> None:
-    path = a_file_of_weights(folder)
-    path.write_bytes(path.read_bytes()[:-1])
+def trained(out: Path, *flags: object, before: Callable[[], object] = lambda: None) -> list[str]:
+    """Run the primer in a fork, and return the names of the checkpoints that are then there; or why it could not."""
+
+    def work(_: int) -> list[str]:
+        before()
+        try:
+            train(0, "primer/intro.py", [*map(str, flags), "--out", str(out)])
+        except InputError as error:
+            return [str(error)]
+        return kept(out)
+
+    names: list[str] = run_ranks(1, work)[0]
+    return names
 
 
-def flip_a_bit(folder: Path) -> None:
-    path = a_file_of_weights(folder)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def rewrite(pattern: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Return what changes a file of a checkpoint."""
+
+    def damage(folder: Path) -> None:
+        path = next(folder.glob(pattern))
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
 
 
-def change_record(folder: Path) -> None:
-    record = folder / "checkpoint.json"
-    record.write_text(re.sub(r'"step": \d', '"step": 9', record.read_text()))
-
-
+flip_a_bit = rewrite("*.safetensors", lambda b: b[: len(b) // 2] + bytes([b[len(b) // 2] ^ 1]) + b[len(b) // 2 + 1 :])
+RECORD = "checkpoint.json"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut short": (cut_short, r"\.safetensors has [\d,]+ bytes instead of [\d,]+"),
+    "cut short": (rewrite("*.safetensors", lambda content: content[:-1]), r" has [\d,]+ bytes instead of [\d,]+"),
     "a flipped bit": (flip_a_bit, r"\.safetensors is damaged: its checksum"),
-    "a file gone": (lambda folder: a_file_of_weights(folder).unlink(), r"\.safetensors is missing"),
+    "a file gone": (lambda folder: next(folder.glob("*.safetensors")).unlink(), r"\.safetensors is missing"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), "tokenizer.model is missing"),
-    "no record": (lambda folder: (folder / "checkpoint.json").unlink(), "is incomplete: it has no checkpoint.json"),
-    "half a record": (lambda folder: (folder / "checkpoint.json").write_text('{"step": 4,'), "cannot be read"),
-    "a record of nothing": (lambda folder: (folder / "checkpoint.json").write_text("[]"), "cannot be read"),
-    "a record of bytes": (lambda folder: (folder / "checkpoint.json").write_bytes(b"\xff\xfe"), "cannot be read"),
-    "another step": (change_record, "cannot be read .its checksum does not match"),
+    "no record": (lambda folder: (folder / RECORD).unlink(), "is incomplete: it has no checkpoint.json"),
+    "half a record": (rewrite(RECORD, lambda _: b'{"step": 4,'), "cannot be read"),
+    "a record of nothing": (rewrite(RECORD, lambda _: b"[]"), "cannot be read"),
+    "a record of bytes": (rewrite(RECORD, lambda _: b"\xff\xfe"), "cannot be read"),
+    "another step": (
+        rewrite(RECORD, lambda content: re.sub(rb'"step": \d', b'"step": 9', content)),
+        "cannot be read .its checksum does not match",
+    ),
 }
 
 
@@ -102,11 +113,10 @@ def test_a_damaged_one_is_named_and_passed_over(how: str, run: Path) -> None:
         latest_valid(run)
 
 
-@pytest.mark.parametrize("where", ["nowhere", "."])
-def test_a_folder_without_any(where: str, tmp_path: Path) -> None:
-    sentence = "there is no such folder" if where == "nowhere" else SENTENCE
-    with pytest.raises(InputError, match=f"^{tmp_path / where}: {sentence}"):
-        parse(TrainSettings(), "", ["--resume", str(tmp_path / where)])
+def test_a_folder_without_any(tmp_path: Path) -> None:
+    for folder, sentence in ((tmp_path / "nowhere", "there is no such folder"), (tmp_path, SENTENCE)):
+        with pytest.raises(InputError, match=f"^{folder}: {sentence}"):
+            parse(TrainSettings(), "", ["--resume", str(folder)])
 
 
 def test_settings_are_the_checkpoints_by_default(run: Path) -> None:
@@ -129,14 +139,9 @@ def test_settings_are_the_checkpoints_by_default(run: Path) -> None:
         ("--seq-len 25", "--resume {run}: its model reads 24 tokens at most, not --seq-len 25"),
         ("--optimizer adam", "--resume {run}: it was trained with --optimizer sgd, not adam"),
         ("--seed 1", "{run}/checkpoints/step-00000004: it was trained on --data sample and --seed 0; leave out"),
-        (
-            "--data {text}",
-            "{run}/checkpoints/step-00000004: it was trained on --data sample and --seed 0; leave out",
-        ),
+        ("--data {text}", "{run}/checkpoints/step-00000004: it was trained on --data sample and --seed 0; leave out"),
         ("--tokenizer {other}", "--resume {run}: it was trained with another tokenizer than --tokenizer {other}"),
-        ("--keep 0", "--keep 0: must be greater than 0"),
-        ("--save-every 0", "--save-every 0: must be greater than 0"),
-        ("--eval-every -1", "--eval-every -1: must be greater than 0"),
+        *((flag, f"{flag}: must be greater than 0") for flag in ("--keep 0", "--save-every 0", "--eval-every -1")),
     ],
 )
 def test_what_is_another_run_is_refused(flags: str, sentence: str, run: Path, tmp_path: Path) -> None:
@@ -151,21 +156,22 @@ def test_what_is_another_run_is_refused(flags: str, sentence: str, run: Path, tm
 def test_a_file_of_stories_may_move_but_not_change(tmp_path: Path) -> None:
     stories, moved = tmp_path / "a.txt", tmp_path / "b.txt"
     stories.write_text("Once upon a time there was a dog.\n<|endoftext|>\n" * 40)
-    flags = ["--data", str(stories), "--save-every", "2", "--out", str(tmp_path / "run")]
-    run_ranks(1, train, "primer/intro.py", flags)
-    ended = fork_python(
-        "primer/intro.py", "--resume", tmp_path / "run", "--steps", "5", "--out", tmp_path / "o"
-    ).finish()
-    assert f"# its data is in {stories}, a file of this machine that the checkpoint names\n" in ended.out
+    trained(tmp_path / "run", "--data", stories, "--save-every", 2)
+
+    def log(out: str, *flags: object) -> str:
+        resume = ["--resume", tmp_path / "run", "--steps", 5, "--out", tmp_path / out]
+        ended = fork_python("primer/intro.py", *resume, *flags).finish()
+        assert ended.status == 0, ended.err
+        return ended.out
+
+    assert f"# its data is in {stories}, a file of this machine that the checkpoint names\n" in log("here")
     stories.rename(moved)
+    elsewhere = log("elsewhere", "--data", moved)
+    assert f"# stories from {moved}\n" in elsewhere
+    assert "that the checkpoint names" not in elsewhere
     resume = ["--resume", str(tmp_path / "run"), "--data", str(moved)]
-    ended = fork_python("primer/intro.py", *resume, "--steps", "5", "--out", tmp_path / "on").finish()
-    assert ended.status == 0, ended.err
-    assert f"# stories from {moved}\n" in ended.out
-    assert "that the checkpoint names" not in ended.out
     assert parse(TrainSettings(), "", resume).data == str(moved)
-    automatic = [*resume[:2], "--data", "auto", "--steps", "6", "--out", str(tmp_path / "auto")]
-    [[sentence]] = run_ranks(1, gone_on, *automatic)
+    [sentence] = trained(tmp_path / "auto", *resume[:2], "--data", "auto", "--steps", 6)
     assert f"it was trained on --data {stories}" in sentence
     moved.write_text(moved.read_text().replace("dog", "cat"))
     with pytest.raises(InputError, match=f"it was trained on --data {stories}; leave out"):
@@ -179,19 +185,10 @@ def test_a_folder_with_another_runs_checkpoints_is_not_written_to(run: Path) -> 
         parse(TrainSettings(), "", [*flags, "--out", str(run), "--resume", str(run)])
 
 
-def test_a_checkpoint_comes_with_an_average_of_the_weights() -> None:
-    defaults = load("DP/weight_aggr/intro_DP_WA.py").DEFAULTS
-    with pytest.raises(InputError, match=r"--save-every 3 with --sync-every 2: .* give a multiple of 2"):
-        parse(defaults, "", "0 --save-every 3 --sync-every 2".split())
-    parse(defaults, "", "0 --save-every 3 --sync-every 2 --steps 3".split())  # after the last step, which averages
-    with pytest.raises(InputError, match=r"--eval-every 3 with --sync-every 2: .* give a multiple of 2"):
-        parse(defaults, "", "0 --eval-every 3 --sync-every 2".split())
-
-
 def test_nothing_in_it_can_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds JSON, safetensors and a tokenizer; and no reader of pickles is called on the way back."""
     run = tmp_path / "run"
-    run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--optimizer", "adam", "--out", str(run)])
+    trained(run, "--save-every", 2, "--optimizer", "adam")
     checkpoint = latest_valid(run)
     endings = {path.suffix for path in checkpoint.folder.iterdir()}
     assert endings == {".json", ".safetensors", ".model"}
@@ -214,44 +211,20 @@ def test_nothing_in_it_can_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(*pair) for pair in zip(before, read(), strict=True))
 
 
-def draws(_: int, *flags: str) -> torch.Tensor:
-    """What the random generator gives after three random numbers in each step of a run."""
-    module = load("primer/intro.py")
-    run: TrainingRun[Any] = TrainingRun(parse(module.DEFAULTS, "", [*MODEL, *TRAINING, *flags]), Path("intro.py"))
-    take_steps = run.steps
-
-    def steps(stories: Any) -> Any:
-        for number, batch in take_steps(stories):
-            torch.rand(3)
-            yield number, batch
-
-    run.steps = steps  # type: ignore[method-assign]
-    module.train(run)
-    return torch.rand(3)
-
-
-def test_random_numbers_go_on(tmp_path: Path) -> None:
-    [expected] = run_ranks(1, draws, "--save-every", "2", "--out", str(tmp_path / "a"))
-    [own] = run_ranks(1, draws, "--resume", str(step(tmp_path / "a", 2)), "--out", str(tmp_path / "b"))
-    assert torch.equal(own, expected)
-
-
-def without_room(_: int, out: Path) -> str:
-    """A checkpoint on a disk that has no room for it, as far as this process can tell."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-    with pytest.raises(InputError) as refused:
-        train(0, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
-    return str(refused.value)
-
-
 def test_a_full_disk_is_told_in_a_sentence(tmp_path: Path) -> None:
-    [sentence] = run_ranks(1, without_room, tmp_path)
+    [sentence] = trained(tmp_path, "--save-every", 2, before=lambda: setrlimit(RLIMIT_FSIZE, (200_000, 200_000)))
     unfinished = tmp_path / "checkpoints" / "step-00000002.unfinished"
     assert sentence == f"--save-every: cannot write {unfinished} (File too large)"
 
 
-def without_sync(_: int, out: Path, error: int, of_folders: bool) -> str:
-    """A checkpoint in a file system that cannot put folders, or anything, on the disk when it is asked to."""
+@pytest.mark.parametrize(
+    ("error", "of_folders"),
+    [(errno.EINVAL, True), (errno.ENOSYS, False), (errno.ENOTSUP, True), (errno.EIO, False), (errno.EIO, True)],
+)
+def test_a_file_system_that_cannot_sync(
+    error: int, of_folders: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot put folders, or files, on the disk when it is asked to."""
     sync = os.fsync
 
     def refuse(descriptor: int) -> None:
@@ -259,25 +232,13 @@ def without_sync(_: int, out: Path, error: int, of_folders: bool) -> str:
             raise OSError(error, os.strerror(error))
         sync(descriptor)
 
-    os.fsync = refuse  # type: ignore[assignment]
-    try:
-        train(0, "primer/intro.py", ["--save-every", "2", "--out", str(out)])
-    except InputError as told:
-        return str(told)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("error", "of_folders"),
-    [(errno.EINVAL, True), (errno.ENOSYS, False), (errno.ENOTSUP, True), (errno.EIO, False), (errno.EIO, True)],
-)
-def test_a_file_system_that_cannot_sync(error: int, of_folders: bool, tmp_path: Path) -> None:
-    [sentence] = run_ranks(1, without_sync, tmp_path, error, of_folders)
+    monkeypatch.setattr(os, "fsync", refuse)
+    [first, *others] = trained(tmp_path, "--save-every", 2)
     if error == errno.EIO:  # the disk has failed
-        assert sentence.endswith("step-00000002.unfinished (Input/output error)")
-        return
-    assert sentence == ""
-    assert latest_valid(tmp_path).step == 4
+        assert first.endswith("step-00000002.unfinished (Input/output error)")
+    else:
+        assert [first, *others] == ["step-00000002", "step-00000004"]
+        assert latest_valid(tmp_path).step == 4
 
 
 def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
@@ -292,27 +253,8 @@ def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
         given = parse(settings, "", resume)
         assert (given.num_kv_heads, given.hidden_dim, given.dmodel, given.seq_len) == (2, 40, 32, 30)
     batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
-    ended = fork_python("primer/intro.py", "--resume", tmp_path / "run", *batch).finish()
+    ended = fork_python("primer/intro.py", *resume[1:3], *batch).finish()
     assert ended.status == 0, ended.err
-
-
-def gone_on(_: int, *flags: str) -> list[str]:
-    """Go on with a run, and say what checkpoints it then has; or why it could not."""
-    try:
-        train(0, "primer/intro.py", list(flags))
-    except InputError as error:
-        return [str(error)]
-    out = Path(flags[flags.index("--out") + 1])
-    return sorted(path.name for path in (out / "checkpoints").iterdir())
-
-
-def test_from_an_earlier_step_a_run_leaves_later_ones_aside(run: Path) -> None:
-    """Nothing that belongs to another course of the run is resumed, and what has just been written is not pruned."""
-    flip_a_bit(step(run, 4))
-    flags = ["--resume", str(step(run, 2)), "--steps", "3", "--save-every", "1", "--keep", "1", "--out", str(run)]
-    assert run_ranks(1, gone_on, *flags) == [["step-00000003", "superseded"]]
-    assert [path.name for path in (run / "checkpoints" / "superseded").iterdir()] == ["step-00000004"]
-    assert latest_valid(run).folder == step(run, 3)
 
 
 NOT_OURS = (
@@ -323,14 +265,14 @@ NOT_OURS = (
 @pytest.mark.parametrize("begins", [False, True])
 def test_names_that_the_lab_does_not_give_are_somebody_elses(begins: bool, run: Path, tmp_path: Path) -> None:
     """They are neither deleted nor moved nor resumed nor counted, whether the run begins or goes on."""
-    out, resume = (tmp_path / "new", []) if begins else (run, ["--resume", str(run)])
+    out, resume = (tmp_path / "new", []) if begins else (run, ["--resume", run])
     for name in NOT_OURS:
         shutil.copytree(step(run, 2), out / "checkpoints" / name)
     (out / "checkpoints" / "step-00000007-unfinished").mkdir()
-    before = {path.name for path in (out / "checkpoints").iterdir()} - {"step-00000002", "step-00000004"}
+    before = {*kept(out)} - {"step-00000002", "step-00000004"}
     if not begins:
         assert latest_valid(run).folder == step(run, 4)
-    [names] = run_ranks(1, gone_on, *resume, "--steps", "8", "--save-every", "2", "--keep", "2", "--out", str(out))
+    names = trained(out, *resume, *"--steps 8 --save-every 2 --keep 2".split())
     assert set(names) == before | {"step-00000006", "step-00000008"}
     assert read_model(out / "checkpoints" / "step-best").step == 2, "a checkpoint may have any name if it is given"
 
@@ -344,29 +286,30 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     assert numbered(tmp_path / "none") == {}
 
 
-def test_what_has_just_been_written_is_kept(run: Path) -> None:
-    """Also beside a later one that is damaged, and one that another run has put there."""
+def test_from_an_earlier_step_a_run_leaves_later_ones_aside(run: Path) -> None:
+    """And keeps what it has just written, also beside a later one that another run has put there."""
     flip_a_bit(step(run, 4))
-    flags = ["--resume", str(run), "--save-every", "1", "--keep", "1", "--steps", "3", "--out", str(run)]
-    assert run_ranks(1, gone_on, *flags) == [["step-00000003", "superseded"]]
+    flags = ["--resume", step(run, 2), "--save-every", 1, "--keep", 1, "--steps", 3]
+    assert trained(run, *flags) == ["step-00000003", "superseded"]
+    assert [path.name for path in (run / "checkpoints" / "superseded").iterdir()] == ["step-00000004"]
+    assert latest_valid(run).folder == step(run, 3)
     shutil.copytree(step(run, 3), step(run, 900))
     tensors, record = {"weight": torch.ones(3)}, {"step": 5, "tokens": 0, "model": {}, "settings": {}}
     saving.save(run, tensors, record, b"", keep=1)
-    names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert names == ["step-00000005", "step-00000900", "superseded"]
+    assert kept(run) == ["step-00000005", "step-00000900", "superseded"]
 
 
 def test_one_that_the_user_has_given_a_later_name_is_in_the_way_of_that_step(run: Path) -> None:
     step(run, 4).rename(step(run, 6))
-    [[sentence]] = run_ranks(1, gone_on, "--resume", str(run), "--steps", "8", "--save-every", "2", "--out", str(run))
+    [sentence] = trained(run, "--resume", run, "--steps", 8, "--save-every", 2)
     assert sentence.startswith(f"--out {run}: {step(run, 6)} is in the way of its checkpoints")
     assert latest_valid(run).step == 4
 
 
 def test_what_was_put_aside_earlier_stays(run: Path) -> None:
-    flags = ["--resume", str(step(run, 2)), "--steps", "4", "--save-every", "2", "--out", str(run)]
     for _ in range(2):
-        assert run_ranks(1, gone_on, *flags) == [["step-00000002", "step-00000004", "superseded"]]
+        names = trained(run, "--resume", step(run, 2), "--steps", 4, "--save-every", 2)
+        assert names == ["step-00000002", "step-00000004", "superseded"]
     aside = sorted(path.name for path in (run / "checkpoints" / "superseded").iterdir())
     assert aside == ["step-00000004", "step-00000004-2"]
 
@@ -390,96 +333,36 @@ def test_what_is_in_the_way_is_named_before_the_first_step(name: str, tmp_path: 
     place = tmp_path / "checkpoints" / name
     place.parent.mkdir()
     IN_THE_WAY[name](place)
-    [[sentence]] = run_ranks(1, gone_on, "--steps", "4", "--save-every", "2", "--out", str(tmp_path))
+    [sentence] = trained(tmp_path, "--steps", 4, "--save-every", 2)
     advice = "is in the way of its checkpoints; move it, or give another folder"
     assert sentence == f"--out {tmp_path}: {place} {advice}"
     assert os.path.lexists(place)
     assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_a_file_in_place_of_the_checkpoints_folder(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file")
-    [[sentence]] = run_ranks(1, gone_on, "--steps", "4", "--save-every", "2", "--out", str(tmp_path))
-    assert sentence == f"--save-every: cannot write checkpoints in {tmp_path / 'checkpoints'} (File exists)"
+    shutil.rmtree(place.parent)
+    place.parent.write_text("a file")
+    [sentence] = trained(tmp_path, "--steps", 4, "--save-every", 2)
+    assert sentence == f"--save-every: cannot write checkpoints in {place.parent} (File exists)"
 
 
 def test_a_run_that_has_taken_its_steps(run: Path, tmp_path: Path) -> None:
     """Elsewhere that is a mistake; in its own folder, as after a restart, all is done."""
-    asked = ["--resume", str(run), "--steps", "4", "--out"]
+    asked = ["--resume", run, "--steps", 4]
     sentence = f"--steps 4: {step(run, 4)} has taken 4 steps already; give more"
-    assert run_ranks(1, gone_on, *asked, str(tmp_path / "elsewhere")) == [[sentence]]
+    assert trained(tmp_path / "elsewhere", *asked) == [sentence]
     held = (run / "memory.json").read_text()
-    assert run_ranks(1, gone_on, *asked, str(run)) == [["step-00000002", "step-00000004"]]
+    assert trained(run, *asked) == ["step-00000002", "step-00000004"]
     assert (run / "rank0.log").read_text().count("# memory, MB") == 1, "of no steps there is nothing to tell"
     assert (run / "memory.json").read_text() == held
     flip_a_bit(step(run, 4))  # then there is something to do
-    assert run_ranks(1, gone_on, *asked, str(run), "--save-every", "2")[0][:2] == ["step-00000002", "step-00000004"]
+    assert trained(run, *asked, "--save-every", 2)[:2] == ["step-00000002", "step-00000004"]
     assert latest_valid(run).folder == step(run, 4)
 
 
 def test_a_tokenizer_of_ones_own_outlives_the_checkpoint_that_it_came_from(tmp_path: Path) -> None:
     own, run = tmp_path / "own.model", tmp_path / "run"
     own.write_bytes(SHIPPED_MODEL.read_bytes() + b"\xa0\x06\x00")
-    flags = ["--out", str(run), "--save-every", "1", "--keep", "1", "--eval-every", "3"]
-    run_ranks(1, train, "primer/intro.py", [*flags, "--steps", "2", "--tokenizer", str(own)])
+    flags = "--save-every 1 --keep 1 --eval-every 3 --steps".split()
+    trained(run, *flags, 2, "--tokenizer", own)
     own.unlink()
-    assert run_ranks(1, gone_on, *flags, "--steps", "6", "--resume", str(run)) == [["step-00000006"]]
+    assert trained(run, *flags, 6, "--resume", run) == ["step-00000006"]
     assert latest_valid(run).tokenizer.read_bytes().endswith(b"\xa0\x06\x00")
-
-
-def sees_only_its_own_files(rank: int, out: Path, port: int) -> str:
-    """As two machines do without a shared folder: rank 1 writes somewhere else."""
-    with process_group(rank, 2, port):
-        own = out if rank == 0 else out / "elsewhere"
-        tensors = {f"weight {rank}": torch.ones(3), "both": torch.ones(2)}
-        record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
-        try:
-            saving.save(own, tensors, record, b"", keep=1)
-        except InputError as error:
-            return str(error)
-        return ""
-
-
-def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
-    sentences = run_ranks(2, sees_only_its_own_files, tmp_path, free_port())
-    assert sentences[0] == f"--out {tmp_path}: files of some ranks are missing; give a folder that all machines share"
-    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
-
-
-# Rank 1 dies as it has written its file of the second checkpoint, which is not on the disk yet.
-DIES_AS_IT_SAVES = """
-import os, signal
-from support.chapters import load
-from distlab.run.main import main
-
-script = load("DP/gradient_aggr/intro_DP_GA.py")
-DEFAULTS, fsync = script.DEFAULTS, os.fsync
-
-def sync_or_die(descriptor):
-    if os.environ["RANK"] == "1" and "step-00000004.unfinished" in os.readlink(f"/proc/self/fd/{descriptor}"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    fsync(descriptor)
-
-if __name__ == "__main__":
-    os.fsync = sync_or_die
-    main(script.train, DEFAULTS, "")
-"""
-
-
-def test_a_rank_that_dies_as_all_save_ends_the_run_and_takes_nothing_with_it(tmp_path: Path) -> None:
-    driver, out = tmp_path / "driver.py", tmp_path / "run"
-    driver.write_text(DIES_AS_IT_SAVES)
-    flags = [*MODEL, *TRAINING, "--steps", "6", "--world-size", "3", "--save-every", "2", "--out", out]
-    ended = fork_launcher(driver, *flags).finish(45)
-    assert ended.status == 1
-    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
-    assert "Traceback" not in ended.err
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
-        "step-00000002",
-        "step-00000004.unfinished",
-    ]
-    said: list[str] = []
-    assert latest_valid(out, said.append).folder == step(out, 2)
-    assert said[0].startswith("skipped a checkpoint: step-00000004.unfinished is incomplete")
-    on = ["--resume", str(out), "--out", str(out), "--save-every", "2"]
-    assert run_ranks(1, gone_on, *on) == [["step-00000002", "step-00000004"]]

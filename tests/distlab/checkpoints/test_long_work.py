@@ -1,4 +1,4 @@
-"""Ranks that write, check or read large files for longer than --timeout: the others know that they are at work."""
+"""Ranks that save, check or read together: they wait for one that is at work, and name one that dies."""
 
 import os
 import signal
@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from support.chapters import MODEL, TRAINING, losses, train
 from support.processes import free_port, process_group, run_ranks
 from support.terminals import fork_launcher
 
+from distlab.checkpoints import saving
 from distlab.checkpoints.format import latest_valid
 from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
+from simplellm.errors import InputError
 
 TIMEOUT, LONG = 1.5, 2.5  # seconds
 
@@ -134,3 +137,58 @@ def tell(rank: int, port: int, text_of: Callable[[int], str]) -> list[str]:
 @pytest.mark.parametrize("text_of", [lambda _: "", "from rank {}".format, lambda rank: "ü \0" * rank])
 def test_texts_of_all_ranks(text_of: Callable[[int], str]) -> None:
     assert run_ranks(3, tell, free_port(), text_of) == [[text_of(rank) for rank in range(3)]] * 3
+
+
+def sees_only_its_own_files(rank: int, out: Path, port: int) -> str:
+    """As two machines do without a shared folder: rank 1 writes somewhere else."""
+    with process_group(rank, 2, port):
+        own = out if rank == 0 else out / "elsewhere"
+        tensors = {f"weight {rank}": torch.ones(3), "both": torch.ones(2)}
+        record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
+        try:
+            saving.save(own, tensors, record, b"", keep=1)
+        except InputError as error:
+            return str(error)
+        return ""
+
+
+def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
+    sentences = run_ranks(2, sees_only_its_own_files, tmp_path, free_port())
+    assert sentences[0] == f"--out {tmp_path}: files of some ranks are missing; give a folder that all machines share"
+    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
+
+
+# Rank 1 dies as it has written its file of the second checkpoint, which is not on the disk yet.
+DIES_AS_IT_SAVES = """
+import os, signal
+from support.chapters import load
+from distlab.run.main import main
+
+script = load("DP/gradient_aggr/intro_DP_GA.py")
+DEFAULTS, fsync = script.DEFAULTS, os.fsync
+
+def sync_or_die(descriptor):
+    if os.environ["RANK"] == "1" and "step-00000004.unfinished" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    fsync(descriptor)
+
+if __name__ == "__main__":
+    os.fsync = sync_or_die
+    main(script.train, DEFAULTS, "")
+"""
+
+
+def test_a_rank_that_dies_as_all_save_ends_the_run_and_takes_nothing_with_it(tmp_path: Path) -> None:
+    driver, out = tmp_path / "driver.py", tmp_path / "run"
+    driver.write_text(DIES_AS_IT_SAVES)
+    flags = [*MODEL, *TRAINING, "--steps", "6", "--world-size", "3", "--save-every", "2", "--out", out]
+    ended = fork_launcher(driver, *flags).finish(45)
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
+    assert "Traceback" not in ended.err
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000002", "step-00000004.unfinished"}
+    said: list[str] = []
+    assert latest_valid(out, said.append).step == 2
+    assert said[0].startswith("skipped a checkpoint: step-00000004.unfinished is incomplete")
+    run_ranks(1, train, "primer/intro.py", ["--resume", str(out), "--out", str(out), "--save-every", "2"])
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000002", "step-00000004"}
