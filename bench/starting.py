@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.machine.supervision import leaving_no_process
 from distlab.run.progress import each
+from distlab_exercises.forked import leaving_no_process
 from simplellm import command_line
 from simplellm.errors import InputError, require
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from distlab.axes.grid import Grid
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
 from distlab_compare.differences import Difference, tell
@@ -31,10 +32,9 @@ class Comparison:
         lr: float,
         reports: list[Report],
         folder: Path,
-        describe: Callable[[int], str],
     ) -> None:
         self.trial, self.one, self.facts, self.lr, self.reports = trial, one, facts, lr, reports
-        self.steps, self.describe = len(facts["losses"]), describe
+        self.steps, self.describe = len(facts["losses"]), Grid(0, trial.layout).describe
         self.ranks = [load_file(folder / f"rank{report.rank}.safetensors") for report in reports]
         self.member = "pipeline" if trial.layout.get("pp", 1) > 1 else "replica"
         if len(reports) == trial.replicas:

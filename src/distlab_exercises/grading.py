@@ -13,10 +13,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from distlab.machine.forked import forked
-from distlab.machine.supervision import leaving_no_process
 from distlab_exercises.catalogue import Exercise
 from distlab_exercises.checker import check, prepare
+from distlab_exercises.forked import forked, leaving_no_process
 from distlab_exercises.submissions import HandedIn, shown, taken_from_the_lab
 from distlab_exercises.training import expected_of
 

@@ -1,7 +1,5 @@
 """Tries a mended exhibit on several ranks, and one process beside it: data, initial weights, gradients, parameters."""
 
-import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,11 @@ from torch import Tensor
 
 from distlab.axes.grid import Grid
 from distlab_compare import shares
+from distlab_exercises.catalogue import Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.exhibits import Exhibit
-from distlab_exercises.ranks import Report, Submission, raise_trouble
-from distlab_exercises.training import LR, STEPS, expected_of, train
+from distlab_exercises.ranks import Report, Submission
+from distlab_exercises.training import LR, STEPS, expected_of, run_script
 from distlab_exercises.verdict import Verdict, Wrong
 
 ALIKE = 0.99  # absolute cosine from which on two slices are copies, whatever their scale
@@ -23,12 +22,11 @@ ALIKE = 0.99  # absolute cosine from which on two slices are copies, whatever th
 
 def try_exhibit(verdict: Verdict, submission: Submission, exhibit: Exhibit) -> None:
     """Run an exhibit's script, whose ranks have different seeds, and one process beside it, and compare them."""
-    trial, how = exhibit.trial, exhibit.one_process
-    describe = Grid(0, trial.layout).describe
+    trial = exhibit.trial
     reports, losses = run_exhibit(submission, exhibit)
-    start = _initial_weights(reports, submission.folder, describe) if exhibit.own_start else None
-    expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches, how, start)
-    compare = Comparison(trial, *expected, LR, reports, submission.folder, describe)
+    start = _initial_weights(trial, reports, submission.folder) if exhibit.own_start else None
+    expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches, exhibit.one_process, start)
+    compare = Comparison(trial, *expected, LR, reports, submission.folder)
     compare.expect_right_data()
     compare.expect_one_process(losses, exhibit.weights_only)
     kinds = "data, losses, weights" if exhibit.weights_only else "data, losses, gradients, weights"
@@ -40,27 +38,23 @@ def run_exhibit(submission: Submission, exhibit: Exhibit, **others: Any) -> tupl
 
     A run that is stopped and resumed is one run: its tensors and reports are put together.
     """
-    trial, folder = exhibit.trial, submission.folder
-    values: dict[str, Any] = {**trial.settings, **dict(exhibit.one_process.settings), **others}
-    values |= {"batch_size": trial.batch_size, "micro_batches": trial.micro_batches}
-    stops = exhibit.stops_after
-    jobs: list[dict[str, Any]] = [{"out": folder / "run"}]
+    folder, stops = submission.folder, exhibit.stops_after
+    values: dict[str, Any] = {**dict(exhibit.one_process.settings), **others}
+    jobs: list[dict[str, Any]] = [{}]
     if stops:
-        jobs = [{"out": folder / "first", "steps": stops, "save_every": stops}]
-        jobs += [{"out": folder / "run", "resume": folder / "first"}]
+        jobs = [{"out": folder / "first", "steps": stops, "save_every": stops}, {"resume": folder / "first"}]
     reports: list[Report] = []
     losses: list[float] = []
     for job in jobs:
         again = replace(submission, port=submission.port + len(losses))
-        ran = again.run_ranks(math.prod(trial.layout.values()), train, values | job | {"master_port": again.port})
-        raise_trouble(ran, Grid(0, trial.layout).describe)
+        ran, its_losses = run_script(again, exhibit.trial, values | job)
         for report in ran:
             _join(folder / f"rank{report.rank}.safetensors", folder / f"joined{report.rank}.safetensors")
         for before, report in zip(reports, ran, strict=False):
             for kind in ("logged", "tokens"):
                 report.facts[kind] = before.facts[kind] + report.facts[kind]
         reports = ran
-        losses += [json.loads(line)["loss"] for line in (job["out"] / "metrics.jsonl").read_text().splitlines()]
+        losses += its_losses
     return reports, losses
 
 
@@ -71,12 +65,13 @@ def _join(now: Path, joined: Path) -> None:
     save_file(tensors, joined)
 
 
-def _initial_weights(reports: list[Report], folder: Path, describe: Any) -> Path:
+def _initial_weights(trial: Trial, reports: list[Report], folder: Path) -> Path:
     """Return a file with the weights of the whole model at the start, put together from the ranks' slices.
 
     Raises:
         Wrong: copies of a parameter differ, or slices that should be independent are alike.
     """
+    describe = Grid(0, trial.layout).describe
     ranks = [load_file(folder / f"rank{report.rank}.safetensors") for report in reports]
     whole: dict[str, Tensor] = {}
     for name in [key.split("|")[2] for key in ranks[0] if key.startswith("start|")]:

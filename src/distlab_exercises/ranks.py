@@ -29,9 +29,8 @@ import torch.distributed as dist
 
 from distlab.comm.context import Context, context_of
 from distlab.comm.waits import TrafficError
-from distlab.machine.forked import forked
-from distlab.machine.supervision import leaving_no_process
 from distlab.rendezvous.diagnosis import Notice, diagnose
+from distlab_exercises.forked import forked, leaving_no_process
 from distlab_exercises.verdict import Wrong
 from simplellm.errors import InputError
 

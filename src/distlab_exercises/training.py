@@ -25,7 +25,7 @@ from distlab.settings.training import TrainSettings
 from distlab_exercises.catalogue import USUAL, Exercise, OneProcess, Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.loading import load, settings_for
-from distlab_exercises.ranks import Facts, Submission, raise_trouble
+from distlab_exercises.ranks import Facts, Report, Submission, raise_trouble
 from distlab_exercises.verdict import Verdict, Wrong, expect
 from simplellm.dataloaders import TinyStories
 from simplellm.documents import document_ids
@@ -239,17 +239,24 @@ def _ignored(ids: Tensor, tokenizer: SPTokenizer, how: OneProcess) -> Tensor:
     return ignored
 
 
+def run_script(
+    submission: Submission, trial: Trial, values: dict[str, Any], start_apart: bool = False
+) -> tuple[list[Report], list[float]]:
+    """Run the ranks of a script in a layout; return their reports, and the losses. `values` are further settings."""
+    out, sizes = submission.folder / "run", {"batch_size": trial.batch_size, "micro_batches": trial.micro_batches}
+    values = {**trial.settings, **sizes, "out": out, "master_port": submission.port, **values}
+    reports = submission.run_ranks(math.prod(trial.layout.values()), train, values, start_apart)
+    raise_trouble(reports, Grid(0, trial.layout).describe)
+    metrics = values["out"] / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return reports, [json.loads(line)["loss"] for line in lines]
+
+
 def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, trial: Trial) -> None:
     """Run a script in a layout and one process beside it, and compare them."""
-    describe = Grid(0, trial.layout).describe
-    values: dict[str, Any] = {**trial.settings, "batch_size": trial.batch_size, "micro_batches": trial.micro_batches}
-    values |= {"out": submission.folder / "run", "master_port": submission.port}
-    reports = submission.run_ranks(math.prod(trial.layout.values()), train, values, exercise.ranks_start_apart)
-    raise_trouble(reports, describe)
-    metrics = submission.folder / "run" / "metrics.jsonl"
-    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    reports, losses = run_script(submission, trial, {}, exercise.ranks_start_apart)
     expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches)
-    compare = Comparison(trial, *expected, LR, reports, submission.folder, describe)
+    compare = Comparison(trial, *expected, LR, reports, submission.folder)
     try:
         if trial.sync_every > 1:  # the ranks differ from one process in between
             compare.expect_average_when_due(STEPS)
@@ -266,7 +273,7 @@ def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, tri
         hasty = next((report for report in reports if report.facts["not_waited_for"]), None)
         if hasty is None:
             raise
-        told = f"{describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its collectives"
+        told = f"{compare.describe(hasty.rank)} did not wait for {hasty.facts['not_waited_for']} of its collectives"
         returned = "what dist.all_reduce(…, async_op=True) returns"
         way = f"call .wait() on {returned}, or finish() of the GradientBuckets that began it"
         raise Wrong("not-waited-for", f"{told}: {way}") from wrong

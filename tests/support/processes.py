@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from distlab.comm.context import Context, Options, context_of
 from distlab.machine.devices import Place
-from distlab.machine.forked import forked
 from distlab.rendezvous.ranks import open_store
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
+from distlab_exercises.forked import forked
 
 LAB = Path(__file__).resolve().parents[2]
 LAUNCH = sys.executable, "-m", "distlab.launch"

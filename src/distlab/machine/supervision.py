@@ -8,12 +8,11 @@ import contextlib
 import ctypes
 import os
 import resource
-import signal
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from pathlib import Path
 from typing import TypeVar
@@ -101,25 +100,6 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def leaving_no_process() -> Iterator[None]:
-    """Kill at the end all processes that the processes started in this context left behind, whatever their group.
-
-    Linux gives them to this process when their parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
-    """
-    before = _children()
-    adopted = adopt_orphans(True)
-    try:
-        yield
-    finally:
-        while left := _children() - before:  # their children appear when they have died
-            for pid in left:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-        adopt_orphans(adopted)
-
-
 def adopt_orphans(does: bool) -> bool:
     """On Linux, have the processes below this one become its children when their parents exit, or no longer.
 
@@ -130,12 +110,3 @@ def adopt_orphans(does: bool) -> bool:
         ctypes.CDLL(None).prctl(37, ctypes.byref(did))  # PR_GET_CHILD_SUBREAPER
         ctypes.CDLL(None).prctl(36, int(does))  # PR_SET_CHILD_SUBREAPER
     return bool(did.value)
-
-
-def _children() -> set[int]:
-    """Return this process's child processes; none where the system does not list them."""
-    found: set[int] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            found |= {int(pid) for pid in file.read_text().split()}
-    return found

@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import empty, shares
 from distlab.comm.transports.mappings import HUGE_BYTES, Mapping, Offer, accept
-from distlab.machine.forked import forked
+from distlab_exercises.forked import forked
 from simplellm.errors import InputError
 
 

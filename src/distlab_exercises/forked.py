@@ -1,4 +1,4 @@
-"""A fork of this process for each rank, which answers over a pipe: for checks and tests, which start many ranks."""
+"""A fork of this process for each rank, which answers over a pipe; and the end of all that such processes start."""
 
 import multiprocessing
 import os
@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from distlab.machine.processes import end_with_parent, leave
+from distlab.machine.supervision import adopt_orphans
 
 
 @contextmanager
@@ -51,3 +53,31 @@ def _run(pipes: list[tuple[Connection, Connection]], rank: int, work: Callable[[
     end_with_parent(signal.SIGKILL)
     work(rank, pipes[rank][1])
     leave(0)
+
+
+@contextmanager
+def leaving_no_process() -> Iterator[None]:
+    """Kill at the end all processes that the processes started in this context left behind, whatever their group.
+
+    Linux gives them to this process when their parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
+    """
+    before = _children()
+    adopted = adopt_orphans(True)
+    try:
+        yield
+    finally:
+        while left := _children() - before:  # their children appear when they have died
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+        adopt_orphans(adopted)
+
+
+def _children() -> set[int]:
+    """Return this process's child processes; none where the system does not list them."""
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found |= {int(pid) for pid in file.read_text().split()}
+    return found
