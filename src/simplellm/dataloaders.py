@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.errors import InputError
+from simplellm.errors import require
 from simplellm.sources import SPLITS, choose_source
 from simplellm.token_chunks import TokenChunks, Tokenizer
 
@@ -55,20 +55,14 @@ class TinyStories:
         num_replicas: int = 1,
         revision: str | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise InputError(f"batch_size {batch_size}: a batch needs at least 1 sequence")
-        if seq_l < 2:
-            raise InputError(f"seq_l {seq_l}: a sequence needs at least 2 tokens, one to read and one to predict")
-        if skip < 0:
-            raise InputError(f"skip={skip}: documents to skip are 0 or more")
-        if num_replicas < 1:
-            raise InputError(f"num_replicas={num_replicas}: there is at least 1 replica")
-        if not 0 <= rank < num_replicas:
-            raise InputError(f"rank={rank}: a rank among {num_replicas} replicas is from 0 to {num_replicas - 1}")
-        if split not in SPLITS:
-            raise InputError(f'split="{split}": the splits are {" and ".join(SPLITS)}')
-        if tokenizer.eos_id < 0:
-            raise InputError("the tokenizer has no end-of-document piece (eos); give one that has")
+        require(batch_size >= 1, f"batch_size {batch_size}: a batch needs at least 1 sequence")
+        require(seq_l >= 2, f"seq_l {seq_l}: a sequence needs at least 2 tokens, one to read and one to predict")
+        require(skip >= 0, f"skip={skip}: documents to skip are 0 or more")
+        require(num_replicas >= 1, f"num_replicas={num_replicas}: there is at least 1 replica")
+        ranks = f"a rank among {num_replicas} replicas is from 0 to {num_replicas - 1}"
+        require(0 <= rank < num_replicas, f"rank={rank}: {ranks}")
+        require(split in SPLITS, f'split="{split}": the splits are {" and ".join(SPLITS)}')
+        require(tokenizer.eos_id >= 0, "the tokenizer has no end-of-document piece (eos); give one that has")
         self._batch_size = batch_size
         self._seq_l = seq_l
         self._rank = rank

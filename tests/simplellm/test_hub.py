@@ -19,6 +19,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
 from support.processes import run_ranks
+from support.story_files import TEXTS
 
 from simplellm import sources
 from simplellm.dataloaders import TinyStories
@@ -27,7 +28,6 @@ from simplellm.sources import choose_source, hub
 from simplellm.tokenizers import SPTokenizer
 
 TOKENIZER = SPTokenizer()
-TEXTS = [f"Story {index} is short.\n\nIt has two parts, and it ends." for index in range(45)]
 
 
 @pytest.fixture

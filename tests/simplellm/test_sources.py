@@ -1,6 +1,5 @@
 """Stories from files of three formats, and bad files."""
 
-import json
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -10,6 +9,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
+from support.story_files import TEXTS, write_documents
 
 from simplellm import sources
 from simplellm.dataloaders import TinyStories
@@ -26,23 +26,10 @@ def documents(path: Path, split: str = "train", start: int = 0) -> Iterator[str]
 
 # -------------------------------------------------------------------------------------------------------------- files
 
-TEXTS = [f"Story {index} is short.\n\nIt has two parts, and it ends." for index in range(45)]
-
-
-def write(folder: Path, ending: str, texts: list[str] = TEXTS) -> Path:
-    path = folder / f"stories.{ending}"
-    if ending == "txt":
-        path.write_text("\n<|endoftext|>\n".join(texts) + "\n", encoding="utf-8")
-    elif ending == "jsonl":
-        path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts), encoding="utf-8")
-    else:
-        pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=7)
-    return path
-
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
 def test_a_file_is_split_and_starts_again_at_its_end(tmp_path: Path, ending: str) -> None:
-    path = write(tmp_path, ending)
+    path = write_documents(tmp_path / f"stories.{ending}")
     train = [text for index, text in enumerate(TEXTS) if index % 20 != 19]
     validation = [TEXTS[19], TEXTS[39]]
     assert list(islice(documents(path), 100)) == (train * 3)[:100]
@@ -131,7 +118,7 @@ def test_json_lines_may_be_blank_and_texts_empty(tmp_path: Path) -> None:
 
 
 def test_validation_documents_without_text(tmp_path: Path) -> None:
-    path = write(tmp_path, "jsonl", ["One."] * 19 + [""])
+    path = write_documents(tmp_path / "stories.jsonl", ["One."] * 19 + [""])
     assert next(documents(path)) == "One."
     for start in (0, 5):
         with pytest.raises(InputError, match="every validation document is blank; give a file"):
@@ -201,7 +188,7 @@ def test_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, "jsonl")
+    path = write_documents(tmp_path / "stories.jsonl")
 
     def refuse(*arguments: object) -> None:
         raise PermissionError(13, "Permission denied")  # root, who may run the tests, is refused nothing
@@ -213,12 +200,12 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
 def test_too_few_documents_for_validation(tmp_path: Path, ending: str) -> None:
-    path = write(tmp_path, ending, TEXTS[:19])
+    path = write_documents(tmp_path / f"stories.{ending}", TEXTS[:19])
     with pytest.raises(
         InputError, match=r"^data \S+: validation takes every 20th document and there are only 19; give a"
     ):
         TinyStories(TOKENIZER, data=str(path), split="validation")
-    write(tmp_path, ending, TEXTS[:20])
+    write_documents(tmp_path / f"stories.{ending}", TEXTS[:20])
     assert next(documents(path, "validation")) == TEXTS[19]
 
 
@@ -253,7 +240,7 @@ def test_a_parquet_file_whose_text_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
-    path = write(tmp_path, "parquet")
+    path = write_documents(tmp_path / "stories.parquet")
     content = bytearray(path.read_bytes())
     content[4 : len(content) // 2] = bytes(len(content) // 2 - 4)
     path.write_bytes(content)
@@ -262,7 +249,7 @@ def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
 
 
 def test_a_bad_line_further_on_is_named_when_it_is_reached(tmp_path: Path) -> None:
-    path = write(tmp_path, "jsonl")
+    path = write_documents(tmp_path / "stories.jsonl")
     with path.open("a") as file:
         file.write("oops\n")
     with pytest.raises(InputError, match="line 46 is no JSON object"):

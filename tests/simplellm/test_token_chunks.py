@@ -1,7 +1,6 @@
 """Tokens that are encoded once: the same sequences as without files, whatever happens to the files."""
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -13,11 +12,10 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
 from support.processes import meeting_of, run_ranks
+from support.story_files import write_documents
 from support.terminals import CLONE_NEWNS, fork_command, unshare
 
 from simplellm.dataloaders import TinyStories
@@ -52,16 +50,6 @@ def stream(data: str, split: str, skip: int) -> Iterator[tuple[int, int, int]]:
             yield document, offset, token
 
 
-def write(path: Path, texts: list[str]) -> str:
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": texts}), path, row_group_size=7)
-    elif path.suffix == ".txt":
-        path.write_text("\n<|endoftext|>\n".join(texts))
-    else:
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
-
-
 def tokens_in(path: Path) -> int:
     return int(HEAD.unpack_from(path.read_bytes())[9])
 
@@ -83,7 +71,7 @@ DATA = {  # name of the file, and its documents
 @pytest.mark.parametrize("skip", [0, 3, 70])
 @pytest.mark.parametrize("name", ["sample", *DATA])
 def test_the_sequences_are_those_of_the_documents(name: str, skip: int, tmp_path: Path, cache: Path) -> None:
-    data = "sample" if name == "sample" else write(tmp_path / DATA[name][0], DATA[name][1])
+    data = "sample" if name == "sample" else str(write_documents(tmp_path / DATA[name][0], DATA[name][1]))
     batch, seq, steps = 3, 37, 60
     wanted = list(islice(stream(data, "train", skip), batch * seq * (steps + 1)))
     ids = torch.tensor([token for *_, token in wanted]).view(-1, batch, seq)
@@ -224,10 +212,10 @@ def test_an_edited_file_is_other_data(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
-    path = Path(write(tmp_path / "stories.jsonl", STORIES))
+    path = write_documents(tmp_path / "stories.jsonl", STORIES)
     loader = TinyStories(TOKENIZER, 1, 16, data=str(path))
     next(loader)
-    write(path, STORIES[::-1])
+    write_documents(path, STORIES[::-1])
     with pytest.raises(InputError, match=r"^data .*stories.jsonl: changed while it was read; start the run again$"):
         list(islice(loader, 50))
 

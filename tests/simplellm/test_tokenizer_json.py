@@ -1,6 +1,5 @@
 """tokenizer.json, as transformers reads it, against the SentencePiece models that it is made from."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceTrainer
+from support.small_tokenizers import trained
 
 from simplellm.errors import InputError
 from simplellm.export import tokenizer_config
@@ -35,16 +34,6 @@ TEXTS = [
 ]
 LOSSLESS = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
 ONLY_SPACES_MATTER = [text for text in TEXTS if "\u0301" not in text and "\u200d" not in text]
-
-
-def trained(path: Path, **options: Any) -> Path:
-    """A small SentencePiece model, by SentencePiece's own defaults."""
-    model = io.BytesIO()
-    stories = iter([story(index) for index in range(40)])
-    options = {"model_type": "bpe", "vocab_size": 600, **options}
-    SentencePieceTrainer.train(sentence_iterator=stories, model_writer=model, minloglevel=2, **options)
-    path.write_bytes(model.getvalue())
-    return path
 
 
 def load(model: Path, folder: Path) -> Any:

@@ -1,17 +1,16 @@
 """The tokenizer: lossless for any text, and what it says of a path that leads to no model."""
 
-import io
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceProcessor
+from support.small_tokenizers import trained
 
 from simplellm.errors import InputError
 from simplellm.stories import story
@@ -81,23 +80,9 @@ def test_the_shipped_model_is_small_and_carries_no_path() -> None:
     assert not re.search(rb"/(home|root|tmp|usr|work|Users)\b|\.jsonl|\.txt", model)
 
 
-def small_model(**options: Any) -> bytes:
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter([story(index) for index in range(30)]),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=500,
-        minloglevel=2,
-        **options,
-    )
-    return model.getvalue()
-
-
 def test_another_model_works_as_it_does_by_itself(tmp_path: Path) -> None:
     """One with SentencePiece's defaults: a space before the text, no bytes, no padding, white space run together."""
-    path = tmp_path / "other.model"
-    path.write_bytes(small_model())
+    path = trained(tmp_path / "other.model", vocab_size=500)
     model = SentencePieceProcessor(model_file=str(path))
     tokenizer = SPTokenizer(path)
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (500, -1, 1, 2)
@@ -109,10 +94,8 @@ def test_another_model_works_as_it_does_by_itself(tmp_path: Path) -> None:
 
 def test_a_space_before_the_text_is_not_put_into_its_middle(tmp_path: Path) -> None:
     """As in Llama's model: it has bytes, but encoding the parts around U+2581 would add a space to each."""
-    path = tmp_path / "llama-like.model"
-    path.write_bytes(
-        small_model(byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False)
-    )
+    lossless = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    path = trained(tmp_path / "llama-like.model", **lossless)
     model = SentencePieceProcessor(model_file=str(path))
     for text in TRICKY:
         assert SPTokenizer(path).encode(text) == model.encode(text)

@@ -1,0 +1,19 @@
+"""Small SentencePiece models of other kinds than the shipped one."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from sentencepiece import SentencePieceTrainer
+
+from simplellm.stories import story
+
+
+def trained(path: Path, **options: Any) -> Path:
+    """Train a model on stories, by SentencePiece's own defaults but for the options, and write it to `path`."""
+    model = io.BytesIO()
+    stories = iter([story(index) for index in range(40)])
+    defaults: dict[str, Any] = {"sentence_iterator": stories, "model_type": "bpe", "vocab_size": 600}
+    SentencePieceTrainer.train(model_writer=model, minloglevel=2, **defaults | options)
+    path.write_bytes(model.getvalue())
+    return path
