@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.hub_folders import assert_same_logits, change_config
 from support.small_models import SIZES, saved_model, status_of
 from support.terminals import fork_python
 from torch import Tensor
@@ -26,14 +27,6 @@ from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 GROUPED = {"num_kv_heads": 2, "hidden_dim": 72, "rope_theta": 5e5, "norm_eps": 1e-3}
-
-
-@torch.no_grad()
-def assert_same_logits(ours: torch.nn.Module, theirs: Any, atol: float = 1e-5) -> None:
-    ids = torch.tensor([SPTokenizer().encode(story(index))[:60] for index in range(3)])
-    expected = theirs(ids).logits
-    assert expected.std() > 0.5
-    torch.testing.assert_close(ours(ids), expected, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("options", [{}, GROUPED], ids=["multi-head", "grouped-query"])
@@ -164,13 +157,6 @@ def test_the_commands_explain_their_arguments_under_either_name(module: str, fol
 
 
 # ------------------------------------------------------------------------------------------- what cannot be taken over
-
-
-def change_config(folder: Path, **values: Any) -> None:
-    """Set keys of config.json; `...` removes one."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
