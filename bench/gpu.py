@@ -4,28 +4,36 @@
     python bench/gpu.py --sizes 10M 100M --turns 4        fewer and shorter
     python bench/gpu.py --device cpu                      a rehearsal with a tiny model: does it run?
 
-Prints three tables in Markdown. Speed: the training step of primer/intro.py with --dtype bfloat16 beside the same step
-of transformers' LlamaForCausalLM, with the same weights, batches and Adam, a few steps of each in turn; ratios are
-taken turn by turn. Memory: the peak of PyTorch's allocator beside what the lab's own table counts. Sharing: a step of
-DP/gradient_aggr/intro_DP_GA.py by several ranks on one GPU, over gloo, beside one rank with the whole batch.
+Prints tables in Markdown, of which --tables chooses some:
+
+    speed      the training step of primer/intro.py with --dtype bfloat16 beside the same step of transformers'
+               LlamaForCausalLM, with the same weights, batches and Adam, some steps of each in turn; ratios by turns
+    compiled   the same with both compiled
+    runs       primer/intro.py itself, with its loader, checks and log
+    memory     the peak of PyTorch's allocator beside what the lab's own table counts
+    sharing    a step of DP/gradient_aggr/intro_DP_GA.py by several ranks on one GPU, over gloo, beside one rank
 """
 
 import gc
 import importlib.util
-import re
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.queues import SimpleQueue
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gpu_models import SIZES, VOCAB_SIZE, Size, Step, ours, peak_tflops, theirs, training_step
 from ranks import join
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from turns import quartiles_of_ratios, seconds_in_turn
 
 from distlab.comm.context import context_of
@@ -34,90 +42,15 @@ from distlab.comm.pending import Pending
 from distlab.machine.processes import leave
 from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.reports.memory import KINDS, MemoryReport
-from distlab.run.model import build_optimizer
 from distlab.settings.common import require_positive, shown_as
 from simplellm import command_line
 from simplellm.errors import require
-from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 
-VOCAB_SIZE = 4096
 WARM_UP_TURNS, STEPS_PER_TURN = 1, 3
+PRIMER = Path(__file__).resolve().parents[1] / "primer" / "intro.py"
+Table = Literal["speed", "compiled", "runs", "memory", "sharing"]
 
-# Dense bfloat16 products summed in float32, in TFLOP/s, by the name that CUDA gives the device, without "NVIDIA" and
-# "GeForce". From NVIDIA's data sheets; a figure given with sparsity is halved. GeForce: white papers on Ada (4090) and
-# RTX Blackwell (3090, 5090). A part of a GPU (MIG) has another peak.
-PEAK_TFLOPS = {
-    r"A40": 149.7,
-    r"A100[- ].*": 312.0,
-    r"H100 80GB HBM3": 989.0,
-    r"H100 PCIe": 756.0,
-    r"H100 NVL": 835.0,
-    r"H200": 989.0,
-    r"B200": 2250.0,
-    r"L4": 121.0,
-    r"L40": 181.0,
-    r"L40S": 362.0,
-    r"RTX 3090": 71.2,
-    r"RTX 4090": 165.2,
-    r"RTX 5090": 209.5,
-}
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model, and the batch that it is measured with."""
-
-    dmodel: int
-    num_heads: int
-    n_layers: int
-    hidden_dim: int
-    seq_len: int
-    batch_size: int
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.batch_size * self.seq_len
-
-    @property
-    def matrix_parameters(self) -> int:
-        """Parameters that each token is multiplied by: all but the embeddings, which are looked up, and the gains."""
-        layer = 4 * self.dmodel**2 + 3 * self.dmodel * self.hidden_dim
-        return self.n_layers * layer + VOCAB_SIZE * self.dmodel
-
-    @property
-    def parameters(self) -> int:
-        return self.matrix_parameters + (VOCAB_SIZE + 2 * self.n_layers + 1) * self.dmodel
-
-    @property
-    def flops_per_token(self) -> int:
-        """Floating-point operations that a training step needs for each token: 6 N + 6 L T d.
-
-        For each of N parameters, 2 in the forward and 4 in the backward pass (Kaplan et al., arXiv 2001.08361). For
-        attention in L layers of width d over T tokens, half of the 12 L T d in appendix B of PaLM (Chowdhery et al.,
-        arXiv 2204.02311): a causal model needs half of the scores.
-        """
-        return 6 * self.matrix_parameters + 6 * self.n_layers * self.seq_len * self.dmodel
-
-    def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> CausalLLama:
-        names = "dmodel", "num_heads", "n_layers", "hidden_dim"
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
-        options |= {"ctx_size": self.seq_len, "device": device, "dtype": dtype}
-        return LLama(CausalLLama, VOCAB_SIZE, **options)
-
-    def batches(self, device: torch.device, count: int, seed: int) -> Tensor:
-        """Token ids (count, batch, seq), the same on all ranks."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(VOCAB_SIZE, (count, self.batch_size, self.seq_len), generator=generator).to(device)
-
-
-SIZES = {
-    "tiny": Size(dmodel=32, num_heads=2, n_layers=2, hidden_dim=96, seq_len=64, batch_size=6),
-    "10M": Size(dmodel=288, num_heads=6, n_layers=6, hidden_dim=1152, seq_len=1024, batch_size=48),  # the lab's default
-    "100M": Size(dmodel=768, num_heads=12, n_layers=10, hidden_dim=3072, seq_len=2048, batch_size=12),
-    "1B": Size(dmodel=2048, num_heads=16, n_layers=20, hidden_dim=5504, seq_len=2048, batch_size=6),
-}
 TOO_LARGE_TO_SHARE = ("1B",)  # its gradients, 4 GB, would go through main memory in each step
 
 
@@ -129,6 +62,10 @@ class Settings:
     """cpu: a rehearsal"""
     sizes: Annotated[tuple[str, ...], shown_as("tiny|10M|100M|1B ...", "default: all but tiny; on the CPU, tiny")] = ()
     """models to measure, by their number of parameters"""
+    tables: tuple[Table, ...] = get_args(Table)
+    """what to print; see above"""
+    residual: Literal["float32", "bfloat16"] = "float32"
+    """the residual stream of the lab's model; transformers' is float32 unless its parameters are bfloat16"""
     batch_size: Annotated[int | None, shown_as("INT", "default: by the model")] = None
     """sequences per step"""
     turns: int = 8
@@ -158,60 +95,6 @@ class Settings:
         return chosen
 
 
-Step = Callable[[Tensor], float]  # trains on one batch (batch, seq), and returns its loss
-
-
-def training_step(
-    net: nn.Module, loss_of: Callable[[Tensor], Tensor], finish: Callable[[], None] = lambda: None
-) -> tuple[Step, Optimizer]:
-    """The step of primer/intro.py; `finish` completes the gradients."""
-    optimizer = build_optimizer("adam", net.parameters(), lr=1e-4)
-
-    def step(ids: Tensor) -> float:
-        optimizer.zero_grad()
-        loss = loss_of(ids)
-        loss.backward()
-        finish()
-        value = loss.item()
-        optimizer.step()
-        return value
-
-    return step, optimizer
-
-
-def ours(net: CausalLLama) -> tuple[Step, Optimizer]:
-    return training_step(net, lambda ids: causalLLMLoss(net(ids), ids, VOCAB_SIZE))
-
-
-def theirs(size: Size, net: CausalLLama, dtype: torch.dtype, device: torch.device) -> Step:
-    """The same model in transformers: parameters of this dtype, products in bfloat16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    settings: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": size.dmodel,
-        "intermediate_size": size.hidden_dim,
-        "num_hidden_layers": size.n_layers,
-        "num_attention_heads": size.num_heads,
-        "max_position_embeddings": size.seq_len,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attn_implementation": "sdpa",
-    }
-    with device:
-        model: nn.Module = LlamaForCausalLM(LlamaConfig(**settings))
-    model.load_state_dict(net.state_dict())
-    for parameter in model.parameters():  # not the rotary frequencies
-        parameter.data = parameter.detach().to(dtype)
-
-    def loss_of(ids: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.float32):
-            loss: Tensor = model(ids, labels=ids, use_cache=False).loss
-        return loss
-
-    return training_step(model, loss_of)[0]
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -235,13 +118,6 @@ def seconds_of_a_step(
     return {name: [of_turn / STEPS_PER_TURN for of_turn in of_one] for name, of_one in seconds.items()}
 
 
-def peak_tflops(name: str) -> float | None:
-    """The dense bfloat16 peak of a device that CUDA calls so; None if it is not known."""
-    bare = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    known = (peak for pattern, peak in PEAK_TFLOPS.items() if re.fullmatch(pattern, bare))
-    return None if " MIG " in name else next(known, None)
-
-
 def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -261,24 +137,53 @@ def speed_rows(name: str, size: Size, seconds: dict[str, list[float]], peak: flo
     lines, own = [], next(iter(seconds.values()))
     for variant, of_one in seconds.items():
         median = statistics.median(of_one)
-        share = size.tokens / median * size.flops_per_token / (peak * 1e12) if peak else None
         cells = [name, variant, f"{1e3 * median:.1f}", f"{size.tokens / median:,.0f}"]
-        cells += ["" if share is None else f"{100 * share:.1f} %", "" if of_one is own else ratio(of_one, own)]
+        cells += [share_of_peak(size, median, peak), "" if of_one is own else ratio(of_one, own)]
         lines.append(row(*cells))
     return lines
 
 
-def compare_speed(name: str, size: Size, settings: Settings, peak: float | None) -> list[str]:
+def share_of_peak(size: Size, seconds: float, peak: float | None) -> str:
+    """The floating-point operations of a step, to those that the device could have done; empty if that is not known."""
+    return f"{100 * size.tokens / seconds * size.flops_per_token / (peak * 1e12):.1f} %" if peak else ""
+
+
+def compare_speed(compiled: bool, name: str, size: Size, settings: Settings, peak: float | None) -> list[str]:
     device = torch.device(settings.device)
-    net = size.build(device)
-    steps = {"ours": ours(net)[0]}
-    steps["transformers, autocast"] = theirs(size, net, torch.float32, device)
-    steps["transformers, parameters in bfloat16 too"] = theirs(size, net, torch.bfloat16, device)
+    net = size.build(device, residual=getattr(torch, settings.residual))
+    mark = ", compiled" if compiled else ""
+    steps = {f"ours{mark}": ours(net, compiled)[0]}
+    steps[f"transformers, autocast{mark}"] = theirs(size, net, torch.float32, device, compiled)
+    if not compiled:
+        steps["transformers, parameters in bfloat16 too"] = theirs(size, net, torch.bfloat16, device)
     [ids] = size.batches(device, 1, seed=0)
     losses = {variant: step(ids) for variant, step in steps.items()}
     if max(losses.values()) - min(losses.values()) > 0.05:
         raise RuntimeError(f"these do not compute the same loss: {losses}")
     return speed_rows(name, size, seconds_of_a_step(steps, size, settings.turns, device), peak)
+
+
+def whole_runs(name: str, size: Size, settings: Settings, peak: float | None) -> list[str]:
+    """A line for primer/intro.py with each of some flags; the first steps, in which it warms up, are left out."""
+    sizes = {"dmodel": size.dmodel, "num-heads": size.num_heads, "n-layers": size.n_layers}
+    sizes |= {"hidden-dim": size.hidden_dim, "seq-len": size.seq_len, "batch-size": size.batch_size}
+    flags = [word for flag, value in sizes.items() for word in (f"--{flag}", str(value))]
+    warm_up, steps = WARM_UP_TURNS * STEPS_PER_TURN, (WARM_UP_TURNS + settings.turns) * STEPS_PER_TURN
+    flags += ["--steps", str(steps), "--data", "sample", "--dtype", "bfloat16", "--device", settings.device]
+    lines = []
+    flags += ["--residual", settings.residual]
+    for more in ([], ["--compile"]):
+        with tempfile.TemporaryDirectory() as out:
+            command = [sys.executable, str(PRIMER), *flags, *more, "--out", out]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            if ended.returncode != 0:
+                lines.append(row(name, " ".join(more), ended.stderr.splitlines()[-1], "", ""))
+                continue
+            records = (Path(out) / "metrics.jsonl").read_text().splitlines()[warm_up:]
+        median = statistics.median(json.loads(record)["seconds"] for record in records)
+        cells = name, " ".join(more), f"{1e3 * median:.1f}", f"{size.tokens / median:,.0f}"
+        lines.append(row(*cells, share_of_peak(size, median, peak)))
+    return lines
 
 
 def memory_row(name: str, counts: Sequence[int], peak_bytes: int | None) -> str:
@@ -291,7 +196,7 @@ def memory_row(name: str, counts: Sequence[int], peak_bytes: int | None) -> str:
 def compare_memory(name: str, size: Size, settings: Settings) -> list[str]:
     device = torch.device(settings.device)
     [ids] = size.batches(device, 1, seed=0)
-    step, optimizer = ours(size.build(device))
+    step, optimizer = ours(size.build(device, residual=getattr(torch, settings.residual)))
     report = MemoryReport(optimizer)
     with report.counting():
         step(ids)
@@ -377,14 +282,24 @@ def measure(settings: Settings) -> None:
             print("\n".join(lines), flush=True)
 
     quotient, step = "median (quartiles)", ("ms a step", "tokens/s")
-    heads = ["model", "variant", *step, "share of the peak", f"speed of ours to this one: {quotient}"]
-    table(heads, lambda name, size: compare_speed(name, size, settings, peak), [*chosen])
+    variants = ["model", "variant", *step, "share of the peak", f"speed of ours to this one: {quotient}"]
     counted = [f"{kind}, GB" for kind in KINDS]
-    heads = ["model", *counted, "counted together, GB", "peak allocated, GB", "peak to counted"]
-    table(heads, lambda name, size: compare_memory(name, size, settings), [*chosen])
-    heads = ["model", "ranks", *step, f"speed of {settings.ranks} ranks to one: {quotient}"]
+    memory = ["model", *counted, "counted together, GB", "peak allocated, GB", "peak to counted"]
+    ranks = ["model", "ranks", *step, f"speed of {settings.ranks} ranks to one: {quotient}"]
     shared = [name for name in chosen if name not in TOO_LARGE_TO_SHARE]
-    table(heads, lambda name, size: compare_sharing(name, size, settings), shared)
+    tables: dict[Table, Callable[[], None]] = {
+        "speed": lambda: table(
+            variants, lambda name, size: compare_speed(False, name, size, settings, peak), [*chosen]
+        ),
+        "compiled": lambda: table(
+            variants, lambda name, size: compare_speed(True, name, size, settings, peak), [*chosen]
+        ),
+        "runs": lambda: table(variants[:-1], lambda name, size: whole_runs(name, size, settings, peak), [*chosen]),
+        "memory": lambda: table(memory, lambda name, size: compare_memory(name, size, settings), [*chosen]),
+        "sharing": lambda: table(ranks, lambda name, size: compare_sharing(name, size, settings), shared),
+    }
+    for name in settings.tables:
+        tables[name]()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """The benchmark of a GPU, as far as a CPU can tell: what it counts, what it prints, what it refuses."""
 
+import json
 import re
+import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -63,6 +66,7 @@ def test_a_line_of_the_table(bench: ModuleType) -> None:
 
 def test_the_rehearsal_on_a_cpu_prints_the_tables() -> None:
     flags = ["--device", "cpu", "--turns", "2", "--ranks", "2", "--port", str(free_port())]
+    flags += ["--tables", "speed", "memory", "sharing"]  # the others compile
     ended = fork_python("bench/gpu.py", *flags).finish(180)
     assert ended.status == 0, ended.err
     assert ended.out.startswith("CPU: a rehearsal, not a measurement, bfloat16, peak not known")
@@ -79,6 +83,27 @@ def test_the_rehearsal_on_a_cpu_prints_the_tables() -> None:
     for line in speed[3:] + sharing[3:]:
         assert re.search(r"\| \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\) \|$", line), line
     assert memory[2].startswith("| tiny | 0.00 |")
+
+
+def test_whole_runs_are_those_of_the_command(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run, without a compiler, fails in one line; of the first, the first steps are left out."""
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        records = [{"seconds": seconds} for seconds in (9.0, 9.0, 9.0, 0.5, 0.25, 0.5, 0.5, 0.25, 0.5)]
+        (Path(command[-1]) / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        return subprocess.CompletedProcess(command, len(started) == 2, "", "# a remark\n# no compiler\n")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    size, settings = bench.SIZES["tiny"], bench.Settings(device="cpu", turns=2)
+    measured, failed = bench.whole_runs("tiny", size, settings, None)
+    assert measured == "| tiny |  | 500.0 | 768 |  |"
+    assert failed == "| tiny | --compile | # no compiler |  |  |"
+    flags = [*started[0][2:-1], str(tmp_path), "--steps", "1"]
+    assert fork_python("primer/intro.py", *flags).finish(60).status == 0, "the script takes these flags"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")

@@ -3,7 +3,7 @@
     python tests/gpu/probe.py sharing --ranks 4    do several ranks work over NCCL on one GPU, and how?
     python tests/gpu/probe.py query                does cudaEventQuery keep Python's lock while a kernel is loaded?
     python tests/gpu/probe.py loading              what does CUDA_MODULE_LOADING=EAGER cost?
-    python tests/gpu/probe.py kernels --size 1B    the time of a training step, by kind of kernel
+    python tests/gpu/probe.py kernels --size 1B    the time of a training step, by kind of kernel; also --compiled
 
 Without a GPU, `sharing` rehearses over gloo.
 """
@@ -38,6 +38,7 @@ KINDS = {  # of kernels, by parts of their names
     "attention": ("flash", "fmha", "cudnn"),
     "products": ("gemm", "cutlass", "nvjet", "xmma", "cublas"),
     "optimizer": ("multi_tensor", "adam"),
+    "fused passes": ("triton",),
     "norms": ("norm",),
     "loss": ("softmax", "scatter", "gather"),
 }
@@ -53,6 +54,8 @@ class Settings:
     """of sharing"""
     size: str = "1B"
     """of kernels: a model of bench/gpu.py"""
+    compiled: bool = False
+    """of kernels: a step with --compile"""
 
 
 def sharing(ranks: int) -> None:
@@ -189,12 +192,12 @@ print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:,.0f} MB of ma
         print(how, " ".join(ended.stdout.split()) or ended.stderr[-300:])
 
 
-def kernels(size: str) -> None:
+def kernels(size: str, compiled: bool) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
     gpu: Any = importlib.import_module("gpu")  # bench/gpu.py
 
     device, chosen = torch.device("cuda"), gpu.SIZES[size]
-    step, _ = gpu.ours(chosen.build(device))
+    step, _ = gpu.ours(chosen.build(device), compiled)
     [ids] = chosen.batches(device, 1, 0)
     for _ in range(3):
         step(ids)
@@ -207,7 +210,10 @@ def kernels(size: str) -> None:
         name = row.key.lower()
         kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other passes")
         milliseconds[kind] += row.self_device_time_total / 1e3
-    print(f"{size}, ms of a step: " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in milliseconds.most_common()))
+    print(
+        f"{size}{', compiled' * compiled}, ms of a step: "
+        + ", ".join(f"{kind} {ms:.1f}" for kind, ms in milliseconds.most_common())
+    )
 
 
 def main(settings: Settings) -> None:
@@ -215,7 +221,7 @@ def main(settings: Settings) -> None:
         "sharing": lambda: sharing(settings.ranks),
         "query": query,
         "loading": loading,
-        "kernels": lambda: kernels(settings.size),
+        "kernels": lambda: kernels(settings.size, settings.compiled),
     }
     questions[settings.question]()
 
