@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.gpu_runs import DEVICE, launch
+from support.gpu_runs import DEADLINE, DEVICE, launch
+from support.processes import run_script
 
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -39,6 +40,23 @@ def test_initial_weights_do_not_depend_on_the_device() -> None:
     states = [LLama(CausalLLama, VOCAB_SIZE, **SIZES, seed=3, device=device).state_dict() for device in ("cpu", DEVICE)]
     expected, found = states
     assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "primer/intro.py --clip-norm 0.3",
+        "PP/schedules/intro_PP_schedules.py 0 --world-size 1 --run-on",
+        "PP/schedules/intro_PP_schedules.py 0 --world-size 1 --run-on --clip-norm 100",
+    ],
+)
+def test_the_host_reads_no_tensor_within_a_step(line: str, tmp_path: Path) -> None:
+    flags = f"--steps 5 --data sample --dmodel 96 --num-heads 4 --device {DEVICE} --out {tmp_path}"
+    ended = run_script("tests/gpu/host_reads.py", *line.split(), *flags.split(), deadline=DEADLINE)
+    assert ended.status == 0, ended.err
+    reads = re.findall(r"^# reads of step (\d):(.*)$", ended.out, re.MULTILINE)
+    assert [step for step, _ in reads] == [*"01234"]
+    assert all(not where for step, where in reads[1:-1]), reads  # the first step also sets up, the last one waits
 
 
 def test_matrix_products_on_three_ranks(tmp_path: Path) -> None:

@@ -83,6 +83,6 @@ def is_too_long(norm: float, most: float) -> bool:
 @torch.no_grad()
 def clip(gradients: Iterable[Tensor], norm: float, most: float) -> None:
     """Scale gradients in place so that their global norm, now `norm`, is at most `most`."""
-    if is_too_long(norm, most):
-        for gradient in gradients:
-            gradient.mul_(most / (norm + EPSILON))
+    gradients = list(gradients)
+    if gradients and is_too_long(norm, most):
+        torch._foreach_mul_(gradients, most / (norm + EPSILON))

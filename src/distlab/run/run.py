@@ -212,8 +212,11 @@ class Run(Generic[SettingsT]):
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
         """Return the loss of the global batch, on every rank, and record it; `losses` are those of `LossSum.begin`."""
-        under_way = self.sum_loss(step, losses)
-        loss = self.records.loss = under_way.wait()
+        return self._wait_for_loss(self.sum_loss(step, losses))
+
+    def _wait_for_loss(self, under_way: LossSum) -> float:
+        step, loss = under_way.step, under_way.wait()
+        self.records.loss = loss
         if not math.isfinite(loss):
             cause = self._why_not_finite(step, under_way.own.item())
             raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{self._lr_hint}")

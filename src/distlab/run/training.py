@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from distlab.axes.layout import replicas_in
 from distlab.reports.memory import MemoryReport
-from distlab.run.loss_sum import NotFiniteError
+from distlab.run.loss_sum import LossSum, NotFiniteError
 from distlab.run.model import Loss, ModelParts, build_optimizer, own_parameters
 from distlab.run.run import Run
 from distlab.run.terminal import RankOutput, counted, say
@@ -42,6 +42,7 @@ class TrainingRun(Run[TrainSettingsT]):
     _outer: "OuterState | None" = None
     _step: int  # the current one
     _line = ""  # the last one with a loss
+    _loss_under_way: LossSum | None = None  # with `--clip-norm`, between `log` and `clip`
     _batch: Tensor  # its token ids
 
     @property
@@ -193,6 +194,7 @@ class TrainingRun(Run[TrainSettingsT]):
                 if compiler is not None:
                     contexts.enter_context(compiler.applied())
                 yield step, self._batch
+                self._print_loss_under_way()  # if the script does not call `clip`
 
     def _is_validation_due(self, step: int) -> bool:
         return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0
@@ -217,6 +219,7 @@ class TrainingRun(Run[TrainSettingsT]):
 
     def _take_over(self, alive: tuple[int, ...]) -> None:
         was_first, late = self.is_first, self.running_on
+        self._loss_under_way = None  # the step is taken again
         if late is not None and self.repair is not None and self.repair.done is not None:
             late.go_on_with(self.repair.done.position.updates, self.repair.done.arrived)
         super()._take_over(alive)
@@ -236,12 +239,13 @@ class TrainingRun(Run[TrainSettingsT]):
     def clip(self, optimizer: Optimizer) -> None:
         """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
 
-        Call it between `log` and `optimizer.step`, on all ranks. Each weight counts once, whichever ranks hold it. With
+        Call it between `log` and `optimizer.step`, on all ranks. Each weight counts once, whichever ranks hold it. The
+        ranks wait for the loss and the norm together; a GPU gets the work for both before the host waits. With
         `--run-on`, ranks do not wait for the norm, and use the gradients as they are; if they should have been scaled,
         the step is taken again.
 
         Raises:
-            NotFiniteError: the norm is infinite or NaN, on all ranks.
+            NotFiniteError: the loss or the norm is infinite or NaN, on all ranks.
         """
         most, step, late = self.settings.clip_norm, self._step, self.running_on
         if most is None or (late is not None and late.must_undo):
@@ -254,6 +258,8 @@ class TrainingRun(Run[TrainSettingsT]):
         if late is not None and self.records.loss_is_late:
             late.leave_norm_open(under_way)
             return
+        under_way.late.leave()
+        self._print_loss_under_way()
         norm = self.records.values["grad_norm"] = under_way.wait()
         if late is not None:
             late.has_waited(step, norm)
@@ -268,7 +274,8 @@ class TrainingRun(Run[TrainSettingsT]):
         """Print the loss of the global batch, with `--run-on` a step later; the arguments are as in `global_loss`.
 
         With `--report-every N`, the ranks add it up only after every N-th step; the records of other steps have no
-        loss. Call this before the update, which a non-finite loss prevents or, with `--run-on`, undoes.
+        loss. Call this before the update, which a non-finite loss prevents or, with `--run-on`, undoes. With
+        `--clip-norm`, `clip` waits for the loss and prints it.
         """
         late = self.running_on
         if late is not None:
@@ -279,11 +286,22 @@ class TrainingRun(Run[TrainSettingsT]):
             self.copy.take()
         if (step + 1) % getattr(self.settings, "report_every", 1) and not self._waits_after(step):
             return
+        under_way = self.sum_loss(step, losses)
         if late is not None and not (late.waits_in == step or self._waits_after(step)):
-            late.leave_open(self.sum_loss(step, losses))
+            late.leave_open(under_way)
             self.records.loss_is_late = True
             return
-        self._print_loss(step, self.global_loss(step, losses))
+        self._loss_under_way = under_way
+        if self.settings.clip_norm is None:
+            self._print_loss_under_way()
+        else:
+            under_way.leave()
+
+    def _print_loss_under_way(self) -> None:
+        """Wait for the loss that `log` has started to add up, if it is not printed yet, and print it."""
+        if self._loss_under_way is not None:
+            under_way, self._loss_under_way = self._loss_under_way, None
+            self._print_loss(under_way.step, self._wait_for_loss(under_way))
 
     def _loss_arrived(self, step: int, loss: float, norm: float | None) -> None:
         """Print and record the loss of a step that did not wait for it, and the norm of its gradients."""

@@ -1,11 +1,20 @@
 """`--clip-norm` in every layout: the norm, the losses and the weights are those of one process."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.chapters import LAYOUTS, STEPS, State, assert_equal, losses, train_on
+from support.chapters import LAYOUTS, STEPS, State, assert_equal, losses, train, train_on
+from support.processes import free_port, run_ranks
+
+from distlab.parallel import clipping
+from distlab.parallel.clipping import NormSum
+from distlab.run.loss_sum import LossSum, NotFiniteError
+from distlab.run.training import TrainingRun
 
 ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81, 0.81, 0.83 and 1.02
 OTHERS = {
@@ -68,6 +77,63 @@ def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[
             whole = {name: tensor for name, tensor in state.items() if tensor.shape == expected[name].shape}
             assert whole
             assert_equal(whole, {name: expected[name] for name in whole})
+
+
+def order_of_a_step(_: int, flags: list[str]) -> list[str]:
+    """What a step asks for and waits for, in order, in a run of one process."""
+    order: list[str] = []
+
+    def noting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            order.append(what)
+            return call(*args, **options)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LossSum, "begin", noting("loss begun", LossSum.begin))
+        patch.setattr(LossSum, "wait", noting("loss read", LossSum.wait))
+        patch.setattr(clipping, "sum_norm", noting("norm begun", clipping.sum_norm))
+        patch.setattr(NormSum, "wait", noting("norm read", NormSum.wait))
+        patch.setattr(clipping, "clip", noting("clipped", clipping.clip))
+        _, script, own = RUNS["primer"]
+        train(0, script, [*own.split(), "--steps", "1", *flags])
+    return order
+
+
+def test_the_work_for_loss_and_norm_is_begun_before_the_host_waits(tmp_path: Path) -> None:
+    flags = ["--out", str(tmp_path)]
+    [order] = run_ranks(1, order_of_a_step, [*flags, "--clip-norm", ALWAYS])
+    assert order == ["loss begun", "norm begun", "loss read", "norm read", "clipped"]
+    [order] = run_ranks(1, order_of_a_step, flags)
+    assert order == ["loss begun", "loss read"]
+
+
+def train_without_clipping(_: int, flags: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "clip", lambda *_: None)
+        train(0, RUNS["primer"][1], flags)
+
+
+def test_a_script_that_does_not_clip_still_prints_each_loss(tmp_path: Path) -> None:
+    flags = [*RUNS["primer"][2].split(), "--clip-norm", ALWAYS, "--steps", "3", "--out", str(tmp_path)]
+    run_ranks(1, train_without_clipping, flags)
+    lines = (tmp_path / "rank0.log").read_text().splitlines()
+    assert [line.split()[0] for line in lines if line[0].isdigit()] == ["0", "1", "2"]
+    assert len(losses(tmp_path)) == 3
+
+
+def diverge(rank: int, flags: list[str]) -> str:
+    with pytest.raises(NotFiniteError) as raised:
+        train(rank, RUNS["tp"][1], flags)
+    return str(raised.value)
+
+
+def test_a_loss_that_is_not_finite_is_named_before_the_norm(tmp_path: Path) -> None:
+    flags = [*RUNS["tp"][2].split(), "--clip-norm", "1e30", "--lr", "1e30", "--steps", "3", "--out", str(tmp_path)]
+    ended = run_ranks(2, diverge, [*flags, "--master-port", str(free_port())])
+    assert ended[0] == ended[1]
+    assert re.match(r"the loss of step 1 is nan: the first non-finite tensor is the ", ended[0]), ended[0]
 
 
 def test_in_bfloat16(tmp_path: Path) -> None:
