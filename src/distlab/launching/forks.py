@@ -85,7 +85,7 @@ class ForkServer:
             OSError: the system cannot start them all, and none is left.
             EOFError, ConnectionError: the server was killed, or is stopped.
         """
-        with _handlers_later():
+        with handlers_later():
             self._refuse_if_stopped()
             self._server.send(([*script], [dict(environment) for environment in environments.values()]))
             deadline = time.monotonic() + SECONDS_TO_FORK
@@ -122,7 +122,7 @@ def _signals_blocked() -> Iterator[set[int]]:
 
 
 @contextlib.contextmanager
-def _handlers_later() -> Iterator[None]:
+def handlers_later() -> Iterator[None]:
     """Let the handlers of signals that arrive inside run at the end; in the main thread.
 
     `_signals_blocked` would not do once there are other threads, such as the store's: they would receive the signals.

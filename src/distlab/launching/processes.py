@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.launching.forks import Forked, ForkServer
+from distlab.launching.forks import Forked, ForkServer, handlers_later
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import is_stopped
 from simplellm.errors import TOO_MANY_PROCESSES, InputError
@@ -74,7 +74,7 @@ class Ranks:
         self.failures: dict[int, RankFailure] = {}  # by rank, in the order in which they were found
         self.ended: list[int] = []  # those that have exited, for whatever reason
         self._spares: dict[int, Process] = {}  # those that are not counted among the ranks, by their numbers
-        self._stopped: dict[int, float] = {}  # since when
+        self._stopped: dict[Process, float] = {}  # since when
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         self._errors.mkdir()
@@ -110,9 +110,10 @@ class Ranks:
             if self._server is not None:
                 self._server.start(self._script, environments, among.__setitem__)
                 return
-            for number, environment in environments.items():
-                command = [sys.executable, "-u", *self._script]
-                among[number] = subprocess.Popen(command, env=environment, start_new_session=True)
+            command = [sys.executable, "-u", *self._script]
+            with handlers_later():  # a signal's exception between a start and its entry would leave a process running
+                for number, environment in environments.items():
+                    among[number] = subprocess.Popen(command, env=environment, start_new_session=True)
         except BlockingIOError:
             raise InputError(f"{who} cannot be started: {TOO_MANY_PROCESSES}") from None
         except (ConnectionError, EOFError):
@@ -139,17 +140,20 @@ class Ranks:
         process.wait()
 
     def kill_stopped(self) -> None:
-        """Kill the ranks that have been stopped for some time: the others wait for them."""
+        """Kill the ranks and spares that have been stopped for some time: the others wait for them."""
         now = time.monotonic()
-        stopped = {rank for rank, process in self.processes.items() if is_stopped(process.pid)}
-        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
-        for rank, since in self._stopped.items():
+        stopped = [process for process in self._running() if is_stopped(process.pid)]
+        self._stopped = {process: self._stopped.get(process, now) for process in stopped}
+        for process, since in self._stopped.items():
             if now > since + SECONDS_STOPPED:
-                _send(signal.SIGKILL, self.processes[rank])
+                _send(signal.SIGKILL, process)
+
+    def _running(self) -> list[Process]:
+        return [*self.processes.values(), *self._spares.values()]
 
     def end(self, sent: signal.Signals) -> None:
         """Send a signal to the running ranks, and some seconds later SIGKILL to the ones that have not reacted."""
-        running = [*self.processes.values(), *self._spares.values()]
+        running = self._running()
         try:
             for process in running:
                 _send(sent, process)

@@ -146,14 +146,17 @@ class Survivor:
         self._store.set(f"{READY}/newcomer{self._newcomer}" if self._newcomer else f"{READY}/{self._rank}")
 
     def await_news(self, error: Exception) -> News:
-        """Return the launcher's next news; raise `error`, the reason to ask, if there are none or this rank is out."""
+        """Return the launcher's next news; raise `error`, the reason to ask, if there are none or this rank is out.
+
+        A newcomer waits without a limit to be counted: the newcomers for the other slices may take longer to be ready.
+        """
         deadline = time.monotonic() + SECONDS_FOR_NEWS
-        while (
-            (news := self._read()) is None
-            or news.epoch <= self.epoch
-            or self._newcomer not in (0, *news.newcomers.values())
-        ):
-            if time.monotonic() > deadline:
+        while True:
+            news = self._read()
+            is_counted = self._newcomer == 0 or (news is not None and self._newcomer in news.newcomers.values())
+            if news is not None and is_counted and news.epoch > self.epoch:
+                break
+            if is_counted and time.monotonic() > deadline:
                 raise error
             time.sleep(SECONDS_BETWEEN_LOOKS)
         self.epoch = news.epoch

@@ -1,17 +1,21 @@
 """What the launcher tells the ranks when some have died, and others have finished."""
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from distlab.launching.repairs import Repairs
-from distlab.rendezvous.survivors import FINISHED, NEWS, READY, News
+from distlab.rendezvous.survivors import FINISHED, NEWS, READY, Arbiter, News, Survivor
 from simplellm.errors import InputError
 
 
 class Store(dict[str, str]):
+    def read(self, *keys: str) -> dict[str, str]:
+        return {key: self[key] for key in keys if key in self}
+
     def set(self, key: str, value: str = "") -> None:
         self[key] = value
 
@@ -60,6 +64,19 @@ def test_a_spare_that_comes_after_the_others_have_finished_hears_that_they_have(
     news = News.from_json(store[NEWS])
     assert (news.alive, news.gone) == ((0,), {"0": "died", "1": FINISHED})
     assert json.loads(store[NEWS])["newcomers"] == {"0": 1}
+
+
+def test_a_spare_waits_for_those_of_other_slices_and_other_ranks_for_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.rendezvous.survivors.SECONDS_FOR_NEWS", 0.1)
+    store: Any = Store()
+    with pytest.raises(ConnectionError):
+        Survivor(store, 3).await_news(ConnectionError())
+    arbiter = Arbiter(store)
+    arbiter.tell([0, 1], {2: "died", 3: "died"})
+    counted = threading.Timer(0.5, arbiter.tell, [[0, 1, 2, 3], {}, {1: 2, 2: 3}])
+    counted.start()
+    assert Survivor(store, 3, newcomer=2).await_news(ConnectionError()).epoch == 2
+    counted.join(10)
 
 
 def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:

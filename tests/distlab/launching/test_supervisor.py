@@ -3,18 +3,19 @@
 import contextlib
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from support.processes import wait_for
 
 from distlab.launching.forks import ForkServer
 from distlab.launching.nodes import NodeRendezvous
-from distlab.launching.processes import RankFailure
+from distlab.launching.processes import RankFailure, Ranks
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
 
 
@@ -158,3 +159,40 @@ while True:
     for rank in ("3", "4"):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / rank).read_text()), 0)
+
+
+def test_a_signal_while_interpreters_start_does_not_lose_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StartedAtASignal(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)  # it may arrive in another thread
+
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(60)")
+    ranks, before = Ranks([str(script)], tmp_path / "errors", None), signal.signal(signal.SIGTERM, raise_signal)
+    monkeypatch.setattr(subprocess, "Popen", StartedAtASignal)
+    try:
+        with pytest.raises(TerminatedError):
+            ranks.start([{"RANK": "3"}, {"RANK": "5"}])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        found = [*ranks.processes]
+        ranks.end(signal.SIGKILL)
+    assert found == [3, 5]
+
+
+def test_a_spare_that_is_stopped_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    ranks = Ranks([str(script)], tmp_path, None)
+    ranks.start_spare(1, {})
+
+    def is_killed() -> bool:
+        ranks.kill_stopped()
+        return ranks.exited_spares() == {1: -signal.SIGKILL}
+
+    try:
+        assert wait_for(is_killed)
+    finally:
+        ranks.end(signal.SIGKILL)
