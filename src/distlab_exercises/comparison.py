@@ -274,7 +274,7 @@ class Comparison:
         if n > 1:
             needed["gradients and weights"] = 2 * (n - 1) * weights
         if stages > 1:
-            needed["activations"] = 2 * n * trial.stages_of_each * (stages - 1) * activations
+            needed["activations"] = 2 * n * (stages - 1) * activations
         if slices > 1:  # two all-reduces forward and two backward in each block
             all_reduces = 4 * self.facts["blocks"]
             are_unnamed = any(set(COLLECTIVES) & set(report.facts["sent"][-2]) for report in self.reports)

@@ -243,8 +243,7 @@ def run_script(
     submission: Submission, trial: Trial, values: dict[str, Any], start_apart: bool = False
 ) -> tuple[list[Report], list[float]]:
     """Run the ranks of a script in a layout; return their reports, and the losses. `values` are further settings."""
-    out, sizes = submission.folder / "run", {"batch_size": trial.batch_size, "micro_batches": trial.micro_batches}
-    values = {**trial.settings, **sizes, "out": out, "master_port": submission.port, **values}
+    values = {**trial.flags, "out": submission.folder / "run", "master_port": submission.port, **values}
     reports = submission.run_ranks(math.prod(trial.layout.values()), train, values, start_apart)
     raise_trouble(reports, Grid(0, trial.layout).describe)
     metrics = values["out"] / "metrics.jsonl"

@@ -1,14 +1,13 @@
 """Text out of tokens that come one by one, and models that have come to nothing."""
 
 import dataclasses
-import io
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceTrainer
 from support.small_models import saved_model
+from support.small_tokenizers import LIKE_LLAMA, trained
 
 from simplellm.errors import InputError
 from simplellm.generation import TextStream, prompt_ids
@@ -23,20 +22,7 @@ SHIPPED = SPTokenizer()
 @pytest.fixture(scope="module")
 def llama_like(tmp_path_factory: pytest.TempPathFactory) -> SPTokenizer:
     """One that puts a space before a text, and takes it away again."""
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter([story(index) for index in range(40)]),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=600,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    path = tmp_path_factory.mktemp("tokenizer") / "llama-like.model"
-    path.write_bytes(model.getvalue())
-    return SPTokenizer(path)
+    return SPTokenizer(trained(tmp_path_factory.mktemp("tokenizer") / "llama-like.model", **LIKE_LLAMA))
 
 
 def pieces(tokenizer: SPTokenizer, ids: list[int]) -> list[str]:

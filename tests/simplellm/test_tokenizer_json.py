@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.small_tokenizers import trained
+from support.small_tokenizers import LIKE_LLAMA, trained
 
 from simplellm.errors import InputError
 from simplellm.export import tokenizer_config
@@ -32,7 +32,6 @@ TEXTS = [
     "日本語 العربية हिन्दी",
     *(story(index, seed=5) for index in range(3)),
 ]
-LOSSLESS = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
 ONLY_SPACES_MATTER = [text for text in TEXTS if "\u0301" not in text and "\u200d" not in text]
 
 
@@ -85,12 +84,12 @@ def test_special_tokens(shipped: Any) -> None:
         ({}, ONLY_SPACES_MATTER),
         ({"model_type": "unigram"}, ONLY_SPACES_MATTER),
         ({"byte_fallback": True}, ONLY_SPACES_MATTER),
-        (LOSSLESS, TEXTS),
-        ({**LOSSLESS, "model_type": "unigram", "vocab_size": 700}, TEXTS),
-        ({**LOSSLESS, "model_type": "unigram", "vocab_size": 700, "add_dummy_prefix": False}, TEXTS),
+        (LIKE_LLAMA, TEXTS),
+        ({**LIKE_LLAMA, "model_type": "unigram", "vocab_size": 700}, TEXTS),
+        ({**LIKE_LLAMA, "model_type": "unigram", "vocab_size": 700, "add_dummy_prefix": False}, TEXTS),
         (
             {
-                **LOSSLESS,
+                **LIKE_LLAMA,
                 "add_dummy_prefix": False,
                 "user_defined_symbols": ["<sep>", "\n"],
                 "control_symbols": ["<ctl>"],

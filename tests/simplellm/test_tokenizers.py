@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
-from support.small_tokenizers import trained
+from support.small_tokenizers import LIKE_LLAMA, trained
 
 from simplellm.errors import InputError
 from simplellm.stories import story
@@ -94,8 +94,7 @@ def test_another_model_works_as_it_does_by_itself(tmp_path: Path) -> None:
 
 def test_a_space_before_the_text_is_not_put_into_its_middle(tmp_path: Path) -> None:
     """As in Llama's model: it has bytes, but encoding the parts around U+2581 would add a space to each."""
-    lossless = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    path = trained(tmp_path / "llama-like.model", **lossless)
+    path = trained(tmp_path / "llama-like.model", **LIKE_LLAMA)
     model = SentencePieceProcessor(model_file=str(path))
     for text in TRICKY:
         assert SPTokenizer(path).encode(text) == model.encode(text)

@@ -8,6 +8,9 @@ from sentencepiece import SentencePieceTrainer
 
 from simplellm.stories import story
 
+# As Llama's tokenizer: it puts a space before a text, and else changes nothing.
+LIKE_LLAMA = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
 
 def trained(path: Path, **options: Any) -> Path:
     """Train a model on stories, by SentencePiece's own defaults but for the options, and write it to `path`."""

@@ -8,7 +8,6 @@ MESSAGES = (
     "Messages are `endpoint.send(tensor, rank)` and `endpoint.recv(tensor, rank)`; a send may wait for its receiver."
 )
 
-
 EXERCISES = [
     Exercise(
         name="broadcast",

@@ -13,14 +13,21 @@ class Trial:
     """A layout in which a training script is tried beside one process."""
 
     layout: Layout
-    settings: Mapping[str, int | float | str]  # flags of the script, by their names
     batch_size: int = 2  # sequences of each replica
     micro_batches: int = 1
-    stages_of_each: int = 1  # rank in a pipeline
+    settings: Mapping[str, int | float | str] = field(default_factory=dict)  # further flags of the script, by name
 
     @property
     def replicas(self) -> int:
         return replicas_in(self.layout)
+
+    @property
+    def flags(self) -> dict[str, int | float | str]:
+        """The script's flags by name; a script with a single axis has one for the number of ranks."""
+        ranks, *others = self.layout.values()
+        topology = self.layout if others else {"world_size": ranks}
+        sizes = {"batch_size": self.batch_size, "micro_batches": self.micro_batches}
+        return {**topology, **sizes, **self.settings}
 
     @property
     def sync_every(self) -> int:

@@ -2,11 +2,6 @@
 
 from distlab_exercises.catalogue.exercise import Exercise, Trial
 
-
-def _slices(ranks: int, batch_size: int, micro_batches: int) -> Trial:
-    return Trial({"tp": ranks}, {"world_size": ranks}, batch_size, micro_batches)
-
-
 EXERCISES = [
     Exercise(
         name="matmul",
@@ -76,7 +71,7 @@ EXERCISES = [
         script="TP/intro_TP.py",
         takes=("CopyTo", "ReduceFrom"),
         functions="conjugate",
-        trials=(_slices(2, 3, 3), _slices(4, 2, 1)),
+        trials=(Trial({"tp": 2}, 3, 3), Trial({"tp": 4}, 2, 1)),
     ),
     Exercise(
         name="tp-layers",
@@ -132,7 +127,7 @@ EXERCISES = [
             "from torch.distributed import ReduceOp",
             "from distlab.parallel.tp_group import FORWARD",
         ),
-        trials=(_slices(2, 2, 2),),
+        trials=(Trial({"tp": 2}, 2, 2),),
         loss_numbers=3,
     ),
 ]

@@ -6,12 +6,6 @@ PP, MICRO_BATCHES = "PP/README.md", "PP/microbatches/intro_PP_microbatches.py"
 NEWER = "PP/schedules/intro_PP_schedules.py"
 SCHEDULES = "distlab.pipeline.schedules"
 
-
-def _pipeline(schedule: str, stages: int, micro_batches: int) -> Trial:
-    settings: dict[str, int | str] = {"world_size": stages, "schedule": schedule}
-    return Trial({"pp": stages}, settings, micro_batches, micro_batches)
-
-
 EXERCISES = [
     Exercise(
         name="pp-1f1b",
@@ -35,7 +29,7 @@ EXERCISES = [
         ),
         script="PP/1F1B/intro_PP_1F1B.py",
         takes=("pass_through",),
-        trials=(Trial({"pp": 3}, {"world_size": 3}, 2, 2),),
+        trials=(Trial({"pp": 3}, 2, 2),),
     ),
     Exercise(
         name="pp-gpipe",
@@ -58,7 +52,7 @@ EXERCISES = [
         script=MICRO_BATCHES,
         takes=(f"{SCHEDULES}:gpipe",),
         functions="schedule",
-        trials=(_pipeline("gpipe", 3, 4),),
+        trials=(Trial({"pp": 3}, 4, 4, {"schedule": "gpipe"}),),
     ),
     Exercise(
         name="pp-dapple",
@@ -84,7 +78,7 @@ EXERCISES = [
         takes=(f"{SCHEDULES}:dapple",),
         imports=("from distlab.pipeline.actions import Action, Backward, Forward",),
         functions="schedule",
-        trials=(_pipeline("dapple", 3, 4),),
+        trials=(Trial({"pp": 3}, 4, 4, {"schedule": "dapple"}),),
     ),
     Exercise(
         name="pp-zb",
@@ -108,7 +102,7 @@ EXERCISES = [
         takes=(f"{SCHEDULES}:zb_h1",),
         imports=("from distlab.pipeline.actions import Action, BackwardInput, BackwardWeight, Forward",),
         functions="schedule",
-        trials=(_pipeline("zb-h1", 3, 4),),
+        trials=(Trial({"pp": 3}, 4, 4, {"schedule": "zb-h1"}),),
     ),
     Exercise(
         name="pp-executor",
@@ -137,7 +131,7 @@ EXERCISES = [
         ),
         script=MICRO_BATCHES,
         takes=("run_program",),
-        trials=(_pipeline("dapple", 3, 4), _pipeline("gpipe", 2, 3)),
+        trials=(Trial({"pp": 3}, 4, 4, {"schedule": "dapple"}), Trial({"pp": 2}, 3, 3, {"schedule": "gpipe"})),
     ),
     Exercise(
         name="hybrid",
@@ -159,7 +153,7 @@ EXERCISES = [
         ),
         script="hybrid/intro_hybrid.py",
         takes=("average",),
-        trials=(Trial({"dp": 2, "pp": 2}, {"dp": 2, "pp": 2}, 3, 3),),
+        trials=(Trial({"dp": 2, "pp": 2}, 3, 3),),
     ),
     Exercise(
         name="deadlock",

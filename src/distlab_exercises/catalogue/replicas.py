@@ -4,11 +4,6 @@ from distlab_exercises.catalogue.exercise import Exercise, Trial
 
 DP = "DP/README.md"
 
-
-def _data_parallel(replicas: int, micro_batches: int) -> Trial:
-    return Trial({"dp": replicas}, {"world_size": replicas}, micro_batches, micro_batches)
-
-
 EXERCISES = [
     Exercise(
         name="dp-ga",
@@ -53,7 +48,7 @@ EXERCISES = [
 def train(""",
             ),
         ),
-        trials=(_data_parallel(3, 2), _data_parallel(2, 1)),
+        trials=(Trial({"dp": 3}, 2, 2), Trial({"dp": 2}, 1, 1)),
     ),
     Exercise(
         name="dp-wa",
@@ -75,7 +70,7 @@ def train(""",
         ),
         script="DP/weight_aggr/intro_DP_WA.py",
         takes=("average_if_due",),
-        trials=(_data_parallel(3, 2), Trial({"dp": 2}, {"world_size": 2, "sync_every": 2}, 1)),
+        trials=(Trial({"dp": 3}, 2, 2), Trial({"dp": 2}, 1, settings={"sync_every": 2})),
         weights_only=True,
     ),
     Exercise(
@@ -107,7 +102,7 @@ def train(""",
         script="DP/mydp/intro_DP_MyDP.py",
         takes=("distlab.parallel.data:MyDP",),
         imports=("import torch.distributed as dist", "from torch.distributed import ReduceOp"),
-        trials=(_data_parallel(3, 2), _data_parallel(2, 1)),
+        trials=(Trial({"dp": 3}, 2, 2), Trial({"dp": 2}, 1, 1)),
         ranks_start_apart=True,
     ),
     Exercise(
@@ -133,7 +128,7 @@ def train(""",
         ),
         script="DP/zero/intro_DP_ZeRO.py",
         takes=("own_range", "reduce_gradients", "gather_weights"),
-        trials=(_data_parallel(2, 2), _data_parallel(3, 1)),
+        trials=(Trial({"dp": 2}, 2, 2), Trial({"dp": 3}, 1, 1)),
         weights_only=True,
         shares_out=True,
     ),

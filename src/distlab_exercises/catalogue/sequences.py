@@ -4,11 +4,6 @@ from distlab_exercises.catalogue.exercise import Exercise, Trial
 
 CHAPTER = "CP/README.md, chapter 21"
 
-
-def _parts(ranks: int, batch_size: int, micro_batches: int) -> Trial:
-    return Trial({"cp": ranks}, {"world_size": ranks}, batch_size, micro_batches)
-
-
 EXERCISES = [
     Exercise(
         name="cp-labels",
@@ -28,7 +23,7 @@ EXERCISES = [
         script="CP/intro_CP.py",
         takes=("labels",),
         functions="labels",
-        trials=(_parts(2, 2, 1), _parts(4, 2, 2)),
+        trials=(Trial({"cp": 2}, 2, 1), Trial({"cp": 4}, 2, 2)),
     ),
     Exercise(
         name="cp-merge",

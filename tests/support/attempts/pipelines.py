@@ -3,7 +3,7 @@
 from distlab_exercises.catalogue import Trial
 from support.exercises_attempts import Attempt
 
-DAPPLE = Trial({"pp": 3}, {"world_size": 3, "schedule": "dapple"}, 4, 4)
+DAPPLE = Trial({"pp": 3}, 4, 4, {"schedule": "dapple"})
 
 BLOCKING = tuple(
     (f"sent.append(dist.isend({tensor}, {to}))", f"dist.send({tensor}, {to})")
