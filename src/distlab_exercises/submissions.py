@@ -56,9 +56,9 @@ def exercise_of(path: Path, by_script: bool = True) -> Exercise:
         require(name in EXERCISES, f"{path}: {name}: no such exercise; {LAUNCHER} exercise lists them")
         return EXERCISES[name]
     same = [each for each in EXERCISES.values() if each.file_name == path.name]
-    for exercise in same:
-        if exercise.name == path.absolute().parent.name or by_script:
-            return exercise
+    named = [each for each in same if each.name == path.absolute().parent.name]
+    if found := named or (same if by_script else []):
+        return found[0]
     which = f"; give --exercise, one of {', '.join(EXERCISES)}" if by_script else "; give it with --exercise"
     raise InputError(f"{path}: does not say which exercise it solves{which}")
 

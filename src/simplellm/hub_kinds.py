@@ -21,7 +21,6 @@ class Kind(NamedTuple):
 
     architecture: str  # its class in transformers
     defaults: Mapping[str, Any]  # transformers' values of fields that may be missing
-    gate: str = "model.layers.0.mlp.gate_proj.weight"  # the name of a tensor that has a row for each hidden unit
     width: str = "intermediate_size"  # the field with the number of hidden units, of each expert if there are experts
     experts: str = ""  # the field with the number of experts; "" for a model without
     options: Mapping[str, Any] = {}  # the lab's options that belong to the kind
@@ -30,6 +29,11 @@ class Kind(NamedTuple):
     known: tuple[str, ...] = ()  # further fields that are read, or that only training or generation uses
     has_corrections: bool = False  # in its files
     renamed: Mapping[str, str] = {}  # patterns in the lab's names of tensors, and what replaces them
+
+    @property
+    def gate(self) -> str:
+        """The name of a tensor that has a row for each hidden unit."""
+        return self.hub_name(f"model.layers.0.mlp.{'experts.0.' if self.experts else ''}gate_proj.weight")
 
     def hub_name(self, name: str) -> str:
         """Return the name of a parameter in a file of transformers."""
@@ -47,7 +51,6 @@ KINDS = {
     "mixtral": Kind(
         "Mixtral",
         {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
-        gate="model.layers.0.block_sparse_moe.experts.0.w1.weight",
         experts="num_local_experts",
         options={"router_scores": "softmax", "shared_expert": False, "qk_norm": False},
         fixed={"sliding_window": None, "router_jitter_noise": 0.0},
@@ -62,7 +65,6 @@ KINDS = {
     "qwen3_moe": Kind(
         "Qwen3Moe",
         {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "num_key_value_heads": 4},
-        gate="model.layers.0.mlp.experts.0.gate_proj.weight",
         width="moe_intermediate_size",
         experts="num_experts",
         options={"router_scores": "softmax", "shared_expert": False, "qk_norm": True},
@@ -73,7 +75,6 @@ KINDS = {
     "glm4_moe": Kind(
         "Glm4Moe",
         {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "num_key_value_heads": 8},
-        gate="model.layers.0.mlp.experts.0.gate_proj.weight",
         width="moe_intermediate_size",
         experts="n_routed_experts",
         options={"router_scores": "sigmoid", "shared_expert": True, "qk_norm": False},

@@ -17,7 +17,14 @@ from support.terminals import fork_launcher
 from distlab.launch import launch
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.skeleton import write_out
+from distlab_exercises.submissions import exercise_of
 from simplellm.errors import InputError
+
+
+def hand_in(path: Path, name: str, solved: bool = True) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(write_out(EXERCISES[name], path, solved), errors="replace")
+    return path
 
 
 def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,9 +98,7 @@ def test_what_cannot_work_is_said_in_a_sentence(
 
 def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for student, solved in (("ada", True), ("bob", False)):
-        path = tmp_path / student / "broadcast.py"
-        path.parent.mkdir()
-        path.write_text(write_out(EXERCISES["broadcast"], path, solved))
+        hand_in(tmp_path / student / "broadcast.py", "broadcast", solved)
     (tmp_path / "notes.py").write_text("print('not an exercise')\n")
     (tmp_path / "intro_DP_GA.py").write_text("print('its first lines are gone')\n")
     (tmp_path / "bytes.py").write_bytes(b"\xff")
@@ -122,6 +127,15 @@ def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is
     assert launch(["check", "--json", "--exercise", "broadcast", str(tmp_path)]) == 0
     (checked,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (checked["file"], checked["exercise"]) == (str(path), "broadcast")
+
+
+@pytest.mark.parametrize(("folder", "exercise"), [("my/pp-executor", "pp-executor"), ("mine", "pp-gpipe")])
+def test_a_file_of_several_exercises_that_does_not_say_which_solves_that_of_its_folder_or_the_first(
+    folder: str, exercise: str, tmp_path: Path
+) -> None:
+    path = hand_in(tmp_path / folder / "intro_PP_microbatches.py", "pp-executor")
+    path.write_text(path.read_text().partition('\n"""\n')[2])
+    assert exercise_of(path).name == exercise
 
 
 def test_exercises_are_written_where_git_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +167,6 @@ def test_a_file_says_its_exercise_however_an_editor_has_saved_it(
     (tmp_path / "mine.py").write_bytes(handed_in)
     assert launch(["check", "--json", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["exercise"] == "broadcast"
-
-
-def hand_in(path: Path, name: str, solved: bool = True) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(write_out(EXERCISES[name], path, solved), errors="replace")
-    return path
 
 
 def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,8 +226,7 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
 
 @pytest.mark.parametrize("name", ["pp-gpipe", "pp-zb"])
 def test_the_command_that_runs_a_file_runs_what_is_not_written_yet(name: str, tmp_path: Path) -> None:
-    path = tmp_path / EXERCISES[name].file_name
-    path.write_text(write_out(EXERCISES[name], path))
+    path = hand_in(tmp_path / EXERCISES[name].file_name, name, solved=False)
     [command] = re.findall(r"^    run it      \./launch\.sh (.+)$", path.read_text(), re.MULTILINE)
     flags = "--steps 1 --seq-len 16 --dmodel 16 --num-heads 2 --n-layers 3 --data sample --device cpu --micro-batches 3"
     ended = fork_launcher(*shlex.split(command), *flags.split(), "--out", tmp_path / "run").finish()
