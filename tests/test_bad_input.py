@@ -1,4 +1,4 @@
-"""What cannot work ends with one sentence: a sample of `bad_input.py`, and every flag of every script."""
+"""What cannot work ends with one sentence: a sample of `bad_input.py`, and every flag."""
 
 import dataclasses
 import os
@@ -14,17 +14,33 @@ from support.processes import run_ranks
 from distlab.settings.common import parse
 from simplellm.errors import InputError
 
-VALUES = 1  # of each flag of each script that is tried; bad_input.py tries more
+VALUES = 1  # of each flag that is tried; bad_input.py tries more
+ALL_SCRIPTS = sorted(set(SCRIPTS.values()))
+FLAGS_AS_COMMANDS = 10  # inputs of the kind "flags" that are tried as whole commands
 
 
-@pytest.mark.parametrize("script", sorted(set(SCRIPTS.values())))
-def test_each_flag_refuses_what_it_cannot_be(script: str) -> None:
-    defaults, chance = defaults_of(script), random.Random(script)
+def declared(script: str) -> dict[str, type]:
+    """The flags of a script, and the class of settings that declares each."""
+    classes = reversed(type(defaults_of(script)).__mro__)
+    return {name: each for each in classes for name in vars(each).get("__annotations__", ())}
+
+
+@pytest.fixture(scope="module")
+def first_script() -> dict[tuple[str, type | None], str]:
+    """By flag and class that declares it, the first script that has it."""
+    return {pair: script for script in reversed(ALL_SCRIPTS) for pair in declared(script).items()}
+
+
+@pytest.mark.parametrize("script", ALL_SCRIPTS)
+def test_each_flag_refuses_what_it_cannot_be(script: str, first_script: dict[tuple[str, type | None], str]) -> None:
+    """In the first of the scripts that have it from the same class."""
+    defaults, chance, classes = defaults_of(script), random.Random(script), declared(script)
     cases: dict[str, list[list[str]]] = {}
     for flag, args in flag_cases(script):
         cases.setdefault(flag, []).append(args)
     for flag, values in cases.items():
-        if flag == "rank" or flag[2:].replace("-", "_") in LATER:
+        name = flag.removeprefix("--").replace("-", "_")
+        if name == "rank" or name in LATER or first_script.get((name, classes.get(name)), script) != script:
             continue
         for args in chance.sample(values, min(VALUES, len(values))):
             with pytest.raises(InputError) as refused:
@@ -35,9 +51,11 @@ def test_each_flag_refuses_what_it_cannot_be(script: str) -> None:
 
 
 def test_bad_input_ends_with_a_sentence() -> None:
-    """Each of 200, a third of them as a user without rights."""
+    """Each of 200 but most wrong flags, which are tried above; a third of them as a user without rights."""
     with open_folder() as folder:
         inputs = generate(200, seed=3, folder=folder)
+        of_flags = [bad for bad in inputs if bad.kind == "flags"]
+        inputs = of_flags[:FLAGS_AS_COMMANDS] + [bad for bad in inputs if bad.kind != "flags"]
         # In a fork, which alone imports all that the commands import.
         [outcomes] = run_ranks(1, lambda _: try_all(inputs, folder, 2, lambda _, __: None), deadline=600)
     assert len({bad.kind for bad in inputs}) == 11
