@@ -121,7 +121,6 @@ def test_a_story_after_the_end_of_another_is_told_as_the_mask_was_trained(cache:
 
 
 @torch.inference_mode()
-@pytest.mark.alone
 def test_with_the_cache_a_token_is_several_times_faster(one_thread: None) -> None:
     """The newest of 256 tokens against all of them, in seconds of the processor, whoever else uses it."""
     net = saved_model(dmodel=512, hidden_dim=2048, n_layers=1, ctx_size=256).build()
