@@ -54,6 +54,8 @@ def test_a_run_goes_on_in_another_layout(reference: GPURun, tmp_path: Path) -> N
 def test_ranks_that_share_a_gpu_are_refused(tmp_path: Path) -> None:
     ended = run(*command(f"ddp --world-size {GPUS + 1} --backend nccl --data sample", "--out", tmp_path))
     assert ended.status == 2, ended.err
-    refusal = r"# --backend nccl: .*ranks.* share .*GPU.*, which NCCL refuses; use --backend gloo, or .*"
+    refusal = (
+        r"# (rank \d failed: )?--backend nccl: .*ranks.* share .*GPU.*, which NCCL refuses; use --backend gloo, or .*"
+    )
     assert re.fullmatch(refusal, ended.err.splitlines()[-1]), ended.err
     assert "Traceback" not in ended.err

@@ -28,7 +28,7 @@ class LateNumber:
         from distlab.machine.streams import copied_to_host, passed
 
         transfer = self._transfer
-        if not (transfer is None or (isinstance(transfer, Pending) and transfer.is_on_stream)):
+        if isinstance(transfer, Pending) and not transfer.is_on_stream:  # the host brings the sum
             return
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
