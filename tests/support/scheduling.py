@@ -18,7 +18,7 @@ LOCK = "LAB_TESTS_LOCK"  # environment variable: the file that the workers of a 
 # Files test_… whose few tests take long: they come first, then those with most tests, so that all workers end together.
 LONG = (
     "compiling sent_bytes page page_in_a_browser playground lessons executor faults over_nccl hosts hybrid_repair "
-    "commands sentiment follow intro auto wheel programs listings"
+    "commands sentiment follow intro auto wheel programs listings bad_input failures long_work repair surroundings"
 ).split()
 
 
