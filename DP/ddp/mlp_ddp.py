@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.comm.names import named
-from distlab.parallel.data import check_parameter_closeness
+from distlab.parallel.same_model import check_parameter_closeness
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.settings.common import WorldSize

@@ -8,7 +8,8 @@
 ranks' weights stay the same.
 """
 
-from distlab.parallel.data import MyDP, check_parameter_closeness
+from distlab.parallel.data import MyDP
+from distlab.parallel.same_model import check_parameter_closeness
 from distlab.run.main import main
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from distlab.parallel.data import MyDP, check_parameter_closeness
+from distlab.parallel.data import MyDP
+from distlab.parallel.same_model import check_parameter_closeness
 from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.settings.common import WorldSize

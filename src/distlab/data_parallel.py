@@ -1,5 +1,6 @@
-"""The names that the exercises import: `MyDP` and `check_parameter_closeness` of `distlab.parallel.data`."""
+"""The names that the exercises import, of `distlab.parallel`: `MyDP` and `check_parameter_closeness`."""
 
-from distlab.parallel.data import MyDP, check_parameter_closeness
+from distlab.parallel.data import MyDP
+from distlab.parallel.same_model import check_parameter_closeness
 
 __all__ = ["MyDP", "check_parameter_closeness"]

@@ -13,7 +13,7 @@ from distlab.axes.placement import FlatRange, place, placement_of
 from distlab.comm.group import all_gather_single, empty, received_bytes, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
-from distlab.parallel.data import Bucket, elements_of, views_of
+from distlab.parallel.data import Bucket, divisible, elements_of, views_of
 from distlab.parallel.division import Sharded
 
 HALF = (torch.bfloat16, torch.float16)  # dtypes whose shards are updated in float32
@@ -53,7 +53,7 @@ def new_flat(parameters: Sequence[Tensor], axis: Axis, is_kept: bool, dtype: tor
     A buffer that is kept permanently is in memory that these ranks share, if possible.
     """
     like = parameters[0].detach().new_empty(0, dtype=dtype)
-    elements = -(-elements_of(parameters) // axis.size) * axis.size
+    elements = divisible(elements_of(parameters), axis.size)
     return empty(elements, like, axis.group) if is_kept else like.new_zeros(elements)
 
 

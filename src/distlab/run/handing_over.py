@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from distlab.comm.names import named
 from distlab.rendezvous.survivors import Position
-from distlab.run.state_copy import state_of
+from distlab.run.state_copy import parameters_of, state_of
 
 
 class ChangedError(RuntimeError):
@@ -35,7 +35,7 @@ class HandedOver:
         """Send the state to a rank of the process group."""
         state = state_of(self._optimizer)
         packed = pack(state)
-        states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters()]
+        states = [self._optimizer.state.get(parameter, {}) for parameter in parameters_of(self._optimizer)]
         kinds = [{key: [[*value.shape], str(value.dtype)] for key, value in state.items()} for state in states]
         record = {**self.describe(position), "optimizer": kinds, "checksum": checksum(state)}
         text = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
@@ -56,7 +56,7 @@ class HandedOver:
             dist.recv(text, source)
             record: dict[str, Any] = json.loads(text.numpy().tobytes())
             self._optimizer.state.clear()  # of an earlier attempt
-            for parameter, kinds in zip(self._parameters(), record["optimizer"], strict=True):
+            for parameter, kinds in zip(parameters_of(self._optimizer), record["optimizer"], strict=True):
                 for key, (shape, dtype) in kinds.items():
                     kept = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
                     self._optimizer.state[parameter][key] = kept
@@ -71,9 +71,6 @@ class HandedOver:
     def checksum(self) -> int:
         """Return the checksum of the weights and of the optimizer's state."""
         return checksum(state_of(self._optimizer))
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

@@ -89,10 +89,8 @@ def join_late(settings: RunSettings, script: Path) -> Joined:
     store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, settings.timeout)
     shared = rendezvous.ranks_store(settings.timeout, store)
     decided = json.loads(shared.read("verdict")["verdict"])["decided"]
-    places, grid = (
-        rendezvous.read_places(store, layout_size(settings.layout)),
-        Grid(rank, settings.layout, settings.held),
-    )
+    places = rendezvous.read_places(store, layout_size(settings.layout))
+    grid = Grid(rank, settings.layout, settings.held)
     set_up(grid, places, settings)
     context = connect(settings, Grid(0, {}), [places[rank]], dist.HashStore(), "gloo")
     context.describe = lambda _: grid.describe(rank)

@@ -40,8 +40,12 @@ class StateCopy:
         return sum(tensor.nbytes for tensor in self._kept)
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def state_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the weights of an optimizer, and its state of them, always in the same order."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     moments = [value for parameter in parameters for value in optimizer.state.get(parameter, {}).values()]
     return [*parameters, *(value for value in moments if isinstance(value, Tensor))]

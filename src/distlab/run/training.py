@@ -251,8 +251,9 @@ class TrainingRun(Run[TrainSettingsT]):
         if most is None or (late is not None and late.must_undo):
             return
         from distlab.parallel.clipping import clip, sum_norm
+        from distlab.run.state_copy import parameters_of
 
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         exact = getattr(self.settings, "repair", "off") == "exact"
         under_way = sum_norm(parameters, self.grid, f"the norm of the gradients of step {step}", self.device, exact)
         if late is not None and self.records.loss_is_late:

@@ -10,12 +10,8 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.parallel.data import (
-    MyDP,
-    broadcast_weights,
-    check_parameter_closeness,
-    flatten_weights,
-)
+from distlab.parallel.data import MyDP, flatten_weights
+from distlab.parallel.same_model import broadcast_weights, check_parameter_closeness
 from distlab.parallel.sharded import ShardedDP
 from simplellm.errors import InputError
 

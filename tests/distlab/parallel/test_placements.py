@@ -10,8 +10,9 @@ from torch.distributed import ReduceOp
 from distlab.axes.grid import Grid
 from distlab.axes.placement import DimSlice, Placement, place
 from distlab.parallel.clipping import sum_norm
-from distlab.parallel.data import Bucket, GradientBuckets, broadcast_weights, flatten_weights
+from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
 from distlab.parallel.division import Sharded
+from distlab.parallel.same_model import broadcast_weights
 from distlab.parallel.sharded import ShardedDP
 
 LAYOUT = {"dp": 2, "xp": 3}
