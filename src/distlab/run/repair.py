@@ -219,6 +219,6 @@ def is_death(error: BaseException) -> bool:
         return True
     if isinstance(error, InputError) and error.__cause__ is not None:  # as a checkpoint that cannot be written
         return is_death(error.__cause__)
-    return (
-        error.lost_a_peer if isinstance(error, TrafficError) else isinstance(error, Exception) and is_lost_peer(error)
-    )
+    if isinstance(error, TrafficError):
+        return error.lost_a_peer
+    return isinstance(error, Exception) and is_lost_peer(error)
