@@ -3,43 +3,94 @@
 Those of tensors that lie elsewhere are in slots.py.
 """
 
+import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.pending import SharedWork
-from distlab.comm.transports.memory import Place, SharedMemory
+from distlab.comm.transports.memory import PLACES, Place, SharedMemory
 from distlab.comm.transports.sums import CHUNK_BYTES, add_in_order, combine_in_order
+
+
+class Collectives:
+    """The collectives of a group in shared memory, which are completed in the order in which they started.
+
+    Args:
+        memory: of the group.
+        ranks: of the group, by their numbers in the world.
+    """
+
+    def __init__(self, memory: SharedMemory, ranks: Sequence[int]) -> None:
+        self.memory, self._ranks = memory, ranks
+        self.begun = 0
+        self.asked_for = 0  # this rank has computed its part up to this one, or is about to
+        self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
+
+    def begin(self, is_in_place: bool) -> int:
+        """Start a collective, and return its number; tell the other ranks of which kind it is on this rank."""
+        self.begun += 1
+        if self.memory.kinds:  # otherwise none is in place
+            self.memory.kinds[self.memory.rank][self.begun % PLACES] = 2 * self.begun + is_in_place
+        return self.begun
+
+    def begin_to_make_slots(self) -> None:
+        """Count the making of slots as a collective through them, which it precedes; all ranks call it together."""
+        self.refuse_two_kinds(self.begin(is_in_place=False))
+
+    def refuse_two_kinds(self, number: int) -> None:
+        """Raise `RuntimeError` if of the ranks that have started a collective, some are in place and others are not.
+
+        They would wait for each other; whichever starts last finds out.
+        """
+        kinds = [of_rank[number % PLACES] for of_rank in self.memory.kinds]
+        through_slots, in_place = 2 * number, 2 * number + 1
+        if through_slots in kinds and in_place in kinds:
+            raise RuntimeError(
+                f"rank {self._ranks[kinds.index(in_place)]} gave a collective a tensor in memory that the ranks share, "
+                f"rank {self._ranks[kinds.index(through_slots)]} one outside of it; let all ranks give one from "
+                "distlab.comm.group.empty, or none"
+            )
+
+    def make_room(self, timeout_seconds: float) -> None:
+        """Wait, if `PLACES` collectives in place are under way, until all ranks are done with the first of them."""
+        memory = self.memory
+        oldest = memory.ready.sent + 1 - PLACES
+        if memory.done.received < oldest:
+            deadline = time.perf_counter() + timeout_seconds
+            while memory.done.sent < oldest:
+                self.not_done[0].advance(deadline)
+            memory.done.wait(oldest, deadline)
 
 
 class SharedCollective(SharedWork):
     """A collective in shared memory; constructing it starts it.
 
-    The thread that calls `wait` does all the work: a second thread would need a core. The collectives of a group are
-    completed in the order in which they started.
+    The thread that calls `wait` does all the work: a second thread would need a core.
     """
 
-    def __init__(self, memory: SharedMemory, place: Place | None) -> None:
-        self._memory = memory
-        self._number = memory.begin(place)
-        memory.not_done.append(self)
+    def __init__(self, collectives: Collectives, is_in_place: bool) -> None:
+        self._collectives, self._memory = collectives, collectives.memory
+        self._number = collectives.begin(is_in_place)
+        collectives.not_done.append(self)
 
     @property
     def is_held_back(self) -> bool:
         """True if this rank has yet to compute its part, without which no rank gets the result."""
-        return self._number > self._memory.asked_for
+        return self._number > self._collectives.asked_for
 
     def advance(self, deadline: float) -> None:
-        memory = self._memory
+        them = self._collectives
         if deadline:  # otherwise this rank may compute for long before it returns here
-            memory.asked_for = max(memory.asked_for, self._number)
-        while memory.not_done and memory.not_done[0]._number <= self._number:
-            first = memory.not_done[0]
-            memory.refuse_two_kinds(first._number)
+            them.asked_for = max(them.asked_for, self._number)
+        while them.not_done and them.not_done[0]._number <= self._number:
+            first = them.not_done[0]
+            them.refuse_two_kinds(first._number)
             first._do_share(deadline)
-            memory.not_done.popleft()
+            them.not_done.popleft()
         self._wait_for_others(deadline)
 
     @abstractmethod
@@ -60,16 +111,21 @@ class InPlace(SharedCollective):
     """
 
     def __init__(
-        self, memory: SharedMemory, place: Place, own: Tensor, combine: Callable[[list[Tensor]], object]
+        self, collectives: Collectives, place: Place, own: Tensor, combine: Callable[[list[Tensor]], object]
     ) -> None:
-        super().__init__(memory, place)
+        super().__init__(collectives, is_in_place=True)
         self._own, self._combine = own.view(-1), combine
-        self._times = memory.ready.sent
+        memory = self._memory
+        self._times = memory.ready.sent + 1  # of both signals, until it is done
+        self._at = 2 * (self._times % PLACES)
+        memory.places[memory.rank][self._at], memory.places[memory.rank][self._at + 1] = place
+        memory.ready.send()
 
     def _do_share(self, deadline: float) -> None:
         memory = self._memory
         memory.ready.wait(self._times, deadline)
-        self._combine(memory.parts_of(self._times, self._own))
+        places = [(of_rank[self._at], of_rank[self._at + 1]) for of_rank in memory.places]
+        self._combine([memory.part(rank, place, self._own) for rank, place in enumerate(places)])
         memory.done.send()
 
     def _wait_for_others(self, deadline: float) -> None:

@@ -4,14 +4,12 @@ The data never leaves memory. The signals "my part is there" and "my work is don
 as any other does: with the signal, at the deadline, or when the other rank dies.
 """
 
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,39 +33,33 @@ PLACES = 4096  # collectives in place that may be under way; the next one waits 
 
 
 class SharedMemory:
-    """The mappings that the ranks of a process group share, and the order of the collectives on them.
+    """The mappings that the ranks of a process group share, and the signals by which they take turns.
 
     Args:
         group: torch's group, over which they meet; its ranks are on one host, or `allocate` raises.
-        ranks: of the group, by their numbers in the world.
         rank: this rank's number in the group.
+        size: number of ranks.
         has_own_core: return whether no other rank needs the core of a waiting rank, so that it may spin.
 
     Attributes:
         ready: the signal that this rank has filled its tensor of a collective in place.
         done: the signal that this rank has computed its part of a collective in place.
         turn: the signal that this rank has put the next piece of a tensor into its slot.
+        places: by rank, of its last collectives in place: the numbers of a `Place` for each.
+        kinds: by rank, of its last collectives: a number for each that tells whether it is in place.
     """
 
     ready: Signal
     done: Signal
     turn: Signal
 
-    def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, has_own_core: Callable[[], bool]
-    ) -> None:
-        self.group, self.rank, self.size = group, rank, len(ranks)
-        self._ranks, self._has_own_core = ranks, has_own_core
-        self.begun = 0  # collectives
-        self.asked_for = 0  # this rank has computed its part up to this one, or is about to
-        self.not_done: deque[Any] = deque()  # each a `SharedCollective` of which this rank's part is not done
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, has_own_core: Callable[[], bool]) -> None:
+        self.group, self.rank, self.size, self._has_own_core = group, rank, size, has_own_core
         # By number, the same on all ranks. A mapping is freed with the last tensor in it.
         self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
         self._allocated = 0  # mappings
-        # By rank, of its last collectives: two numbers for each in place, of its mapping and its offset there; and a
-        # number that tells for each whether it is in place (`_note`).
-        self._places: list[memoryview] = []
-        self._kinds: list[memoryview] = []
+        self.places: list[memoryview] = []
+        self.kinds: list[memoryview] = []
         self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
         self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
 
@@ -75,13 +67,11 @@ class SharedMemory:
         return bool(self._slots)
 
     def make_slots(self, timeout: timedelta) -> None:
-        """Make the slots for tensors that lie elsewhere; all ranks call it together, before a collective.
+        """Make the slots for tensors that lie elsewhere; all ranks call it together.
 
         Raises:
             NotShared, RuntimeError: as in `allocate`.
         """
-        self._note(self.begun + 1, is_in_place=False)
-        self.refuse_two_kinds(self.begun + 1)
         parts = self._allocate(2 * SLOT_BYTES, torch.uint8, timeout)
         self._slots = [[part[start : start + SLOT_BYTES] for part in parts] for start in (0, SLOT_BYTES)]
 
@@ -92,7 +82,7 @@ class SharedMemory:
     def close(self) -> None:
         """Close the channels; the memory is freed with the last tensor in it."""
         close_all(self._channels)
-        for kept in (self._channels, self._slots, self._places, self._kinds, self._mappings):
+        for kept in (self._channels, self._slots, self.places, self.kinds, self._mappings):
             kept.clear()
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
@@ -103,10 +93,10 @@ class SharedMemory:
             RuntimeError: raised by gloo; a rank did not take part.
         """
         own = self._allocate(elements, dtype, timeout)[self.rank]
-        if not self._places:
+        if not self.places:
             tables = [part.numpy().data for part in self._allocate(3 * PLACES, torch.int64, timeout)]
-            self._places = [table[: 2 * PLACES] for table in tables]
-            self._kinds = [table[2 * PLACES :] for table in tables]
+            self.places = [table[: 2 * PLACES] for table in tables]
+            self.kinds = [table[2 * PLACES :] for table in tables]
         return own
 
     def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> list[Tensor]:
@@ -143,6 +133,13 @@ class SharedMemory:
         like = torch.empty(elements, dtype=dtype, device="meta")
         return [mapping.part(rank, like) for rank in range(self.size)]
 
+    def part(self, rank: int, place: Place, like: Tensor) -> Tensor:
+        """Return the tensor of a rank that begins at a place, with the size and dtype of `like`: (elements,)."""
+        number, offset = place
+        if number not in self._mappings:
+            raise RuntimeError("another rank gave a tensor in shared memory of which this rank has freed its part")
+        return self._mappings[number].part(rank, like, offset)
+
     def place_of(self, tensor: Tensor) -> Place | None:
         """Return where a tensor begins; None if it is not in a part of this rank."""
         at = tensor.data_ptr()
@@ -151,58 +148,6 @@ class SharedMemory:
             if 0 <= offset < mapping.part_bytes:
                 return number, offset
         return None
-
-    def begin(self, place: Place | None) -> int:
-        """Start a collective, and return its number.
-
-        Args:
-            place: of this rank's tensor, which is filled; None if it passes through the slots.
-        """
-        self.begun += 1
-        self._note(self.begun, is_in_place=place is not None)
-        if place is not None:
-            own, at = self._places[self.rank], 2 * ((self.ready.sent + 1) % PLACES)
-            own[at], own[at + 1] = place
-            self.ready.send()
-        return self.begun
-
-    def has_room(self) -> bool:
-        """Return whether fewer than `PLACES` collectives need the places of their tensors."""
-        return self.ready.sent - self.done.received < PLACES
-
-    def make_room(self, timeout: timedelta) -> None:
-        """Wait until all ranks are done with the first of these collectives."""
-        oldest, deadline = self.ready.sent + 1 - PLACES, time.perf_counter() + timeout.total_seconds()
-        while self.done.sent < oldest:
-            self.not_done[0].advance(deadline)
-        self.done.wait(oldest, deadline)
-
-    def parts_of(self, times: int, own: Tensor) -> list[Tensor]:
-        """Return all ranks' tensors, (elements,) each, of the collective in place for which `ready` was sent then."""
-        at = 2 * (times % PLACES)
-        places = [of_rank[at : at + 2] for of_rank in self._places]
-        if any(mapping not in self._mappings for mapping, _ in places):
-            raise RuntimeError("another rank gave a tensor in shared memory of which this rank has freed its part")
-        return [self._mappings[mapping].part(rank, own, offset) for rank, (mapping, offset) in enumerate(places)]
-
-    def _note(self, number: int, is_in_place: bool) -> None:
-        """Tell the other ranks which kind a collective of this rank is; without `empty`, none is in place."""
-        if self._kinds:
-            self._kinds[self.rank][number % PLACES] = 2 * number + is_in_place
-
-    def refuse_two_kinds(self, number: int) -> None:
-        """Raise `RuntimeError` if of the ranks that have started a collective, some are in place and others are not.
-
-        They would wait for each other; whichever starts last finds out.
-        """
-        kinds = [of_rank[number % PLACES] for of_rank in self._kinds]
-        through_slots, in_place = 2 * number, 2 * number + 1
-        if through_slots in kinds and in_place in kinds:
-            raise RuntimeError(
-                f"rank {self._ranks[kinds.index(in_place)]} gave a collective a tensor in memory that the ranks share, "
-                f"rank {self._ranks[kinds.index(through_slots)]} one outside of it; let all ranks give one from "
-                "distlab.comm.group.empty, or none"
-            )
 
 
 class MemoryTransport(Transport, ABC):

@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.context import SMALLEST_SHARED_BYTES
 from distlab.comm.transports import slots
-from distlab.comm.transports.collectives import InPlace, add_row, combine_share, copy_all, copy_from
+from distlab.comm.transports.collectives import Collectives, InPlace, add_row, combine_share, copy_all, copy_from
 from distlab.comm.transports.memory import MemoryTransport, Place, SharedMemory
 from distlab.comm.transports.sums import is_known
 from distlab.comm.transports.transport import Carried, Members, Op, is_overlapping
@@ -30,7 +30,8 @@ class OneHost(MemoryTransport):
 
     def __init__(self, members: Members, takes_all: bool, library: Any) -> None:
         super().__init__(members, takes_all)
-        self._memory = SharedMemory(library, members.ranks, members.rank, lambda: members.context.has_own_core)
+        self._memory = SharedMemory(library, members.rank, members.size, lambda: members.context.has_own_core)
+        self._collectives = Collectives(self._memory, members.ranks)
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self._memory.allocate(elements, dtype, self.limit)
@@ -45,16 +46,15 @@ class OneHost(MemoryTransport):
         return self._memory.place_of(tensor) is not None
 
     def held_back(self) -> list[Wait]:
-        begun = list(self._memory.not_done)
+        begun = list(self._collectives.not_done)
         return [one.named for one in begun if one.is_held_back and one.named is not None]
 
     def _in_place(self, place: Place, own: Tensor, combine: Callable[[list[Tensor]], object]) -> Carried:
-        if not self._memory.has_room():
-            self._memory.make_room(self.limit)
-        return Carried(InPlace(self._memory, place, own, combine))
+        self._collectives.make_room(self.members.context.waits.timeout_seconds)
+        return Carried(InPlace(self._collectives, place, own, combine))
 
     def _through_slots(self, turns: Iterator[int]) -> Carried:
-        return Carried(slots.ThroughSlots(self._memory, turns))
+        return Carried(slots.ThroughSlots(self._collectives, turns))
 
     def _has_slots(self, tensor: Tensor) -> bool:
         """Return whether there are slots for the pieces of a tensor, which are made for the first of them."""
@@ -65,8 +65,12 @@ class OneHost(MemoryTransport):
         if is_overlapping.get() or not tensor.is_cpu:
             return False
         if not self._memory.has_slots():
-            self.together(lambda: self._memory.make_slots(self.limit))
+            self.together(self._make_slots)
         return self._memory.has_slots()
+
+    def _make_slots(self) -> None:
+        self._collectives.begin_to_make_slots()
+        self._memory.make_slots(self.limit)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
         if not is_known(op):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, Hosts, NotShared
-from distlab.comm.transports.collectives import InPlace, combine_share, copy_from
+from distlab.comm.transports.collectives import Collectives, InPlace, combine_share, copy_from
 from distlab.comm.transports.memory import MemoryTransport, Place, SharedMemory, from_rank_0
 from distlab.comm.transports.signals import SECONDS_MORE
 from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
@@ -88,7 +88,8 @@ class MemoryOfHosts:
 
         with patient_threads():
             here = meet(own)
-            self.memory = SharedMemory(here, own, own.index(rank), has_own_core=lambda: False)
+            self.memory = SharedMemory(here, own.index(rank), len(own), has_own_core=lambda: False)
+            self._collectives = Collectives(self.memory, own)
             self._between = meet([here[0] for here in by_host]) if self.is_first else None
         self._thread = ThreadPoolExecutor(1)
 
@@ -137,13 +138,12 @@ class MemoryOfHosts:
     def _combine(self, place: Place, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
         deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
-        here = self.memory
-        add = partial(combine_share, rank=here.rank, op=plain, all_get_it=False)
-        InPlace(here, place, own, add).advance(deadline)
+        add = partial(combine_share, rank=self.rank, op=plain, all_get_it=False)
+        InPlace(self._collectives, place, own, add).advance(deadline)
         self._reduce_between(own, plain, deadline)
         if self.is_first and op == ReduceOp.AVG:
             own.div_(len(self.ranks))
-        InPlace(here, place, own, partial(copy_from, source=0, rank=here.rank)).advance(deadline)
+        InPlace(self._collectives, place, own, partial(copy_from, source=0, rank=self.rank)).advance(deadline)
 
     def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, deadline: float) -> None:
         """Combine the tensors of the hosts' first ranks; do nothing on other ranks."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.transports.collectives import SharedCollective
+from distlab.comm.transports.collectives import Collectives, SharedCollective
 from distlab.comm.transports.memory import SLOT_BYTES, SharedMemory
 from distlab.comm.transports.sums import add_in_order, combine_in_order
 
@@ -22,8 +22,8 @@ from distlab.comm.transports.sums import add_in_order, combine_in_order
 class ThroughSlots(SharedCollective):
     """A collective that one of the functions below describes by its turns."""
 
-    def __init__(self, memory: SharedMemory, turns: Iterator[int]) -> None:
-        super().__init__(memory, None)
+    def __init__(self, collectives: Collectives, turns: Iterator[int]) -> None:
+        super().__init__(collectives, is_in_place=False)
         self._turns = turns
         self._awaited: int | None = 0  # a turn that this rank has taken and others may not have; None after the last
         self._error: Exception | None = None  # of the function, which then has ended
