@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import free_port, join, meeting_of, process_group, run_ranks
+from torch import nn
 from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Grid
@@ -67,6 +68,35 @@ def test_a_rank_alone_receives_its_own_tensors() -> None:
     pending = dist.all_reduce(own, async_op=True)
     assert pending.is_completed()
     assert pending.get_future().wait()[0] is own
+
+
+def move_parameters(rank: int, world_size: int, port: int, transport: Transport) -> None:
+    """Collectives of tensors that need gradients, outside of `no_grad`."""
+    with process_group(rank, world_size, port, options=Options(transport=transport)):
+        like = torch.empty(0)
+        tensors = [torch.zeros(world_size * 4) for _ in range(3)] + [torch.zeros(4)]
+        gathered, listed, exchanged, added = tensors
+        for new in (torch.zeros, lambda length: empty(length, like)):
+            lengths = 4, 4, 4, 4 * world_size
+            first, second, third, each = (nn.Parameter(new(length).fill_(rank + 1)) for length in lengths)
+            dist.all_gather(list(listed.chunk(world_size)), third)
+            dist.all_gather_into_tensor(gathered, third)
+            dist.reduce_scatter_tensor(added, each)
+            dist.all_to_all_single(exchanged, each)
+            dist.all_reduce(first)
+            dist.broadcast(second, 0)
+            ranks = [float(other + 1) for other in range(world_size)]
+            assert first.tolist() == [sum(ranks)] * 4
+            assert second.tolist() == [1.0] * 4
+            assert added.tolist() == [sum(ranks)] * 4
+            for received in (gathered, listed, exchanged):
+                assert received.view(world_size, 4).tolist() == [[number] * 4 for number in ranks]
+            assert all(tensor.grad_fn is None for tensor in (*tensors, first, second, third, each))
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "gloo"), (3, "gloo"), (3, "shared")])
+def test_parameters_are_moved_without_a_graph(world_size: int, transport: Transport) -> None:
+    run_ranks(world_size, move_parameters, world_size, free_port(), transport)
 
 
 def test_a_rank_alone_has_nobody_to_send_to() -> None:

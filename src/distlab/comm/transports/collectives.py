@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -82,6 +83,7 @@ class SharedCollective(SharedWork):
         """True if this rank has yet to compute its part, without which no rank gets the result."""
         return self._number > self._collectives.asked_for
 
+    @torch.no_grad()  # as in torch's own groups; the slots would otherwise keep the graphs of parameters
     def advance(self, deadline: float) -> None:
         them = self._collectives
         if deadline:  # otherwise this rank may compute for long before it returns here
