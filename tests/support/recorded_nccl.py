@@ -208,7 +208,7 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         for read in "item", "tolist", "__bool__", "__int__":  # a GPU's tensor, as if it were full of zeros
             patch(f"torch.Tensor.{read}", zeros(getattr(Tensor, read), nccl.calls))
         patch("distlab.run.training.build_optimizer", lambda _, parameters, lr, *others: PlainSGD(parameters, lr))
-        patch("distlab.machine.devices.pick_device_type", lambda _: "cuda")
+        patch("distlab.machine.devices.pick_device_type", lambda *_: "cuda")
         patch("distlab.machine.network.own_place", lambda *_: None)
         patch("distlab.machine.devices.pick_device", lambda *_: GPU)
         patch("distlab.rendezvous.ranks.open_store", lambda *_: store_with_accounts(size))

@@ -20,10 +20,13 @@ class Place:
     gpus: tuple[str, ...] = ()  # UUIDs of the GPUs that the rank sees; none for a rank on the CPU
 
 
-def pick_device_type(name: str) -> str:
+def pick_device_type(name: str, ranks_here: int = 1) -> str:
     """Return the device type, "cpu" or "cuda", for a value of `--device`; `auto` is CUDA if present.
 
     Also sets the environment variables that CUDA reads at its start. With "cpu", this process no longer sees any GPU.
+
+    Args:
+        ranks_here: number of ranks on this host, for processes that no launcher has started.
 
     Raises:
         InputError: CUDA was requested but is not available.
@@ -34,7 +37,7 @@ def pick_device_type(name: str) -> str:
     # Over NCCL, the groups and links of a hybrid need more streams than the default of 8 queues, and streams that share
     # a queue wait for each other (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS; 32 is the maximum). Ranks
     # that share a GPU over gloo do without: an H100 gave so many queues to 5 processes only, and refused others.
-    has_own_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+    has_own_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_here)) <= torch.cuda.device_count()
     if has_own_gpu or os.environ.get(SHARE_GPUS) == "1":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     is_there = torch.cuda.is_available()

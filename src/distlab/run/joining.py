@@ -44,7 +44,8 @@ def join(settings: RunSettings, script: Path) -> Joined:
     """
     rank, size = identity(settings)
     grid = Grid(rank, settings.layout, settings.held)
-    device_type = devices.pick_device_type(settings.device)
+    ranks_here = size if settings.master_addr in ("localhost", "127.0.0.1") else 1  # as far as is known already
+    device_type = devices.pick_device_type(settings.device, ranks_here)
     by_torchrun, seconds = started_by_torchrun(), settings.timeout
     address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
     store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, seconds)

@@ -91,17 +91,21 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         pick_device_type("cuda")
 
 
-@pytest.mark.parametrize(("ranks", "shares", "queues"), [("2", "", "32"), ("3", "", None), ("3", "1", "32")])
+@pytest.mark.parametrize("is_launched", [True, False])
+@pytest.mark.parametrize(("ranks", "shares", "queues"), [(2, "", "32"), (3, "", None), (3, "1", "32")])
 def test_only_ranks_that_share_a_gpu_over_gloo_have_few_queues(
-    ranks: str, shares: str, queues: str | None, monkeypatch: pytest.MonkeyPatch
+    ranks: int, shares: str, queues: str | None, is_launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "before")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    if is_launched:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    else:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv(SHARE_GPUS, shares)
-    assert pick_device_type("auto") == "cuda"
+    assert pick_device_type("auto", 1 if is_launched else ranks) == "cuda"
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
 
 
