@@ -32,15 +32,16 @@ def ledger(run: Records) -> Json | None:
             kind, peers, total = sent["kind"], sent["peers"], by_kind[sent["kind"]]
             to = coordinate(run.layout, peers[0], "pp") if sent["way"] == "send" else None
             formula = formulas.get((kind, to))
+            is_of_all = formula is None or to is None  # also of messages of a collective that is written by hand
+            formula = formula or formulas.get((kind, None))
             total[0] += sent["messages"]
             total[1] += sent["bytes"]
-            is_collective = sent["way"] != "send"
             groups = [one["kind"] for one in account["sent"] if one["way"] == sent["way"]].count(kind)
-            if formula and not (is_collective and formula.words in total[3]):  # once for all groups of ranks
+            if formula and not (is_of_all and formula.words in total[3]):  # once for all groups of ranks
                 total[2] = (total[2] or 0) + formula.bytes
                 total[3].append(formula.words)
             for peer in peers:
-                has_own = formula and (groups == 1 or not is_collective)
+                has_own = formula and (groups == 1 or not is_of_all)
                 expected = formula.bytes * count / len(peers) if formula and has_own else None
                 kinds[rank][peer].append([kind, sent["bytes"] / len(peers), expected])
         for kind, (messages, size, expected, words) in by_kind.items():
@@ -90,7 +91,7 @@ def memory(run: Records) -> Json | None:
         return None
     costs, names = costs_of(run), [name_of(run, rank) for rank in run.alive]
     kinds = [kind for kind in run.memory[0] if kind != WITHOUT and any(rank.get(kind) for rank in run.memory)]
-    planned = [memory_of(costs, rank) for rank in run.alive] if costs and counts_memory(run, costs) else None
+    planned = [memory_of(run, costs, rank) for rank in run.alive] if costs and counts_memory(run, costs) else None
     rows = [
         (name, kind, held[kind], planned[index].get(kind) if planned else None)
         for index, (name, held) in enumerate(zip(names, run.memory, strict=True))

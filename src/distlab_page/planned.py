@@ -17,12 +17,10 @@ from distlab_planner.exchanges import TIMES, Size
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine
 from distlab_planner.memory import held
-from distlab_planner.model import Model, ModelSettings, Sizes
+from distlab_planner.model import NUMBER_BYTES, Model, ModelSettings, Sizes, share
 from distlab_planner.sent import Formulas, sent_in_step
 from simplellm.errors import InputError
 
-# Settings with which ranks hold other memory than the planner counts, with the values for which it counts it.
-IN_MEMORY = {"residual": "float32", "sequence_parallel": False, "capacity": 0}
 NEEDED = (
     "dmodel num_heads num_kv_heads hidden_dim seq_len n_layers batch_size micro_batches recompute optimizer".split()
 )
@@ -32,10 +30,8 @@ def costs_of(run: Records) -> Costs | None:
     """Return a run in the planner's terms; None if the planner does not know such runs."""
     settings, layout = run.settings, run.layout
     is_known = all(name in settings for name in NEEDED) and settings.get("tp_style") != "naive"
-    if settings.get("sequence_parallel"):  # in equal parts, none of which is computed again
-        is_known &= settings["seq_len"] % layout["tp"] == 0
-        is_known &= (settings["recompute"], settings["dtype"]) == ("none", "float32")
-    if not is_known or run.repairs or settings.get("all_reduce", "library") != "library":
+    by_hand = run.config.get("shards")  # by a script that has no flag for it; it sends whole weights in float32
+    if not is_known or run.repairs or (by_hand and settings["dtype"] != "float32"):
         return None
     schedule = settings.get("schedule", "naive")
     if schedule == AUTO and settings["chunks_per_stage"] == 1:  # its messages are those of any with the same stages
@@ -48,10 +44,12 @@ def costs_of(run: Records) -> Costs | None:
         micro_batches=settings["micro_batches"],
         schedule=schedule,
         recompute=settings["recompute"],
-        shard=settings.get("shard", "none"),
+        shard=settings.get("shard", by_hand or "none"),
         split=tuple(run.config.get("layers_per_stage", [settings["n_layers"]])),
         cp_kind=settings.get("cp_kind", "gather"),
         cp_order=settings.get("cp_order", "contiguous"),
+        residual=settings.get("residual", "float32"),
+        sequence_parallel=settings.get("sequence_parallel", False),
     )
     try:
         if sum(len(stages_of(program)) for program in own.programs()) != len(own.split):  # other chunks
@@ -73,8 +71,7 @@ def counts_memory(run: Records, costs: Costs) -> bool:
     if sizes.compiled and (sizes.experts or replace(layout, shard="none").not_compiled):
         return False
     shares_vocabulary = run.layout.get("tp", 1) == 1 or "tp" in settings or "tp_style" in settings
-    is_usual = all(settings.get(name, usual) == usual for name, usual in IN_MEMORY.items())
-    return shares_vocabulary and is_usual and settings.get("schedule") != AUTO and run.sync_every is None
+    return shares_vocabulary and settings.get("schedule") != AUTO and not settings.get("capacity")
 
 
 def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
@@ -98,6 +95,10 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
         formulas.pop(("gradients", None), None)
         formulas.add_ring("gradients", layout.size("cp"), 1, 2, Size(weights, f"{weights:,} weights"))
         _add_exchanges(formulas, run, weights, replicas, steps)
+    elif (topology := settings.get("all_reduce", "library")) not in ("library", "ring"):
+        formulas.pop(("gradients", None), None)
+        count = _sent_by_hand(topology, rank, holders.size)
+        formulas.add("gradients", None, count, f"{count} messages", Size(weights, f"{weights:,} weights"))
     elif compress == "powersgd":
         formulas.pop(("gradients", None), None)
         factors = _factors(model.sizes, model.n_layers, settings["powersgd_rank"])
@@ -110,6 +111,16 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
         gains = Size(model.sizes.dmodel, f"{model.sizes.dmodel} gains")
         formulas.add_ring("norm gradients", layout.size("tp"), parts * (2 * model.n_layers + 1), 2, gains)
     return formulas
+
+
+def _sent_by_hand(topology: str, rank: int, ranks: int) -> int:
+    """Return how often a rank sends the whole tensor in an all-reduce of `distlab.collectives`."""
+    if topology == "naive":  # to rank 0, which sends the sum to all
+        return 1 if rank else ranks - 1
+    if topology == "tree":  # up to rank 0, and down: to ranks whose numbers have one further bit in front
+        return (rank > 0) + sum(rank < 1 << bit and rank + (1 << bit) < ranks for bit in range(ranks.bit_length()))
+    rounds = ranks.bit_length() - 1  # of a butterfly; ranks beyond the largest power of two only send theirs
+    return 1 if rank >= 1 << rounds else rounds + (rank + (1 << rounds) < ranks)
 
 
 def _add_exchanges(formulas: Formulas, run: Records, weights: int, replicas: int, steps: int) -> None:
@@ -142,13 +153,22 @@ def _factors(sizes: Sizes, n_layers: int, width: int) -> int:
     return sum(min(width * (a + b), a * b) for a, b in matrices) + (2 * n_layers + 1) * d
 
 
-def memory_of(costs: Costs, rank: int) -> dict[str, int]:
+def memory_of(run: Records, costs: Costs, rank: int) -> dict[str, int]:
     """Return the bytes that a rank should hold, by the kinds of `memory.json`."""
-    plan = held(costs, coordinate(costs.layout.axes, rank, "pp"))
+    worker, settings = coordinate(costs.layout.axes, rank, "pp"), run.settings
+    plan, outer, copied = held(costs, worker), 0, 0
+    if settings.get("run_on") or settings.get("repair", "off") != "off":
+        copied = costs.updated(*stages_of(costs.layout.programs()[worker])) * NUMBER_BYTES + plan.optimizer_state
+    if run.sync_every is not None and "outer_lr" in settings:  # weights and momentum of the outer optimizer
+        outer = 2 * plan.parameters
+        if "fragments" in settings:  # and the outer gradient of a fragment; what a compressed one lacked
+            outer += share(plan.parameters // NUMBER_BYTES, settings["fragments"]) * NUMBER_BYTES
+            outer += plan.parameters * (settings["compress"] != "none")
     return {
         "parameters": plan.parameters,
         "gradients": plan.gradients,
-        "optimizer state": plan.optimizer_state,
+        "optimizer state": plan.optimizer_state + outer,
+        "copy to undo": copied,
         "gathered": plan.gathered,
         "activations": plan.activations,
     }

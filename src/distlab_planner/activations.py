@@ -38,9 +38,20 @@ class Activations:
         return self.layout.rows * self.attention.positions
 
     @property
+    def residual_tokens(self) -> int:
+        """Tokens of the residual stream on a rank; with sequence parallelism, slices have parts, the last padded."""
+        ranks = self.layout.size("tp") if self.layout.sequence_parallel else 1
+        return self.layout.rows * share(self.attention.positions, ranks)
+
+    @property
     def between_bytes(self) -> int:
         """Bytes of the activations between two blocks."""
-        return self.tokens * self.sizes.dmodel * NUMBER_BYTES
+        return self.residual_tokens * self.sizes.dmodel * (2 if self.layout.residual == "bfloat16" else NUMBER_BYTES)
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes of the same at the ends of a stage, in float32."""
+        return self.residual_tokens * self.sizes.dmodel * NUMBER_BYTES
 
     @property
     def message_bytes(self) -> int:
@@ -52,18 +63,20 @@ class Activations:
         sizes, width, tokens, tp = self.sizes, self.sizes.dmodel, self.tokens, self.layout.size("tp")
         if part == "embedding":  # besides the ids: if the vocabulary is shared, which rows they have here, and a mask
             return tokens * (ID_BYTES + FLAG_BYTES) * (tp > 1)
-        norm = (width + 1) * NUMBER_BYTES + width * sizes.inner_bytes  # input, root mean square; output
+        # Input, root mean square; output.
+        norm = self.between_bytes + self.residual_tokens * NUMBER_BYTES + tokens * width * sizes.inner_bytes
         compiles_casts = sizes.compiled and sizes.dtype == "bfloat16"
         # Compiled passes keep their weights in bfloat16; others cast them once more. Ranks that shard have them in it.
         casts = sizes.matrices(part) * sizes.inner_bytes * (compiles_casts and self.layout.shard == "none")
         if part == "head":  # probabilities; targets; if compiled, these once more
             ids = ID_BYTES * (1 + sizes.compiled) + FLAG_BYTES * (tp > 1)
-            return tokens * (norm + NUMBER_BYTES * share(sizes.vocab_size, tp) + ids) + casts
+            return norm + tokens * (NUMBER_BYTES * share(sizes.vocab_size, tp) + ids) + casts
         attention = (2 * width + 2 * sizes.kv_width) * sizes.inner_bytes + sizes.num_heads * NUMBER_BYTES
         inside = (4 - sizes.compiled) * sizes.network_width(tp) * sizes.inner_bytes  # the compiler computes SiLU again
-        per_token = 2 * norm + attention // tp + sizes.networks * inside + self._router_bytes
+        per_token = attention // tp + sizes.networks * inside + self._router_bytes
         per_token -= width * sizes.inner_bytes * compiles_casts  # the output of a norm, likewise
-        return tokens * per_token + casts
+        in_float32 = (self.end_bytes - self.between_bytes) * sizes.compiled  # the input of the second norm
+        return 2 * norm + tokens * per_token + casts + in_float32
 
     @property
     def _router_bytes(self) -> int:
@@ -114,15 +127,17 @@ class Activations:
         ids = tokens * ID_BYTES if parts["embedding"] else 0
         if layout.size("cp") > 1:  # else the ids are views of the batch, and the tables those of all micro-batches
             everything += ids + (self.attention.table_bytes if parts["block"] else 0)
-        by_forward = everything + (0 if parts["head"] else self.between_bytes)  # the output
+        by_forward = everything + (0 if parts["head"] else self.end_bytes)  # the output
         if layout.recompute != "none":
             by_forward -= parts["block"] * (self._inside_block_bytes - self._kept_attention_bytes)
             by_forward -= mask * (not layout.keeps_attention)
         if layout.recompute == "all" and parts["head"]:
             by_forward -= tokens * (NUMBER_BYTES + self.sizes.dmodel * self.sizes.inner_bytes)  # only the norm's input
-        input_bytes = self.between_bytes
+        input_bytes = self.end_bytes
         if parts["embedding"]:
             input_bytes = ids if layout.size("cp") > 1 else 0
+        elif layout.residual != "float32":
+            everything += input_bytes  # the first block keeps a copy
         return Kept(everything, by_forward, input_bytes, factors)
 
     def change(self, action: Action) -> int:

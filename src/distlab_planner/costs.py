@@ -79,6 +79,10 @@ class Costs:
         """Return the number of weights of stages, on one rank."""
         return sum(one.count for one in self.weights_by_holders(*stages))
 
+    def updated(self, *stages: int) -> int:
+        """Return the number of these that a rank updates."""
+        return sum(one.count if self.layout.shard == "none" else one.own for one in self.weights_by_holders(*stages))
+
     def weights_by_holders(self, *stages: int) -> tuple[Weights, Weights]:
         """Return the weights of stages, without experts and of experts."""
         sizes, tp, parts = self.model.sizes, self.layout.size("tp"), Counter[ModelPart]()
@@ -95,7 +99,7 @@ class Costs:
     @property
     def stage_message_bytes(self) -> int:
         """Bytes of a micro-batch's activations on the way to the next stage."""
-        return self.activations.message_bytes if self.casts_messages else self.activations.between_bytes
+        return self.activations.message_bytes if self.casts_messages else self.activations.end_bytes
 
     def seconds(self, action: Action, threads: int = 1) -> float:
         """Return the seconds of an action that no other rank slows down, including the collectives inside it."""
@@ -211,7 +215,8 @@ class Costs:
     def _seconds_of(self, exchange: Exchange) -> float:
         hosts, size_bytes = self.on_hosts, exchange.size.bytes
         if exchange.axis == "tp":
-            return exchange.count * hosts.all_reduce(hosts.slices, size_bytes, "shared").alone
+            collective = hosts.all_reduce if exchange.rounds == 2 else hosts.half
+            return exchange.count * collective(hosts.slices, size_bytes, "shared").alone
         if exchange.axis == "ep":
             return exchange.count * hosts.all_to_all(hosts.sharing_experts, size_bytes).alone
         if self.layout.cp_kind == "heads":

@@ -21,7 +21,7 @@ from distlab.pipeline.schedules import (
     with_recomputation,
 )
 from distlab.pipeline.split import Split, balance
-from distlab_planner.model import Model, ModelPart
+from distlab_planner.model import Dtype, Model, ModelPart
 from simplellm.errors import InputError, require
 from simplellm.options import BLOCK_BY_BLOCK, Recompute
 
@@ -46,6 +46,8 @@ class RunLayout:
     split: Split  # layers of each stage
     cp_kind: Kind = "ring"
     cp_order: Order = "zigzag"
+    residual: Dtype = "float32"  # of the stream between norms and layers
+    sequence_parallel: bool = False  # slices hold parts of the sequences between attention and feed-forward layers
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""

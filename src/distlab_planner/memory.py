@@ -44,9 +44,9 @@ def held(costs: Costs, worker: int) -> RankMemory:
     weights = sum(one.bytes for one in by_holders)
     # Of the experts' scores: parameters without gradients.
     corrections = sum(layout.parts(stage)["block"] for stage in stages) * sizes.experts * NUMBER_BYTES
-    own, parameters = weights, weights
+    own, parameters = costs.updated(*stages) * NUMBER_BYTES, weights
     if layout.shard != "none":
-        own, rounded = sum(one.own for one in by_holders) * NUMBER_BYTES, sum(one.own_rounded for one in by_holders)
+        rounded = sum(one.own_rounded for one in by_holders)
         whole = sum(one.gathered_bytes for one in by_holders)
         # The shards of rounded weights are there twice: in float32, and as they are sent.
         parameters = own + rounded * sizes.inner_bytes if layout.shard == "weights" else whole + rounded * NUMBER_BYTES

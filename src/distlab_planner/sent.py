@@ -99,7 +99,7 @@ def sent_in_step(costs: Costs, rank: int) -> Formulas:
             in_step[replace(one, count=1)] += count * one.count
     for one, count in in_step.items():
         if one.axis != "cp" or one.kind == "heads":
-            add_ring(one.kind, layout.size(one.axis), count, 2 if one.axis == "tp" else 1, one.size)
+            add_ring(one.kind, layout.size(one.axis), count, one.rounds, one.size)
         else:
             to = worker if layout.cp_kind == "ring" else None
             add(one.kind, to, count, f"{count} messages", one.size)

@@ -49,12 +49,14 @@ class SharedAttention:
     @property
     def kept_bytes(self) -> int:
         """Bytes that the backward pass needs, in addition to the block's own without other ranks."""
-        if self.ranks == 1 or self.kind == "ring":
+        if self.ranks == 1:
             return 0
         if self.kind == "gather":  # the keys and values of the other ranks
             return (self.ranks - 1) * self.keys * self.sizes.inner_bytes
-        # The output before it goes home.
-        output = self.rows * self.positions * self.sizes.dmodel // self.tp * self.sizes.inner_bytes
+        numbers = self.rows * self.positions * self.sizes.dmodel // self.tp
+        if self.kind == "ring":  # the output in float32, besides the one in bfloat16
+            return numbers * NUMBER_BYTES * (self.sizes.inner_bytes != NUMBER_BYTES)
+        output = numbers * self.sizes.inner_bytes  # before it goes home
         repeated = self.sizes.num_kv_heads // self.tp % self.ranks != 0
         more = 2 * (self.sizes.dmodel - self.sizes.kv_width) // self.tp * repeated
         return output + self.rows * self.positions * more * self.sizes.inner_bytes

@@ -131,8 +131,7 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, floa
     """Return a worker's seconds of update and other work, of gathering weights, and of averaging its gradients."""
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     weights = [one for one in costs.weights_by_holders(*stages_of(program)) if one.count]
-    own = sum(one.count if layout.shard == "none" else one.own for one in weights)
-    update = machine.step_seconds + machine.update_seconds(costs.optimizer) * own
+    update = machine.step_seconds + machine.update_seconds(costs.optimizer) * costs.updated(*stages_of(program))
     collective = on_hosts.all_reduce if layout.shard == "none" else on_hosts.half
     average = in_a_row([collective(one.holders, one.bytes, "shared") for one in weights])
     if layout.shard == "none":

@@ -1,4 +1,4 @@
-"""The bytes that a run of each kind has sent are those of the formulas beside them on its page."""
+"""The bytes that a run of each kind has sent and holds are those of the formulas beside them on its page."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from distlab_page.contents import contents
 from distlab_page.records import read
 
 WITHOUT = {"control", "check", "checkpoints"}  # which are not sent in each step
+NOT_PLANNED = "--capacity", "auto", "tp --world-size"  # of memory: rows dropped, an unknown order, a whole vocabulary
 RUNS = {  # commands of one run or of several, and the kinds that have formulas
     "experts, all of which each token uses": (
         "5d --dp 4 --ep 2 --pp 1 --batch-size 2 --micro-batches 2 --recompute all --experts 4 "
@@ -41,26 +42,51 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "dp-wa --sync-every 3 --save-every 3; dp-wa --sync-every 3 --resume RUN --steps 7",
         "weights, loss; weights, loss",
     ),
-    "a sum for each replica": ("dp-repair --repair exact", "gradients, loss"),
+    "a sum for each replica, and a copy of the state": (
+        "dp-repair --repair exact; 5d --dp 2 --pp 1 --batch-size 3 --shard weights --run-on --optimizer adam",
+        "gradients, loss; gradients, loss",
+    ),
     "averages in each pass": ("ddp --batch-size 2 --micro-batches 2", "gradients, loss"),
+    "shards by hand": ("dp-zero --optimizer adam", "gradients, weights, loss"),
     "low rank": ("dp-buckets --compress powersgd", "gradients, loss"),
     "the largest": ("dp-buckets --compress topk", "gradients, loss"),
+    "by hand, over 3 ranks": (
+        "dp-buckets --all-reduce naive; dp-buckets --all-reduce tree; "
+        "dp-buckets --all-reduce butterfly; dp-buckets --all-reduce ring",
+        "gradients, loss; gradients, loss; gradients, loss; gradients, loss",
+    ),
     "slices": ("tp --world-size 2", "layer activations, layer gradients, loss"),
+    "a residual in bfloat16": (
+        "5d --dp 1 --pp 3 --n-layers 4 --layers-per-stage 1,2,1 --batch-size 2 --micro-batches 2 --recompute all "
+        "--dtype bfloat16 --residual bfloat16; "
+        "5d --dp 1 --pp 2 --layers-per-stage 2,2 --n-layers 4 --batch-size 2 --micro-batches 2 --schedule zb-h1 "
+        "--dtype bfloat16 --residual bfloat16",
+        "activations, loss; activations, loss",
+    ),
     "slices of sequences": (
         "tp-styles --world-size 2 --sequence-parallel --micro-batches 2 --batch-size 2",
         "layer activations, layer gradients, vocabulary activations, vocabulary gradients, norm gradients, loss",
+    ),
+    "slices of sequences of unequal lengths, computed again in bfloat16": (
+        "tp-styles --world-size 3 --num-heads 3 --dmodel 48 --sequence-parallel --batch-size 2; "
+        "tp-styles --world-size 2 --sequence-parallel --micro-batches 2 --batch-size 2 --dtype bfloat16 "
+        "--recompute blocks; "
+        "tp-styles --world-size 2 --sequence-parallel --micro-batches 2 --batch-size 2 --dtype bfloat16 "
+        "--recompute all",
+        "layer activations, norm gradients; layer activations, norm gradients; layer activations, norm gradients",
     ),
 }
 
 
 @pytest.mark.parametrize("which", RUNS)
-def test_a_run_sends_the_bytes_of_the_formulas(which: str, tmp_path: Path) -> None:
+def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: Path) -> None:
     for number, (command, kinds) in enumerate(zip(*(part.split("; ") for part in RUNS[which]), strict=True)):
         out, earlier = tmp_path / f"run{number}", tmp_path / f"run{number - 1}"
         name, *flags = command.replace("ROUTES", f"{tmp_path}/routes").replace("RUN", str(earlier)).split()
         ended = fork_launcher(name, *MODEL, *TRAINING, *flags, "--out", out).finish()
         assert ended.status == 0, ended.err
-        rows = [row for row in contents(read(out))["ledger"]["table"]["rows"] if "0" in row[1]]
+        page = contents(read(out))
+        rows = [row for row in page["ledger"]["table"]["rows"] if "0" in row[1]]
         formulas = {kind: (each, formula, words) for kind, _, _, _, each, formula, words in rows if words}
         assert {*formulas} >= {*kinds.split(", ")}
         assert {*formulas} >= {kind for kind, *_ in rows} - WITHOUT - (
@@ -69,3 +95,6 @@ def test_a_run_sends_the_bytes_of_the_formulas(which: str, tmp_path: Path) -> No
         for kind, (each, formula, words) in formulas.items():
             assert each == pytest.approx(formula, rel=1e-3), kind
             assert computed(words) == pytest.approx(formula, rel=1e-3, abs=1), words
+        assert (page["memory"]["plan"] is None) == any(flag in command for flag in NOT_PLANNED)
+        for kind, planned in (page["memory"]["plan"] or {}).items():
+            assert planned == pytest.approx(page["memory"]["bars"].get(kind, 0), rel=0.01, abs=1000), kind

@@ -253,6 +253,9 @@ class ZeRO1Settings(DataParallelSettings):
     no_repair = NO_COPY
     shard: ClassVar[Sharded] = "optimizer"
 
+    def decide(self) -> dict[str, Any]:
+        return {**super().decide(), "shards": self.shard}
+
 
 @dataclass
 class ShardedSettings(DataParallelSettings):

@@ -123,10 +123,10 @@ def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without_and_holds_the_memo
     batch = "--batch-size 4 --micro-batches 2 --dtype bfloat16 --compile".split()
     _, gradients, losses = train_on(ranks, script, tmp_path, *flags.split(), *batch, deadline=240)
     assert "during this step" not in (tmp_path / "rank0.log").read_text()
-    costs = costs_of(read(tmp_path))
+    costs = costs_of(run := read(tmp_path))
     assert costs is not None
     for rank, counted in enumerate(json.loads((tmp_path / "memory.json").read_text())):
-        for kind, planned in memory_of(costs, rank).items():
+        for kind, planned in memory_of(run, costs, rank).items():
             assert planned == pytest.approx(counted[kind], rel=0.01, abs=200), (rank, kind)
     _, expected, expected_losses = one_process(rows, "--dtype", "bfloat16")
     assert losses == pytest.approx(expected_losses, rel=1e-3)
