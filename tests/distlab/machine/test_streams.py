@@ -142,8 +142,8 @@ def test_other_threads_see_the_stream_without_a_call_of_cuda(gpu: Gpu, monkeypat
 
 
 @pytest.fixture
-def main_and_side(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The streams that a number's copy waits for and runs on, in this order."""
+def copies_on_the_side(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Checks at the end that a number's copy waited for the main stream, and ran on a side stream."""
     given: list[object] = []
 
     @contextlib.contextmanager
@@ -156,23 +156,21 @@ def main_and_side(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr("distlab.machine.streams.copied_to_host", torch.Tensor.clone)
-    return given
+    yield
+    assert given == [main, side]
 
 
-def test_a_rank_alone_reads_a_number_that_it_has_left_without_a_wait_for_later_work(
-    gpu: Gpu, main_and_side: list[object]
-) -> None:
+@pytest.mark.usefixtures("gpu", "copies_on_the_side")
+def test_a_rank_alone_reads_a_number_that_it_has_left_without_a_wait_for_later_work() -> None:
     number = torch.tensor(6.0)
     late = LateNumber(number.as_subclass(OnGPU), dist.all_reduce(number, async_op=True))
     late.leave()
-    assert len(main_and_side) == 2
     number += 1  # the next step has another
     assert late.read() == 6
 
 
-def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(
-    gpu: Gpu, main_and_side: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("copies_on_the_side")
+def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch names a wait for the number that does not end."""
     context = context_over("nccl")
     number, pending = torch.tensor(6.0).as_subclass(OnGPU), begin(context)[0]
@@ -180,7 +178,6 @@ def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(
     context.waits.watch(failures.append)
     late = LateNumber(number, pending)
     late.leave()
-    assert len(main_and_side) == 2
     assert pending.was_waited_for()
     assert not late.has_arrived()
     gpu.queued += 100  # the next step
