@@ -18,6 +18,7 @@ from distlab.run import joining
 from distlab.run.joining import identities, join
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, parse
+from distlab.settings.replicas import DataParallelSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -195,3 +196,19 @@ def test_all_ranks_read_the_revision_that_rank_0_has(data: str, tmp_path: Path) 
     assert told[:2] == ["abc", "abc"]
     assert told[2].startswith("--data tinystories: ")
     assert "its revision abc is not cached: HF_HUB_OFFLINE is set" in told[2]
+
+
+@pytest.mark.parametrize(("address", "here"), [("localhost", 3), ("10.0.0.9", 1)])
+def test_ranks_without_a_launcher_are_all_on_the_host_of_rank_0_if_that_is_this_one(
+    address: str, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AskedError(Exception):
+        pass
+
+    def note(_: str, ranks_here: int) -> str:
+        raise AskedError(ranks_here)
+
+    monkeypatch.setattr("distlab.machine.devices.pick_device_type", note)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(AskedError, match=f"^{here}$"):
+        join(parse(DataParallelSettings(), "", ["1", "--world-size", "3", "--master-addr", address]), LAB / DAPPLE)
