@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from ranks import join
+from ranks import run_ranks
+from tables import print_head, print_row
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
 from distlab.comm.recorder import STEP
-from distlab.machine.processes import leave
 from distlab.pipeline.actions import ActionCosts, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import in_a_row, simulate
@@ -106,9 +105,9 @@ class _Sleep(torch.autograd.Function):
         return grad, None, None, None
 
 
-def measure(rank: int, workers: int, micro_batches: int, settings: Settings) -> None:
+def measure(workers: int, micro_batches: int, settings: Settings) -> None:
     """One rank: each schedule; rank 0 prints the rows of the table."""
-    join(rank, workers, settings.port)
+    rank = dist.get_rank()
     for name in settings.schedules:
         programs = all_stages(name, workers, micro_batches)
         held = stages_of(programs[rank])
@@ -117,11 +116,10 @@ def measure(rank: int, workers: int, micro_batches: int, settings: Settings) -> 
         both = (settings.steps, False), (settings.in_a_row, True)
         traces = [traced_steps(rank, nets, programs, count, run_on) for count, run_on in both if count]
         if rank == 0:
-            print(row(name, micro_batches, programs, traces), flush=True)
+            print_row(workers, micro_batches, name, *cells(programs, traces))
             if settings.trace_to is not None:
                 settings.trace_to.mkdir(parents=True, exist_ok=True)
                 write_chrome(traces[0], settings.trace_to / f"{name}-{workers}-{micro_batches}.json")
-    leave(0)
 
 
 def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, steps: int, run_on: bool) -> Trace:
@@ -142,16 +140,16 @@ def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, 
     return merge(recorded, {"pp": workers}, programs, run_on)
 
 
-def row(name: str, micro_batches: int, programs: Programs, traces: Sequence[Trace]) -> str:
-    """A line of the table; bubbles are means over the workers."""
-    cells = [str(len(programs)), str(micro_batches), name]
+def cells(programs: Programs, traces: Sequence[Trace]) -> list[str]:
+    """The bubbles of a row, planned and measured; they are means over the workers."""
+    found = []
     for trace in traces:
         steps = trace.steps()
         parts = [steps] if trace.run_on else [[step] for step in steps]
         busy = [statistics.fmean(trace.busy(worker, part)[0] for worker in range(len(programs))) for part in parts]
         plan = simulate(in_a_row(programs, len(parts[0])), FREE_MESSAGES)
-        cells += [f"{statistics.fmean(plan.bubble):.1%}", f"{1 - statistics.median(busy):.1%}"]
-    return f"| {' | '.join(cells)} |"
+        found += [f"{statistics.fmean(plan.bubble):.1%}", f"{1 - statistics.median(busy):.1%}"]
+    return found
 
 
 def main(settings: Settings) -> None:
@@ -166,11 +164,11 @@ def main(settings: Settings) -> None:
     for (workers, micro_batches), name in itertools.product(sizes, settings.schedules):
         all_stages(name, workers, micro_batches)  # raises InputError for an impossible combination
     heads = ["workers", "micro-batches", "schedule"]
-    heads += ["idle in the plan", "measured"] * bool(settings.steps)
-    heads += [f"{settings.in_a_row} steps that run on: in the plan", "measured"] * bool(settings.in_a_row)
-    print(f"| {' | '.join(heads)} |\n|---|---|---{'|---:' * (len(heads) - 3)}|", flush=True)
+    heads += ["idle in the plan:", "measured:"] * bool(settings.steps)
+    heads += [f"{settings.in_a_row} steps that run on: in the plan:", "measured:"] * bool(settings.in_a_row)
+    print_head(*heads)
     for workers, micro_batches in each(sizes, "sizes"):
-        mp.spawn(measure, args=(workers, micro_batches, settings), nprocs=workers)
+        run_ranks(measure, workers, settings.port, workers, micro_batches, settings)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,17 @@ python bench/checkpoints.py
 python bench/checkpoints.py --topologies primer --rounds 5
 """
 
-import json
 import re
 import statistics
-import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-import tyro
+from lab_runs import run
+from tables import print_head, print_row
 
 from distlab.run.progress import each
-
-LAB = Path(__file__).resolve().parents[1]
+from simplellm import command_line
+from simplellm.errors import require
 
 
 @dataclass
@@ -32,31 +29,28 @@ class Settings:
     """pairs of runs"""
 
 
-def run(topology: str, steps: int, *flags: str) -> tuple[float, float, float]:
-    """Seconds of the whole command, of its steps together, and of its checkpoints."""
-    with tempfile.TemporaryDirectory() as out:
-        command: list[str | Path] = [LAB / "launch.sh", topology, *f"--steps {steps} --data sample --out {out}".split()]
-        started = time.perf_counter()
-        said = subprocess.run([*command, *flags], check=True, capture_output=True, text=True).stdout
-        whole = time.perf_counter() - started
-        records = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    saving = re.search(r"checkpoints took ([\d.]+) s", said)
-    return whole, sum(record["seconds"] for record in records), float(saving[1]) if saving else 0.0
+def seconds_of(flags: str) -> tuple[float, float, float]:
+    """Of the whole command, of its steps together, and of its checkpoints."""
+    started = time.perf_counter()
+    found = run(flags)
+    whole = time.perf_counter() - started
+    saving = re.search(r"checkpoints took ([\d.]+) s", found.said)
+    return whole, sum(found.seconds), float(saving[1]) if saving else 0.0
 
 
 def main(settings: Settings) -> None:
-    steps, every = settings.steps, settings.save_every
-    print(f"| run of {steps} steps | seconds without | with --save-every {every} | ratio | saving, of the steps |")
-    print("|---|---|---|---|---|")
+    require(settings.rounds > 0, f"--rounds {settings.rounds}: give at least 1")
+    every = f"--save-every {settings.save_every}"
+    heads = f"run of {settings.steps} steps", "seconds without", f"with {every}", "ratio", "saving, of the steps"
+    print_head(*heads)
     for topology in each(settings.topologies, "topologies"):
-        pairs = [
-            (run(topology, steps), run(topology, steps, "--save-every", str(every))) for _ in range(settings.rounds)
-        ]
+        flags = f"{topology} --steps {settings.steps}"
+        pairs = [(seconds_of(flags), seconds_of(f"{flags} {every}")) for _ in range(settings.rounds)]
         without, saving = (statistics.median(pair[i][0] for pair in pairs) for i in (0, 1))
         ratio = statistics.median(saving[0] / plain[0] for plain, saving in pairs)
         share = statistics.median(saved / training for _, (_, training, saved) in pairs)
-        print(f"| {topology} | {without:.1f} | {saving:.1f} | {ratio:.3f} | {100 * share:.1f} % |", flush=True)
+        print_row(topology, f"{without:.1f}", f"{saving:.1f}", f"{ratio:.3f}", f"{100 * share:.1f} %")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    command_line.run(main, Settings, __doc__)

@@ -9,28 +9,27 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import tyro
-from ranks import group_over_gloo, join
-from turns import quartiles_of_ratios
+from ranks import group_over_gloo, run_ranks
+from tables import milliseconds, print_head, print_row
+from turns import quartiles_of_ratios, require_quartiles
 
 from distlab.collectives.ring import allreduce_ring
 from distlab.comm.group import empty
-from distlab.machine.processes import leave
 from distlab.run.progress import each
 from distlab_planner.collective_model import LIBRARY, bytes_of_a_message, operations, predict_collective, whole_numbers
 from distlab_planner.collective_probes import Probes, seconds_in_turn
+from simplellm import command_line
+from simplellm.errors import require
 
 Cell = tuple[str, str, int]  # operation, topology, megabytes
 Comparison = tuple[float, float]  # the predicted and the measured seconds
 SMALLEST_FITTED_BYTES = 1_000_000
 SMALL_MEGABYTES = 16  # of what is smaller there are more turns, so that they take as long
-Turns = tuple[int, dict[str, list[float]]]  # megabytes; the seconds of the turns of each all-reduce, and of a copy
+Turns = dict[str, list[float]]  # the seconds of the turns of each all-reduce, and of a copy
 
 
 @dataclass
@@ -54,19 +53,14 @@ class Settings:
     """ranks for the comparison with the predictions"""
     predicted_megabytes: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
     """sizes for it; none for no comparison"""
-    patient: bool = True
-    """make gloo's threads patient, as in the lab's runs; otherwise they run as torch starts them"""
     port: int = 29556
     """where rank 0 listens"""
 
 
-def compare_with_library(rank: int, world_size: int, settings: Settings, results: "SimpleQueue[Turns]") -> None:
-    """One rank: the all-reduces in turn, for each size, and a copy of as many bytes by all ranks at once.
-
-    Rank 0 puts the seconds of all turns into `results`.
-    """
-    join(rank, world_size, settings.port, settings.patient, "lab" if settings.patient else "gloo")
-    library = group_over_gloo(settings.patient)
+def compare_with_library(settings: Settings) -> dict[int, Turns]:
+    """One rank: the all-reduces in turn, for each size, and a copy of as many bytes by all ranks at once."""
+    library = group_over_gloo()
+    found = {}
     for megabytes in settings.megabytes:
         tensor, other = torch.zeros(megabytes * 250_000), torch.zeros(megabytes * 250_000)
         works = {
@@ -75,61 +69,43 @@ def compare_with_library(rank: int, world_size: int, settings: Settings, results
             "shared": partial(dist.all_reduce, empty(len(tensor), tensor)),
             "copy": partial(other.copy_, tensor),
         }
-        seconds = seconds_in_turn(works, settings.rounds, settings.in_a_row)
-        if rank == 0:
-            results.put((megabytes, seconds))
-    leave(0)
+        found[megabytes] = seconds_in_turn(works, settings.rounds, settings.in_a_row)
+    return found
 
 
-def results_of(rank_of_a_world: Callable[..., None], world_size: int, settings: Settings) -> Iterator[Any]:
-    """Start the ranks several times; what rank 0 puts into its queue."""
-    results: SimpleQueue[Any] = mp.get_context("spawn").SimpleQueue()
+def results_of(work: Callable[[Settings], Any], world_size: int, settings: Settings) -> Iterator[Any]:
+    """Start the ranks several times; what rank 0 has measured in each start."""
     for _ in each(range(settings.starts), f"starts of {world_size} ranks"):
-        ranks = mp.spawn(rank_of_a_world, args=(world_size, settings, results), nprocs=world_size, join=False)
-        have_ended = False
-        while not have_ended:
-            have_ended = ranks.join(timeout=0.1)
-            while not results.empty():
-                yield results.get()
+        yield run_ranks(work, world_size, settings.port, settings)
 
 
-def measure_all_reduces(world_size: int, settings: Settings) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """The cells of each size, and the seconds of all turns."""
-    of_sizes: dict[int, dict[str, list[float]]] = {megabytes: defaultdict(list) for megabytes in settings.megabytes}
-    for megabytes, seconds in results_of(compare_with_library, world_size, settings):
-        for name, turns in seconds.items():
-            of_sizes[megabytes][name] += turns
-    for megabytes, of_size in of_sizes.items():
-        yield f"| {world_size} | {megabytes} MB ", of_size
+def measure_all_reduces(world_size: int, settings: Settings) -> dict[int, Turns]:
+    """By megabytes, the seconds of all turns."""
+    of_sizes: dict[int, Turns] = {megabytes: defaultdict(list) for megabytes in settings.megabytes}
+    for of_start in results_of(compare_with_library, world_size, settings):
+        for megabytes, seconds in of_start.items():
+            for name, turns in seconds.items():
+                of_sizes[megabytes][name] += turns
+    return of_sizes
 
 
-def show_ring(cell: str, seconds: dict[str, list[float]]) -> None:
-    ours, library = seconds["ring"], seconds["library"]
-    low, middle, high = quartiles_of_ratios(library, ours)
-    medians = f"| {1e3 * statistics.median(library):.2f} | {1e3 * statistics.median(ours):.2f} "
-    print(f"{cell}{medians}| {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
+def show_ring(world_size: int, of_sizes: dict[int, Turns]) -> None:
+    for megabytes, seconds in of_sizes.items():
+        ours, library = seconds["ring"], seconds["library"]
+        medians = milliseconds(library, 2), milliseconds(ours, 2)
+        print_row(world_size, f"{megabytes} MB", *medians, *quartiles_of_ratios(library, ours).cells(2))
 
 
-def show_shared(cell: str, seconds: dict[str, list[float]]) -> None:
-    ours = seconds["shared"]
-    ratios = quartiles_of_ratios(seconds["library"], ours), quartiles_of_ratios(ours, seconds["copy"])
-    columns = [f"{middle:.2f} | {low:.2f} to {high:.2f}" for low, middle, high in ratios]
-    print(f"{cell}| {1e3 * statistics.median(ours):.2f} | {' | '.join(columns)} |", flush=True)
+def show_shared(world_size: int, of_sizes: dict[int, Turns]) -> None:
+    for megabytes, seconds in of_sizes.items():
+        ours = seconds["shared"]
+        to_library, to_copy = quartiles_of_ratios(seconds["library"], ours), quartiles_of_ratios(ours, seconds["copy"])
+        print_row(world_size, f"{megabytes} MB", milliseconds(ours, 2), *to_library.cells(2), *to_copy.cells(2))
 
 
-def show_all_shared(measured: list[tuple[str, dict[str, list[float]]]]) -> None:
-    to_library, to_copy = "speed to the library's (median)", "time over a plain copy (median)"
-    print(f"\n| ranks | size | shared memory, ms | {to_library} | quartiles | {to_copy} | quartiles |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for cell, seconds in measured:
-        show_shared(cell, seconds)
-
-
-def compare_with_prediction(
-    rank: int, world_size: int, settings: Settings, results: "SimpleQueue[tuple[Cell, Comparison]]"
-) -> None:
+def compare_with_prediction(settings: Settings) -> dict[Cell, Comparison]:
     """One rank: every operation in every topology, beside what the simulated world says."""
-    join(rank, world_size, settings.port, settings.patient, "lab" if settings.patient else "gloo")
+    found, world_size = {}, dist.get_world_size()
     for operation in operations(0):
         for megabytes in settings.predicted_megabytes:
             size_bytes = whole_numbers(megabytes * 1_000_000, world_size)
@@ -144,19 +120,20 @@ def compare_with_prediction(
                 probes = Probes(message_bytes, size_bytes)
                 rounds = settings.predicted_rounds * max(1, SMALL_MEGABYTES // megabytes)
                 seconds = seconds_in_turn({"work": work, **probes.works()}, rounds, settings.in_a_row)
-                if rank == 0:
+                if dist.get_rank() == 0:
                     costs = probes.costs(seconds, world_size)
                     world = predict_collective(operation, topology, size_bytes, world_size, costs, settings.in_a_row)
                     comparison = world.makespan / settings.in_a_row, statistics.median(seconds["work"])
-                    results.put(((operation, topology, megabytes), comparison))
-    leave(0)
+                    found[operation, topology, megabytes] = comparison
+    return found
 
 
 def measure_predictions(settings: Settings) -> dict[Cell, list[Comparison]]:
     """Of each operation, topology and size, a comparison of each start."""
     comparisons: dict[Cell, list[Comparison]] = defaultdict(list)
-    for cell, comparison in results_of(compare_with_prediction, settings.predicted_world, settings):
-        comparisons[cell].append(comparison)
+    for of_start in results_of(compare_with_prediction, settings.predicted_world, settings):
+        for cell, comparison in of_start.items():
+            comparisons[cell].append(comparison)
     return comparisons
 
 
@@ -169,38 +146,37 @@ def show_predictions(comparisons: dict[Cell, list[Comparison]]) -> None:
         predicted, measured = (1e3 * statistics.median(seconds) for seconds in zip(*of_starts, strict=True))
         rows[operation, topology][megabytes] = f"{predicted:.2f}, {measured:.2f}: {ratios[-1]:.2f}"
     sizes = dict.fromkeys(megabytes for *_, megabytes in comparisons)
-    print(f"\n| operation | topology | {' | '.join(f'{size} MB' for size in sizes)} |")
-    print("|---|---" + "|---" * len(sizes) + "|")
+    print()
+    print_head("operation", "topology", *(f"{size} MB" for size in sizes))
     for names, cells in rows.items():
-        print(f"| {' | '.join([*names, *(cells[size] for size in sizes)])} |")
+        print_row(*names, *(cells[size] for size in sizes))
     within = sum(abs(1 / ratio - 1) <= 0.3 for ratio in ratios)
     print(f"\n{within} of {len(ratios)} predictions are within 30 % of what was measured")
 
 
-def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
-    if settings.rounds < 4:
-        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 4")
-    if min(settings.starts, settings.predicted_rounds, settings.in_a_row) < 1:
-        raise SystemExit("--starts, --predicted-rounds and --in-a-row: give at least 1")
-    if settings.predicted_world < 2:
-        raise SystemExit(f"--predicted-world {settings.predicted_world}: in a world of one there is nothing to send")
-    if min([*settings.megabytes, *settings.predicted_megabytes], default=1) < 1:
-        raise SystemExit("--megabytes and --predicted-megabytes: give at least 1")
-    measured: list[tuple[str, dict[str, list[float]]]] = []
-    for world_size in settings.worlds:
-        for cell, seconds in measure_all_reduces(world_size, settings):
-            if not measured:
-                to_library = "speed of ours to the library's (median)"
-                print(f"| ranks | size | library, ms | our ring, ms | {to_library} | quartiles |")
-                print("|---|---|---|---|---|---|", flush=True)
-            show_ring(cell, seconds)
-            measured.append((cell, seconds))
-    if measured and settings.patient:  # what is sent beside shared memory is too little for gloo's threads to matter
-        show_all_shared(measured)
+def main(settings: Settings) -> None:
+    require_quartiles("--rounds", settings.rounds, least=4)
+    least = min(settings.starts, settings.predicted_rounds, settings.in_a_row)
+    require(least > 0, "--starts, --predicted-rounds and --in-a-row: give at least 1")
+    in_a_world_of_one = f"--predicted-world {settings.predicted_world}: in a world of one there is nothing to send"
+    require(settings.predicted_world > 1, in_a_world_of_one)
+    smallest = min([*settings.megabytes, *settings.predicted_megabytes], default=1)
+    require(smallest > 0, "--megabytes and --predicted-megabytes: give at least 1")
+    if settings.worlds and settings.megabytes:
+        to_library = "speed of ours to the library's (median)"
+        print_head("ranks", "size", "library, ms", "our ring, ms", to_library, "quartiles")
+        measured = {}
+        for world_size in settings.worlds:
+            measured[world_size] = measure_all_reduces(world_size, settings)
+            show_ring(world_size, measured[world_size])
+        heads = "speed to the library's (median)", "quartiles", "time over a plain copy (median)", "quartiles"
+        print()
+        print_head("ranks", "size", "shared memory, ms", *heads)
+        for world_size, of_sizes in measured.items():
+            show_shared(world_size, of_sizes)
     if settings.predicted_megabytes:
         show_predictions(measure_predictions(settings))
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings, __doc__)

@@ -8,29 +8,23 @@ is timed from a barrier before it to a barrier after it. Ratios are taken round 
 """
 
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import tyro
-from ranks import group_over_gloo, join
+from ranks import group_over_gloo, run_ranks
+from tables import milliseconds, print_head, print_row
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from turns import quartiles_of_ratios, seconds_in_turn, through_lab
+from training import Step, adam, averaged_buckets, build, loss_of, tokens, training_step
+from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn, through_lab
 
 from distlab.comm.names import named
-from distlab.comm.pending import Pending
-from distlab.machine.processes import leave
-from distlab.parallel.data import Bucket, GradientBuckets, MyDP, flatten_gradients
-from distlab.run.model import build_optimizer
-from simplellm.llama import CausalLLama, LLama
-from simplellm.losses import causalLLMLoss
+from distlab.parallel.data import MyDP, flatten_gradients
+from simplellm import command_line
 
-VOCAB_SIZE = 4096
 BASELINE = "torch DDP"
 
 
@@ -50,71 +44,42 @@ class Settings:
     """where the ranks meet, on localhost"""
 
 
-Step = Callable[[Tensor], None]
-
-
-def fused_adam(net: nn.Module) -> torch.optim.Optimizer:
-    return build_optimizer("adam", net.parameters(), lr=8e-4)
-
-
 def no_communication(net: nn.Module) -> Step:
-    optimizer = fused_adam(net)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
-        optimizer.step()
-
-    return step
+    return training_step(loss_of(net), adam(net.parameters()))
 
 
-def torch_ddp(net: nn.Module, patient: bool = True) -> Step:
-    return no_communication(DistributedDataParallel(net, process_group=group_over_gloo(patient)))
+def torch_ddp(net: nn.Module, patient: bool = True, compiled: bool = False) -> Step:
+    loss = loss_of(DistributedDataParallel(net, process_group=group_over_gloo(patient)))
+    return training_step(torch.compile(loss) if compiled else loss, adam(net.parameters()))
 
 
 def gradient_aggregation(net: nn.Module) -> Step:
     """As in DP/gradient_aggr/intro_DP_GA.py."""
-    optimizer, gradients = fused_adam(net), flatten_gradients(net)
+    loss, optimizer, gradients = loss_of(net), adam(net.parameters()), flatten_gradients(net)
 
-    def step(x: Tensor) -> None:
+    def step(ids: Tensor) -> Tensor:
         gradients.zero_()
-        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+        found = loss(ids)
+        found.backward()
         with named("the gradients", "gradients"):
             dist.all_reduce(gradients, dist.ReduceOp.SUM)
         gradients.div_(dist.get_world_size())
         optimizer.step()
+        return found.detach()
 
     return step
 
 
 def gradients_in_buckets(net: nn.Module) -> Step:
-    """As in DP/buckets/intro_DP_buckets.py."""
-    optimizer = fused_adam(net)
-
-    def average(bucket: Bucket) -> Pending:
-        with named(str(bucket), "gradients"):
-            return dist.all_reduce(bucket.flat, dist.ReduceOp.AVG, async_op=True)
-
-    buckets = GradientBuckets(net.parameters(), on_full=average)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
-        buckets.finish()
-        optimizer.step()
-
-    return step
+    return training_step(loss_of(net), adam(net.parameters()), averaged_buckets(net).finish)
 
 
 def document_listing(net: nn.Module) -> Step:
     """The aggregation of the source document: a barrier, one concatenation, one sum, a division a parameter."""
-    optimizer = torch.optim.Adam(net.parameters(), lr=8e-4)
     shapes = [p.shape for p in net.parameters()]
     lengths, group = [p.numel() for p in net.parameters()], group_over_gloo()
 
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        causalLLMLoss(net(x), x, VOCAB_SIZE).backward()
+    def aggregate() -> None:
         dist.barrier(group)
         gradients = []
         for p in net.parameters():
@@ -125,25 +90,12 @@ def document_listing(net: nn.Module) -> Step:
         dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
         for p, shape, part in zip(net.parameters(), shapes, torch.split(flat, lengths), strict=True):
             p.grad = part.view(shape) / dist.get_world_size()
-        optimizer.step()
 
-    return step
-
-
-def torch_ddp_compiled(net: nn.Module) -> Step:
-    optimizer, ddp = fused_adam(net), DistributedDataParallel(net, process_group=group_over_gloo())
-    compiled = torch.compile(lambda x: causalLLMLoss(ddp(x), x, VOCAB_SIZE))
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        compiled(x).backward()
-        optimizer.step()
-
-    return step
+    return training_step(loss_of(net), torch.optim.Adam(net.parameters(), lr=8e-4), aggregate)
 
 
 COMPILED: dict[str, Callable[[nn.Module], Step]] = {
-    BASELINE: torch_ddp_compiled,
+    BASELINE: partial(torch_ddp, compiled=True),
     "torch DDP, not compiled": torch_ddp,
     "one buffer (dp-ga)": lambda net: through_lab(gradient_aggregation(net)),
     "buckets (dp-buckets)": lambda net: through_lab(gradients_in_buckets(net)),
@@ -162,37 +114,24 @@ VARIANTS: dict[str, Callable[[nn.Module], Step]] = {
 }
 
 
-def measure(rank: int, world_size: int, settings: Settings) -> None:
-    """One rank: all variants in turn; rank 0 prints the table."""
-    join(rank, world_size, settings.port)
+def measure(settings: Settings) -> None:
+    """One rank: all variants in turn; rank 0 prints the rows of the table."""
     variants = COMPILED if settings.compile else VARIANTS
-    steps = {name: build(LLama(CausalLLama, VOCAB_SIZE, ctx_size=settings.seq_len)) for name, build in variants.items()}
-
-    def batch_of(_: int) -> Tensor:
-        return torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len))
-
+    steps = {name: step_of(build(settings.seq_len)) for name, step_of in variants.items()}
+    batch_of = partial(tokens, batch_size=settings.batch_size, seq_len=settings.seq_len)
     seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
-    if rank == 0:
-        for name in variants:
-            low, middle, high = quartiles_of_ratios(seconds[name], seconds[BASELINE])
-            print(
-                f"| {world_size} | {name} | {statistics.median(seconds[name]) * 1000:.0f} | {middle:.3f} | "
-                f"{low:.3f} to {high:.3f} |",
-                flush=True,
-            )
-    leave(0)  # without the process group's destructor, which can hang: see distlab.run.run.Run.close
+    for name, own in seconds.items() if dist.get_rank() == 0 else ():
+        ratio = quartiles_of_ratios(own, seconds[BASELINE])
+        print_row(dist.get_world_size(), name, milliseconds(own), *ratio.cells(3))
 
 
-def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
-    if settings.rounds < 2:
-        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
+def main(settings: Settings) -> None:
+    require_quartiles("--rounds", settings.rounds)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"| ranks | variant | ms a step (median) | time over {BASELINE} (median) | quartiles |")
-    print("|---|---|---|---|---|", flush=True)
+    print_head("ranks", "variant", "ms a step (median)", f"time over {BASELINE} (median)", "quartiles")
     for world_size in settings.worlds:
-        mp.spawn(measure, args=(world_size, settings), nprocs=world_size)
+        run_ranks(measure, world_size, settings.port, settings)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings, __doc__)

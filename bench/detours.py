@@ -5,17 +5,16 @@ python bench/detours.py
 
 import re
 import statistics
-import time
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from bubble import SEQ, WIDTH, SleepingStage
-from ranks import join
+from ranks import run_ranks
+from tables import print_head, print_row
+from turns import seconds_in_turn
 
 from distlab.axes.grid import Grid
-from distlab.machine.processes import leave
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
@@ -44,30 +43,21 @@ class Settings:
     """where rank 0 listens"""
 
 
-def measure(
-    rank: int, programs: Programs, pipelines: int, micro_batches: int, settings: Settings, results: object
-) -> None:
-    """One rank; rank 0 puts the seconds of each step into `results`."""
-    join(rank, len(programs), settings.port)
-    nets = {stage: SleepingStage(settings.seconds) for stage in stages_of(programs[rank])}
-    grid = Grid(rank, {"pp": len(programs)})
+def measure(programs: Programs, pipelines: int, micro_batches: int, settings: Settings) -> float:
+    """One rank; the median seconds of a step."""
+    grid = Grid(dist.get_rank(), {"pp": len(programs)})
+    nets = {stage: SleepingStage(settings.seconds) for stage in stages_of(programs[grid.rank])}
     pipeline = Pipeline(nets, programs, grid, lambda y, _: y.mean(), WIDTH, pipelines=pipelines)
     batch = torch.zeros(pipelines * micro_batches, SEQ, dtype=torch.int64).split(1)
-    for step in range(1 + settings.steps):
-        dist.barrier()
-        started = time.perf_counter()
-        pipeline.step(batch)
-        dist.barrier()
-        if rank == 0 and step:
-            results.put(time.perf_counter() - started)  # type: ignore[attr-defined]
-    leave(0)
+    seconds = seconds_in_turn({"": pipeline.step}, lambda _: batch, settings.steps, warm_up=1, meet=dist.barrier)
+    return statistics.median(seconds[""])
 
 
 def main(settings: Settings) -> None:
     for size in settings.sizes:
         is_size = re.fullmatch(r"[2-9]x[1-9]\d*x[1-9]\d*", size) is not None
         require(is_size, f"--sizes {size}: give pipelines x stages x micro-batches, like 4x4x8")
-    print("| pipelines x stages x micro-batches | healthy | one dead | planned | measured |\n|---|---:|---:|---:|---:|")
+    print_head("pipelines x stages x micro-batches", "healthy:", "one dead:", "planned:", "measured:")
     for size in each(settings.sizes, "sizes"):
         d, p, m = map(int, size.split("x"))
         require(0 <= settings.dead < p, f"--dead {settings.dead} with --sizes {size}: give a stage from 0 to {p - 1}")
@@ -75,11 +65,9 @@ def main(settings: Settings) -> None:
         for alive in ([*range(d * p)], [worker for worker in range(d * p) if worker != dead]):
             rerouted = reroute(programs, d, alive)
             planned.append(simulate(rerouted, holders=d).makespan)
-            results = mp.get_context("fork").SimpleQueue()
-            mp.start_processes(measure, (rerouted, d, m, settings, results), len(alive), start_method="fork")
-            measured.append(statistics.median(results.get() for _ in range(settings.steps)))
-        healthy, one_dead = (f"{seconds:.3f} s" for seconds in measured)
-        print(f"| {size} | {healthy} | {one_dead} | {planned[1] / planned[0]:.3f} | {measured[1] / measured[0]:.3f} |")
+            measured.append(run_ranks(measure, len(alive), settings.port, rerouted, d, m, settings))
+        times = (f"{seconds:.3f} s" for seconds in measured)
+        print_row(size, *times, f"{planned[1] / planned[0]:.3f}", f"{measured[1] / measured[0]:.3f}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import tyro
 from calibrations import machine_of, sizes_of
 from layout_runs import Case, measure, undisturbed
 from planner import BATCH, MODELS
-from turns import quartiles_of_ratios
+from tables import print_head, print_row
+from turns import quartiles_of_ratios, require_quartiles
 
 from distlab.run.progress import each
 from distlab_planner.layouts import Choices, RunLayout
@@ -75,8 +76,8 @@ def described(layout: RunLayout, model: Model) -> str:
     return " ".join(words[:at] + words[at + 2 :])
 
 
-def row_of(name: str, ranks: int, settings: Settings, machine: Machine, port: int) -> str:
-    """A row of the table: the first choice, and the fastest of the others."""
+def row_of(name: str, ranks: int, settings: Settings, machine: Machine, port: int) -> list[object]:
+    """The cells of a row: the first choice, and the fastest of the others."""
     model = model_of(name)
     machine = machine.with_room_for(ranks, str(settings.machine))
     rows = best_of_each_division(model, machine, ranks)
@@ -86,27 +87,27 @@ def row_of(name: str, ranks: int, settings: Settings, machine: Machine, port: in
     times = [undisturbed(record, machine, model.sizes) for record in records]
     medians = [statistics.median(of_one) for of_one in times]
     shown = [
-        f"`{described(row.layout, model)}` | {row.step.seconds * 1e3:,.0f} / {median * 1e3:,.0f}"
+        (f"`{described(row.layout, model)}`", f"{row.step.seconds * 1e3:,.0f} / {median * 1e3:,.0f}")
         for row, median in zip(rows, medians, strict=True)
     ]
     other = 1 + medians[1:].index(min(medians[1:]))
-    low, ratio, high = quartiles_of_ratios(times[0], times[other])
-    return f"| {name} | {ranks} | {len(rows)} | {shown[0]} | {shown[other]} | {ratio:.2f} ({low:.2f} to {high:.2f}) |"
+    return [name, ranks, len(rows), *shown[0], *shown[other], quartiles_of_ratios(times[0], times[other])]
 
 
 def main(settings: Settings) -> None:
     os.environ.pop("OMP_NUM_THREADS", None)  # or a rank that is alone would compute with one thread
-    require(settings.turns > 1, f"--turns {settings.turns}: give 2 or more")
+    require_quartiles("--turns", settings.turns)
     for name in settings.models:
         require(name in FLAGS, f"--models {name}: there are {', '.join(FLAGS)}")
     machine = machine_of(settings.machine, {name: FLAGS[name] for name in settings.models})
-    heads = ["model", "ranks", "layouts", "first choice", "ms, predicted / measured"]
-    heads += ["fastest other", "ms, predicted / measured", "first ÷ other (quartiles)"]
-    table = [f"| {' | '.join(heads)} |", "|---|---:|---:|---|---:|---|---:|---:|"]
+    rows = []
     for number, (name, ranks) in enumerate(each(list(itertools.product(settings.models, settings.ranks)), "cells")):
         port = 21_000 + (os.getpid() + 20 * number) % 4000
-        table.append(row_of(name, ranks, settings, machine, port))
-    print("\n".join(table))
+        rows.append(row_of(name, ranks, settings, machine, port))
+    heads = "ms, predicted / measured:", "fastest other", "ms, predicted / measured:", "first ÷ other (quartiles):"
+    print_head("model", "ranks:", "layouts:", "first choice", *heads)
+    for row in rows:
+        print_row(*row)
 
 
 if __name__ == "__main__":

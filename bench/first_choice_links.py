@@ -7,7 +7,7 @@ and the layouts of `network.py` that train what one process trains run over the 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import network
 from calibrations import machine_of, sizes_of
 from first_choice import described
 from network import EXACT, MODEL, SEQUENCES, Wire
+from tables import print_head, print_row
 
 from distlab.comm.link import Link
 from distlab_planner.costs import Costs
@@ -76,18 +77,18 @@ def fastest(grids: Sequence[network.Grid]) -> network.Grid:
     return {link: {name: min(grid[link][name] for grid in grids) for name in row} for link, row in grids[0].items()}
 
 
-def table(grid: network.Grid, chosen: dict[tuple[float, float, int], str]) -> Iterator[str]:
+def print_table(grid: network.Grid, chosen: dict[tuple[float, float, int], str]) -> None:
     """Each link's first choice beside the fastest layout of the table."""
     ranks_of = {layout.name: len(layout.hosts) for layout in network.LAYOUTS if layout.name in EXACT}
-    heads = ["link, Mbit/s", "latency, ms", "ranks", "first choice", "ms, predicted / measured"]
-    yield f"| {' | '.join([*heads, 'fastest of the table', 'ms', 'first ÷ fastest'])} |"
-    yield "|---:|---:|---:|---|---:|---|---:|---:|"
+    heads = "link, Mbit/s:", "latency, ms:", "ranks:", "first choice", "ms, predicted / measured:"
+    print_head(*heads, "fastest of the table", "ms:", "first ÷ fastest:")
     for (mbit, ms, ranks), first in chosen.items():
         row = grid[mbit, ms]
         measured, predicted = row[first]
         best = min((name for name, of_name in ranks_of.items() if of_name == ranks), key=lambda name: row[name][0])
-        cells = f"`{first}` | {predicted * 1e3:,.0f} / {measured * 1e3:,.0f} | {best} | {row[best][0] * 1e3:,.0f}"
-        yield f"| {mbit:g} | {ms:g} | {ranks} | {cells} | {measured / row[best][0]:.2f} |"
+        choice = f"`{first}`", f"{predicted * 1e3:,.0f} / {measured * 1e3:,.0f}"
+        fastest_ms, ratio = f"{row[best][0] * 1e3:,.0f}", f"{measured / row[best][0]:.2f}"
+        print_row(f"{mbit:g}", f"{ms:g}", ranks, *choice, best, fastest_ms, ratio)
 
 
 def main(settings: Settings) -> None:
@@ -108,8 +109,8 @@ def main(settings: Settings) -> None:
         runs[first.name] = first
     layouts = [layout for layout in network.LAYOUTS if layout.name in EXACT] + list(runs.values())
     asked = network.Settings(mbit=list(settings.mbit), latency_ms=list(settings.latency_ms))
-    for line in table(fastest([network.measure_between_hosts(asked, layouts) for _ in range(settings.runs)]), chosen):
-        print(line)
+    grids = [network.measure_between_hosts(asked, layouts) for _ in range(settings.runs)]
+    print_table(fastest(grids), chosen)
 
 
 if __name__ == "__main__":

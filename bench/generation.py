@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
+from tables import per_second, print_head, print_row
 from turns import quartiles_of_ratios
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from distlab.run.progress import each
 from primer.tell_story import Settings as Story
 from primer.tell_story import tell
+from simplellm import command_line
+from simplellm.errors import require
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 
@@ -44,8 +46,7 @@ def seconds_of_next(tokens: Iterator[int]) -> float:
 
 
 def main(settings: Settings) -> None:
-    if settings.stories < 1:
-        raise SystemExit(f"--stories {settings.stories}: give at least 1")
+    require(settings.stories > 0, f"--stories {settings.stories}: give at least 1")
     torch.set_num_threads(settings.threads)
     tokenizer = SPTokenizer()
     net = LLama(CausalLLama, tokenizer.vocab_size, device="cpu")
@@ -63,15 +64,14 @@ def main(settings: Settings) -> None:
                 seconds[context].append(seconds_of_next(tokens))
 
     print(f"{settings.stories} stories, {settings.threads} thread(s), torch {torch.__version__}\n")
-    print("| tokens of context | with the cache, tokens/s | without, tokens/s | times as fast (median) | quartiles |")
-    print("|---:|---:|---:|---:|---|")
+    heads = "tokens of context:", "with the cache, tokens/s:", "without, tokens/s:", "times as fast (median):"
+    print_head(*heads, "quartiles")
     for end in (32, 64, 128, 256):
         contexts = range(end - WINDOW, end)
         fast = [seconds for context in contexts for seconds in cached[context]]
         slow = [seconds for context in contexts for seconds in uncached[context]]
-        low, middle, high = quartiles_of_ratios(slow, fast)
-        row = f"| {end} | {1 / statistics.median(fast):,.0f} | {1 / statistics.median(slow):,.1f} "
-        print(f"{row}| {middle:.1f} | {low:.1f} to {high:.1f} |")
+        speeds = per_second(1, fast), f"{1 / statistics.median(slow):,.1f}"
+        print_row(end, *speeds, *quartiles_of_ratios(slow, fast).cells(1))
     fast_story, slow_story = (
         [sum(times) for times in zip(*by_context.values(), strict=True)] for by_context in (cached, uncached)
     )
@@ -82,4 +82,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    command_line.run(main, Settings, __doc__)

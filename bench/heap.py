@@ -9,7 +9,6 @@ Each heap is that of a process of its own. The processes take turns; only one co
 import multiprocessing
 import os
 import signal
-import statistics
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from unittest.mock import patch
 
 import torch
 from single import ours, tokens
-from turns import quartiles_of_ratios, seconds_in_turn
+from tables import milliseconds, print_head, print_row
+from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn
 
 from distlab.machine.heap import HEAP_VARIABLES, set_up_heap
 from distlab.machine.processes import end_with_parent
@@ -73,17 +73,14 @@ def start(environment: dict[str, str], batch_size: int) -> Callable[[int], float
 
 
 def main(settings: Settings) -> None:
-    require(settings.steps > 1, f"--steps {settings.steps}: quartiles need at least 2")
+    require_quartiles("--steps", settings.steps)
     require(settings.batch_size > 0, f"--batch-size {settings.batch_size}: give at least 1")
     steps = {name: start(environment, settings.batch_size) for name, environment in HEAPS.items()}
     seconds = seconds_in_turn(steps, int, settings.steps)
-    print("| heap | step, ms | peak memory, MB | speed to glibc as it is (median) | quartiles |")
-    print("|---|---:|---:|---:|---|")
-    reference = next(iter(seconds.values()))
+    print_head("heap", "step, ms:", "peak memory, MB:", "speed to glibc as it is (median):", "quartiles")
+    first, *_ = seconds.values()
     for name, own in seconds.items():
-        low, middle, high = quartiles_of_ratios(reference, own)
-        row = f"| {name} | {statistics.median(own) * 1e3:.0f} | {steps[name](0):.0f} "
-        print(row + f"| {middle:.3f} | {low:.3f} to {high:.3f} |")
+        print_row(name, milliseconds(own), f"{steps[name](0):.0f}", *quartiles_of_ratios(first, own).cells(3))
 
 
 if __name__ == "__main__":

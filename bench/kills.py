@@ -28,6 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lab_runs import LAB
+from tables import print_head, print_row
+
 from distlab.axes.layout import layout_size
 from distlab.checkpoints.format import Checkpoint, candidates
 from distlab.launch import find_script
@@ -35,7 +38,6 @@ from distlab.launching.start import read_script_for
 from distlab.run.progress import each
 from simplellm import command_line
 
-LAB = Path(__file__).resolve().parents[1]
 SHAPE = "--data sample --device cpu --dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24".split()
 STEPS, SAVE_EVERY = 40, 8
 RUN = [*SHAPE, *f"--steps {STEPS} --save-every {SAVE_EVERY} --keep 99".split()]
@@ -253,8 +255,8 @@ def main(settings: Settings) -> None:
             outcomes.append(outcome)
             if not outcome.is_good:
                 print(f"# look at kill {number}: {outcome}", flush=True)
-    print("| topology | kills | good | clean ends | seconds to it: median, worst | orphans | lost | resumed equal |")
-    print("|---|---:|---:|---:|---|---:|---:|---:|")
+    counts = "orphans:", "lost:", "resumed equal:"
+    print_head("topology", "kills:", "good:", "clean ends:", "seconds to it: median, worst", *counts)
     for topology in [*settings.topologies, "all"]:
         mine = [outcome for outcome in outcomes if topology in (outcome.topology, "all")]
         if mine:
@@ -264,7 +266,7 @@ def main(settings: Settings) -> None:
                 for kind in ("is_good", "is_clean", "goes_on", "orphans", "lost")
             )
             times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}"
-            print(f"| {topology} | {len(mine)} | {good} | {clean} | {times} | {orphans} | {lost} | {equal} |")
+            print_row(topology, len(mine), good, clean, times, orphans, lost, equal)
     shared, kept = (sum(getattr(outcome, kind) for outcome in outcomes) for kind in ("shared", "kept"))
     print(
         f"# the ranks shared {shared} pieces of memory before the kills; processes still had {kept} of them afterwards"

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
+from tables import print_head, print_row
 
+from simplellm import command_line
 from simplellm.dataloaders import TinyStories
 from simplellm.stories import story
 from simplellm.token_files import CACHE
@@ -61,7 +62,12 @@ def seconds_to_resume(data: str, tokenizer: SPTokenizer, position: dict[str, int
     return time.perf_counter() - started
 
 
-def main(settings: Settings, folder: Path) -> None:
+def main(settings: Settings) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        measure(settings, Path(folder))
+
+
+def measure(settings: Settings, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ[CACHE] = str(folder / "cache")
     tokenizer, file = SPTokenizer(), folder / "stories.jsonl"
@@ -71,8 +77,8 @@ def main(settings: Settings, folder: Path) -> None:
     print(
         f"batches of {ROWS} x {SEQ} tokens, a file of {file.stat().st_size / 1e6:.0f} MB, {tokens / 1e6:.1f} M tokens\n"
     )
-    print("| replicas | mapped, tokens/s | encoded for the first time, tokens/s | encoded again, tokens/s |")
-    print("|---:|---:|---:|---:|")
+    heads = "mapped, tokens/s:", "encoded for the first time, tokens/s:", "encoded again, tokens/s:"
+    print_head("replicas:", *heads)
     for count in settings.replicas:
         speeds = {}
         for name, cache in (("first", "new"), ("again", ""), ("mapped", "cache")):
@@ -83,19 +89,18 @@ def main(settings: Settings, folder: Path) -> None:
                     next(loader)
             speeds[name] = tokens_per_second(loader, settings.seconds)
             shutil.rmtree(folder / "new", ignore_errors=True)
-        print(f"| {count} | {speeds['mapped']:,.0f} | {speeds['first']:,.0f} | {speeds['again']:,.0f} |", flush=True)
+        print_row(count, *(f"{speeds[name]:,.0f}" for name in ("mapped", "first", "again")))
 
-    print(f"\n| data | resumed at step {STEP:,}: its tokens are mapped, ms | its tokens have to be encoded, ms |")
-    print("|---|---:|---:|")
+    print()
+    print_head("data", f"resumed at step {STEP:,}: its tokens are mapped, ms:", "its tokens have to be encoded, ms:")
     mean = tokens / settings.stories
     for name, data in (("the generator", "sample"), ("the file", str(file))):
         position = {"document": int(STEP * ROWS * SEQ / mean), "offset": 7}
         shutil.rmtree(folder / "cache", ignore_errors=True)
         os.environ[CACHE] = str(folder / "cache")
         cold, warm = (seconds_to_resume(data, tokenizer, position) for _ in range(2))
-        print(f"| {name} | {1e3 * warm:.0f} | {1e3 * cold:.0f} |")
+        print_row(name, f"{1e3 * warm:.0f}", f"{1e3 * cold:.0f}")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as temporary:
-        main(tyro.cli(Settings, description=__doc__), Path(temporary))
+    command_line.run(main, Settings, __doc__)

@@ -7,27 +7,22 @@ Each number is of a run of CP/intro_CP_ring.py with the default model and one se
 Linux recorded for its process; all ranks hold as much.
 """
 
-import json
-import shlex
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import tyro
+from lab_runs import LAB, Run, run
+from tables import print_head, print_row
 
 from distlab.parallel.division import Kind
-from distlab.run.commands import lab_command
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import read_machine
 from distlab_planner.memory import held
 from distlab_planner.model import Model, Sizes
 from distlab_planner.sent import sent_in_step
+from simplellm import command_line
 from simplellm.tokenizers import SPTokenizer
 
-LAB = Path(__file__).resolve().parents[1]
 MACHINE = read_machine(LAB / "docs/machines/cluster.json")  # its speed has no effect on bytes
 OF_SEQUENCES = "keys and values", "gradients of keys and values", "heads"  # kinds of the ledger
 
@@ -46,16 +41,9 @@ class Settings:
     """the longest context is found to this number of tokens"""
 
 
-def run(ranks: int, seq_len: int, kind: Kind = "ring") -> tuple[dict[str, Any], dict[str, int]]:
-    """Train for two steps; return rank 0's last record and its memory by kind."""
-    with tempfile.TemporaryDirectory() as out:
-        flags = f"cp-ring --world-size {ranks} --seq-len {seq_len} --cp-kind {kind} --batch-size 1 --steps 2"
-        command = lab_command(*flags.split(), "--data", "sample", "--device", "cpu", "--out", out)
-        ended = subprocess.run(command, check=False, capture_output=True, text=True)
-        if ended.returncode:
-            raise SystemExit(f"{shlex.join(command)} failed: {ended.stderr[-300:]}")
-        *_, last = (Path(out) / "metrics.jsonl").read_text().splitlines()
-        return json.loads(last), json.loads((Path(out) / "memory.json").read_text())[0]
+def run_with(ranks: int, seq_len: int, kind: Kind = "ring") -> Run:
+    """Train for two steps."""
+    return run(f"cp-ring --world-size {ranks} --seq-len {seq_len} --cp-kind {kind} --batch-size 1 --steps 2")
 
 
 def costs(ranks: int, seq_len: int, kind: Kind = "ring") -> Costs:
@@ -65,48 +53,48 @@ def costs(ranks: int, seq_len: int, kind: Kind = "ring") -> Costs:
 
 
 def memory(settings: Settings) -> None:
-    print("| tokens | ranks | activations of a rank, MB | by the formula | peak of its process, MB |")
-    print("|---:|---:|---:|---:|---:|")
+    print_head("tokens:", "ranks:", "activations of a rank, MB:", "by the formula:", "peak of its process, MB:")
     for seq_len in settings.seq_len:
         for ranks in settings.ranks:
-            last, counted = run(ranks, seq_len)
-            numbers = counted["activations"], held(costs(ranks, seq_len), 0).activations, last["peak_memory_bytes"]
-            cells = " | ".join(f"{number / 1e6:,.2f}" for number in numbers[:2])
-            print(f"| {seq_len:,} | {ranks} | {cells} | {numbers[2] / 1e6:,.0f} |", flush=True)
+            found, formula = run_with(ranks, seq_len), held(costs(ranks, seq_len), 0).activations
+            activations = (f"{number / 1e6:,.2f}" for number in (found.memory["activations"], formula))
+            print_row(f"{seq_len:,}", ranks, *activations, f"{found.records[-1]['peak_memory_bytes'] / 1e6:,.0f}")
 
 
 def sent(settings: Settings) -> None:
-    print("\n| ranks | way | sent by a rank in a step, bytes | by the formula |", "|---:|---|---:|---:|", sep="\n")
+    print()
+    print_head("ranks:", "way", "sent by a rank in a step, bytes:", "by the formula:")
     for ranks in settings.ranks:
         for kind in get_args(Kind):
             known = costs(ranks, 1024, kind)
             if ranks == 1 or (kind == "heads" and known.model.sizes.num_heads % ranks):
                 continue
             formula = sum(one.bytes for (name, _), one in sent_in_step(known, 0).items() if name in OF_SEQUENCES)
-            counted = sum(run(ranks, 1024, kind)[0]["sent_bytes"].get(name, 0) for name in OF_SEQUENCES)
-            print(f"| {ranks} | {kind} | {counted:,} | {formula:,.0f} |", flush=True)
+            sent_bytes = run_with(ranks, 1024, kind).records[-1]["sent_bytes"]
+            counted = sum(sent_bytes.get(name, 0) for name in OF_SEQUENCES)
+            print_row(ranks, kind, f"{counted:,}", f"{formula:,.0f}")
 
 
 def longest(settings: Settings) -> None:
-    print(f"\n| ranks | tokens with {settings.budget_mb:,} MB for each rank | peak, MB |", "|---:|---:|---:|", sep="\n")
+    print()
+    print_head("ranks:", f"tokens with {settings.budget_mb:,} MB for each rank:", "peak, MB:")
     for ranks in settings.ranks:
         fits, peak, too_long = 0, 0, 0
         length = 4 * settings.apart * ranks
         while not too_long or too_long - fits > settings.apart:
-            reached = run(ranks, length)[0]["peak_memory_bytes"]
+            reached = run_with(ranks, length).records[-1]["peak_memory_bytes"]
             if reached <= settings.budget_mb * 1e6:
                 fits, peak = length, reached
             else:
                 too_long = length
             length = (fits + too_long) // 2 // settings.apart * settings.apart if too_long else 2 * length
-        print(f"| {ranks} | {fits:,} | {peak / 1e6:,.0f} |", flush=True)
+        print_row(ranks, f"{fits:,}", f"{peak / 1e6:,.0f}")
 
 
-def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
+def main(settings: Settings) -> None:
     for table in (memory, sent, longest):
         table(settings)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings, __doc__)

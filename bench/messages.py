@@ -9,22 +9,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.queues import SimpleQueue
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import tyro
-from ranks import join
+from ranks import run_ranks
+from tables import print_head, print_row, range_of
 from torch import Tensor
-from turns import quartiles_of_ratios, seconds_in_turn
+from turns import quartiles_of_ratios, results_in_turn, seconds_in_turn
 
 from distlab.collectives.algorithms import shift
 from distlab.comm.context import context_of
 from distlab.comm.group import open_queues
-from distlab.machine.processes import leave
-from distlab.run.progress import each
+from simplellm import command_line
+from simplellm.errors import require
 
 SLOTS = 4  # messages that have not been taken yet
 
@@ -49,9 +48,9 @@ class Settings:
     """where rank 0 listens"""
 
 
-def measure(rank: int, world_size: int, patient: bool, settings: Settings, results: "SimpleQueue[float]") -> None:
-    """One rank: messages round the ring, each rank to the next one; rank 0 puts the seconds of one into `results`."""
-    join(rank, world_size, settings.port, patient, backend="gloo")
+def measure(settings: Settings) -> list[float]:
+    """One rank: messages round the ring, each rank to the next one; the seconds of one of each size."""
+    found = []
     for kilobytes in settings.kilobytes:
         data, received = torch.ones(kilobytes * 250), torch.ones(kilobytes * 250)
         for _ in range(10):
@@ -61,9 +60,22 @@ def measure(rank: int, world_size: int, patient: bool, settings: Settings, resul
         for _ in range(settings.in_a_row):
             shift(data, received)
         dist.barrier()
-        if rank == 0:
-            results.put((time.perf_counter() - started) / settings.in_a_row)
-    leave(0)
+        found.append((time.perf_counter() - started) / settings.in_a_row)
+    return found
+
+
+def compare_threads(settings: Settings) -> None:
+    print_head("ranks", "message", "usual threads, µs", "patient ones", "times as fast (median)", "range")
+    for world_size in settings.worlds:
+        start = partial(run_ranks, measure, world_size, settings.port, backend="gloo")
+        starts = {patient: partial(start, patient=patient) for patient in (False, True)}
+        seconds = results_in_turn(starts, lambda _: settings, settings.starts, 0, f"starts of {world_size} ranks")
+        of_sizes = (zip(*seconds[patient], strict=True) for patient in (False, True))
+        for kilobytes, usual, patient_ones in zip(settings.kilobytes, *of_sizes, strict=True):
+            ratios = [a / b for a, b in zip(usual, patient_ones, strict=True)]
+            microseconds = (f"{1e6 * statistics.median(of_kind):.0f}" for of_kind in (usual, patient_ones))
+            times_as_fast = f"{statistics.median(ratios):.1f}", range_of(ratios, 1)
+            print_row(world_size, f"{kilobytes} kB", *microseconds, *times_as_fast)
 
 
 def exchange(data: Tensor, compute: Callable[[], object], is_shared: bool) -> Callable[[object], None]:
@@ -90,66 +102,42 @@ def exchange(data: Tensor, compute: Callable[[], object], is_shared: bool) -> Ca
     return turn
 
 
-def compare_memory(rank: int, crowd: int, settings: Settings) -> None:
+def compare_memory(crowd: int, settings: Settings) -> None:
     """One of two ranks: messages over gloo and through shared memory, in turn; rank 0 prints lines of the table.
 
     Or one of the crowd, which computes until the others have ended.
     """
-    join(rank, 2 + crowd, settings.port)
-    weight = torch.randn(400, 400)
+    rank, weight = dist.get_rank(), torch.randn(400, 400)
 
     def compute() -> object:
         return torch.mm(weight, weight)
 
-    end = dist.barrier(async_op=True) if rank > 1 else None
-    while end is not None and not end.is_completed():
-        compute()
-    for kilobytes in settings.kilobytes if rank < 2 else ():
+    if rank > 1:
+        end = dist.barrier(async_op=True)
+        while not end.is_completed():
+            compute()
+        return
+    for kilobytes in settings.kilobytes:
         data = torch.ones(kilobytes * 250)
         turns = {name: exchange(data, compute, name == "shared") for name in ("gloo", "shared")}
         seconds = seconds_in_turn({"none": lambda _: compute(), **turns}, lambda _: None, settings.in_a_row)
         alone = statistics.median(seconds["none"])
-        medians = [1e3 * (statistics.median(seconds[name]) - alone) for name in turns]
-        low, ratio, high = quartiles_of_ratios(seconds["gloo"], seconds["shared"])
+        medians = (f"{1e3 * (statistics.median(seconds[name]) - alone):.2f}" for name in turns)
         if rank == 0:
-            cells = " | ".join(f"{milliseconds:.2f}" for milliseconds in medians)
-            print(f"| {crowd} | {kilobytes} kB | {cells} | {ratio:.2f} ({low:.2f} to {high:.2f}) |", flush=True)
-    if rank < 2:
-        dist.barrier()
-    leave(0)
+            print_row(crowd, f"{kilobytes} kB", *medians, quartiles_of_ratios(seconds["gloo"], seconds["shared"]))
+    dist.barrier()
 
 
-def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
-    if settings.starts < 1:
-        raise SystemExit(f"--starts {settings.starts}: give at least 1")
-    if settings.shared:
-        ratio = "gloo ÷ shared: median (quartiles)"
-        print(f"| other ranks | message | over gloo, ms | through shared memory, ms | {ratio} |")
-        print("|---|---|---|---|---|", flush=True)
-        for crowd in settings.crowds:
-            mp.spawn(compare_memory, args=(crowd, settings), nprocs=2 + crowd)
+def main(settings: Settings) -> None:
+    require(settings.starts > 0, f"--starts {settings.starts}: give at least 1")
+    if not settings.shared:
+        compare_threads(settings)
         return
-    print("| ranks | message | usual threads, µs | patient ones | times as fast (median) | range |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for world_size in settings.worlds:
-        seconds: dict[bool, list[list[float]]] = {False: [], True: []}
-        for start in each(range(settings.starts), f"starts of {world_size} ranks"):
-            for patient in (False, True) if start % 2 else (True, False):
-                results: SimpleQueue[float] = mp.get_context("spawn").SimpleQueue()
-                mp.spawn(measure, args=(world_size, patient, settings, results), nprocs=world_size)
-                seconds[patient].append([results.get() for _ in settings.kilobytes])
-        for kilobytes, usual, patient_ones in zip(
-            settings.kilobytes, zip(*seconds[False], strict=True), zip(*seconds[True], strict=True), strict=True
-        ):
-            ratios = [a / b for a, b in zip(usual, patient_ones, strict=True)]
-            print(
-                f"| {world_size} | {kilobytes} kB | {1e6 * statistics.median(usual):.0f} "
-                f"| {1e6 * statistics.median(patient_ones):.0f} | {statistics.median(ratios):.1f} "
-                f"| {min(ratios):.1f} to {max(ratios):.1f} |",
-                flush=True,
-            )
+    ratio = "gloo ÷ shared: median (quartiles)"
+    print_head("other ranks", "message", "over gloo, ms", "through shared memory, ms", ratio)
+    for crowd in settings.crowds:
+        run_ranks(compare_memory, 2 + crowd, settings.port, crowd, settings)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings, __doc__)

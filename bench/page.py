@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from lab_runs import LAB
+from tables import range_of
 
 from simplellm import command_line
 from simplellm.errors import require
 
-LAB = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(LAB / "tests"))
 
-from support.browser import CHROMIUM, Browser  # noqa: E402
+from support.browser import CHROMIUM, Browser
 
 DRAWN = """new Promise(done => {
     const look = () => document.body.dataset.isDrawn ? done(performance.now()) : setTimeout(look, 5);
@@ -57,7 +58,7 @@ def main(settings: Settings) -> None:
             page.call("Page.close")
         print(f"{file.stat().st_size / 1e6:.2f} MB")
     for what, seconds in (("made", made), ("drawn: what is in view", in_view), ("drawn: everything", whole)):
-        print(f"{what}: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})")
+        print(f"{what}: {statistics.median(seconds):.2f} s ({range_of(seconds)})")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import tyro
-from ranks import group_over_gloo, join
+from ranks import group_over_gloo, run_ranks, with_threads
+from tables import per_second, print_head, print_row
 from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -28,21 +27,22 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-from turns import quartiles_of_ratios, seconds_in_turn, through_lab
+from training import VOCAB_SIZE, tokens
+from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn, through_lab
 
 from distlab.axes.grid import Grid
 from distlab.machine.devices import cores_to_share
-from distlab.machine.processes import leave
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import DEFAULT_CHUNKS, all_stages, check_schedule, stages_per_worker
 from distlab.pipeline.split import PartCosts, balance, estimated_costs, multiply_adds
 from distlab.pipeline.stages import build_stages
-from simplellm.errors import InputError
+from simplellm import command_line
+from simplellm.errors import InputError, require
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
 
-VOCAB_SIZE, DMODEL, N_LAYERS = 4096, 288, 6
+DMODEL, N_LAYERS = 288, 6
 TORCHS: dict[str, type[PipelineScheduleSingle | PipelineScheduleMulti]] = {
     "gpipe": ScheduleGPipe,
     "dapple": Schedule1F1B,
@@ -116,30 +116,22 @@ def torch_through_the_lab(schedule: str, nets: Nets, grid: Grid, micro_batches: 
 
 def torch_all_cores(schedule: str, nets: Nets, grid: Grid, micro_batches: int) -> Step:
     """A thread for each core on every stage, whatever the others do."""
-    step, threads = torch_one_thread(schedule, nets, grid, micro_batches), cores_to_share(1) or 1
-
-    def with_all_cores(x: Tensor) -> None:
-        torch.set_num_threads(threads)
-        step(x)
-        torch.set_num_threads(1)
-
-    return with_all_cores
+    return with_threads(torch_one_thread(schedule, nets, grid, micro_batches), cores_to_share(1) or 1)
 
 
 OURS: list[Build] = [one_thread, ours]
 VARIANTS: list[Build] = [torch_one_thread, torch_all_cores, torch_through_the_lab, *OURS]
 
 
-def measure(rank: int, workers: int, settings: Settings) -> None:
+def measure(workers: int, settings: Settings) -> None:
     """One rank: the variants in turn, for each number of micro-batches and each schedule."""
-    join(rank, workers, settings.port)
-    grid = Grid(rank, {"pp": workers})
+    grid = Grid(dist.get_rank(), {"pp": workers})
     for micro_batches, schedule in itertools.product(settings.micro_batches, settings.schedules):
         if not is_possible(schedule, workers, micro_batches):
             continue
         count = workers * stages_per_worker(schedule)
         split = balance(N_LAYERS, count, parts_of(settings.seq_len))
-        held = stages_of(all_stages(schedule, workers, micro_batches)[rank])
+        held = stages_of(all_stages(schedule, workers, micro_batches)[grid.rank])
         nets = build_stages(held, split, VOCAB_SIZE, ctx_size=settings.seq_len)
         compiled: Nets = {stage: torch.compile(net) for stage, net in nets.items()} if settings.compile else nets  # type: ignore[misc]
         steps = {
@@ -148,12 +140,11 @@ def measure(rank: int, workers: int, settings: Settings) -> None:
         }
         if settings.compile:
             steps |= {build: through_lab(steps[build]) for build in OURS}
-        batch_of = partial(tokens, micro_batches, settings.seq_len)
+        batch_of = partial(tokens, batch_size=micro_batches, seq_len=settings.seq_len)
         check_gradients(nets, steps, batch_of(0))
         seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
-        if rank == 0:
-            report(f"| {workers} | {micro_batches} | {schedule} ", micro_batches * settings.seq_len, seconds)
-    leave(0)
+        if grid.rank == 0:
+            print_row(workers, micro_batches, schedule, *cells(micro_batches * settings.seq_len, seconds))
 
 
 def parts_of(seq_len: int) -> PartCosts:
@@ -191,36 +182,27 @@ def with_fresh_gradients(nets: Nets, step: Step) -> Step:
     return zero_and_step
 
 
-def tokens(rows: int, seq_len: int, turn: int) -> Tensor:
-    """Token ids (rows, seq), the same on all ranks."""
-    return torch.randint(VOCAB_SIZE, (rows, seq_len), generator=torch.Generator().manual_seed(turn))
-
-
-def report(cell: str, token_count: int, seconds: dict[Build, list[float]]) -> None:
-    """One line of the table."""
+def cells(token_count: int, seconds: dict[Build, list[float]]) -> list[str]:
+    """Those of a row: the speeds, and of the last three also to the better one of torch's."""
     torchs = (torch_one_thread, torch_all_cores)
-    line = cell + "".join(f"| {token_count / statistics.median(seconds[build]):,.0f} " for build in torchs)
-    better = seconds[min(torchs, key=lambda build: statistics.median(seconds[build]))]
+    found = [per_second(token_count, seconds[build]) for build in torchs]
+    better = min((seconds[build] for build in torchs), key=statistics.median)
     for build in (one_thread, ours, torch_through_the_lab):
-        low, middle, high = quartiles_of_ratios(better, seconds[build])
-        line += f"| {token_count / statistics.median(seconds[build]):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} "
-    print(line + "|", flush=True)
+        found += [per_second(token_count, seconds[build]), *quartiles_of_ratios(better, seconds[build]).cells(3)]
+    return found
 
 
-def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
-    if settings.rounds < 2:
-        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
+def main(settings: Settings) -> None:
+    require_quartiles("--rounds", settings.rounds)
     unknown = set(settings.schedules) - TORCHS.keys()
-    if unknown:
-        raise SystemExit(f"--schedules {' '.join(sorted(unknown))}: there are {', '.join(TORCHS)}")
+    require(not unknown, f"--schedules {' '.join(sorted(unknown))}: there are {', '.join(TORCHS)}")
     heads = ["stages", "micro-batches", "schedule", "torch, 1 thread a stage: tokens/s", "torch, all cores"]
     for name in ("ours, 1 thread a stage", "ours, cores by plan", "torch through the lab's backend, 1 thread"):
         heads += [name, "to the better torch (median)", "quartiles"]
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
+    print_head(*heads)
     for stages in settings.stages:
-        mp.spawn(measure, args=(stages, settings), nprocs=stages)
+        run_ranks(measure, stages, settings.port, stages, settings)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings, __doc__)

@@ -34,6 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tables import print_head, print_row
+
 from distlab.pipeline.schedules import all_stages
 from distlab.run.progress import each
 from simplellm import command_line
@@ -250,16 +252,15 @@ def report(runs: Sequence[dict[str, Any]]) -> None:
         for number, (*_, how) in enumerate(one["deaths"]):
             for row in enumerate((what, one["transport"], how, "all")):
                 rows[row].append((one, number))
-    print("| deaths | runs | failed | deaths | late, median | late, worst | losses within |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print_head("deaths", "runs:", "failed:", "deaths:", "late, median:", "late, worst:", "losses within:")
     for (_, name), found in sorted(rows.items(), key=lambda row: row[0]):
         of = {id(one): one for one, _ in found}.values()
         good = [(one["late"][number], one["far"]) for one, number in found if "failed" not in one]
-        failed, times = sum("failed" in one for one in of), "| |"
+        failed, times = sum("failed" in one for one in of), ("", "", "")
         if good:
             late, far = zip(*good, strict=True)
-            times = f"{statistics.median(late):.2f} s | {max(late):.2f} s | {max(far):.0e}"
-        print(f"| {name} | {len(of)} | {failed} | {len(found)} | {times} |")
+            times = f"{statistics.median(late):.2f} s", f"{max(late):.2f} s", f"{max(far):.0e}"
+        print_row(name, len(of), failed, len(found), *times)
     failed = sum("failed" in one for one in runs)
     if failed:
         raise SystemExit(f"# {failed} of {len(runs)} runs failed")

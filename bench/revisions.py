@@ -8,23 +8,21 @@ A round is a run of either checkout, the other one first in every second round. 
 without the first two; what is printed is the median over the rounds of how many times as fast this checkout is.
 """
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from lab_runs import LAB, run
+from tables import milliseconds, print_head, print_row, range_of
+from turns import results_in_turn
 
 from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import require
 
-LAB = Path(__file__).resolve().parents[1]
 # Scripts whose messages overlap: pp-dapple and tp are lessons that send plainly.
 RUNS = {
     "primer": "primer --batch-size 3 --steps 12",
@@ -56,24 +54,9 @@ class Settings:
     """which runs, by name"""
 
 
-def seconds_of_a_step(checkout: Path, flags: str) -> float:
+def seconds_of_a_step(flags: str, checkout: Path) -> float:
     """The median step of one run."""
-    with tempfile.TemporaryDirectory() as out:
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "distlab.launch",
-                *flags.split(),
-                *f"--data sample --device cpu --out {out}".split(),
-            ],
-            cwd=checkout,
-            env={**os.environ, "PYTHONPATH": str(checkout / "src")},
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        records = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    return statistics.median(record["seconds"] for record in records[WARM_UP_STEPS:])
+    return statistics.median(run(flags, checkout).seconds[WARM_UP_STEPS:])
 
 
 def compare(settings: Settings) -> None:
@@ -83,19 +66,13 @@ def compare(settings: Settings) -> None:
     require(settings.rounds > 0, f"--rounds {settings.rounds}: give at least 1")
     for name in settings.runs:
         require(name in RUNS, f"--runs {name}: give one of {', '.join(RUNS)}")
-    print(
-        "| run | ms a step, other | ms a step, this | times as fast (median) | range |\n|---|---|---|---|---|",
-        flush=True,
-    )
+    print_head("run", "ms a step, other", "ms a step, this", "times as fast (median)", "range")
+    works = {checkout: partial(seconds_of_a_step, checkout=checkout) for checkout in (other, LAB)}
     for name in each(settings.runs, "runs"):
-        seconds: dict[Path, list[float]] = {other: [], LAB: []}
-        for number in range(settings.rounds):
-            for checkout in (LAB, other) if number % 2 else (other, LAB):
-                seconds[checkout].append(seconds_of_a_step(checkout, RUNS[name]))
+        seconds = results_in_turn(works, lambda _, flags=RUNS[name]: flags, settings.rounds, 0)
         ratios = [before / now for before, now in zip(seconds[other], seconds[LAB], strict=True)]
-        theirs, ours = (f"{statistics.median(seconds[checkout]) * 1e3:.0f}" for checkout in (other, LAB))
-        range_ = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"| {name} | {theirs} | {ours} | {statistics.median(ratios):.3f} | {range_} |", flush=True)
+        times = milliseconds(seconds[other]), milliseconds(seconds[LAB])
+        print_row(name, *times, f"{statistics.median(ratios):.3f}", range_of(ratios))
 
 
 if __name__ == "__main__":

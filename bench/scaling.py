@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lab_runs import LAB
+from tables import print_head, print_row
+
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine
@@ -17,7 +20,7 @@ from distlab_planner.step import LOSS_BYTES, predict
 from distlab_planner.traffic import RankGroup
 from simplellm import command_line
 
-MACHINES = Path(__file__).resolve().parents[1] / "docs/machines"
+MACHINES = LAB / "docs/machines"
 NAMES = ("cluster", "oversubscribed")
 MODEL = Model(Sizes(4096, 32, 32, 16384, 2048, 32000), n_layers=32)
 SLICES = (1, 2, 4, 8, 16, 32)
@@ -103,10 +106,9 @@ def panels() -> Iterator[tuple[str, str, list[Curve]]]:
 def main(settings: Settings) -> None:
     found = list(panels())
     for title, label, curves in found:
-        print(f"| {title}: {label} | {' | '.join(map(str, curves[0].x))} |")
-        print(f"|---|{'---:|' * len(curves[0].x)}")
+        print_head(f"{title}: {label}", *(f"{x}:" for x in curves[0].x))
         for curve in curves:
-            print(f"| {curve.name} | {' | '.join(f'{share:.0%}' for share in curve.efficiency)} |")
+            print_row(curve.name, *(f"{share:.0%}" for share in curve.efficiency))
         print()
     if settings.png is not None:
         draw(settings.png, found)

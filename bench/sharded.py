@@ -11,32 +11,23 @@ computed from what it keeps.
 """
 
 import os
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import tyro
-from ranks import group_over_gloo, join
+from ranks import group_over_gloo, run_ranks
+from tables import milliseconds, print_head, print_row
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from turns import quartiles_of_ratios, seconds_in_turn
+from training import adam, averaged_buckets, build, loss_of, tokens, training_step
+from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn
 
-from distlab.comm.names import named
-from distlab.comm.pending import Pending
-from distlab.machine.processes import leave
-from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.division import Sharded
 from distlab.parallel.sharded import ShardedDP
-from distlab.run.model import build_optimizer
-from simplellm.llama import CausalLLama, LLama
-from simplellm.losses import causalLLMLoss
-
-VOCAB_SIZE = 4096
+from simplellm import command_line
 
 
 @dataclass
@@ -54,16 +45,8 @@ class Settings:
 
 
 class Variant(NamedTuple):
-    step: Callable[[Tensor], None]
+    step: Callable[[Tensor], object]
     held_bytes: Callable[[], int]  # weights, gradients, optimizer state
-
-
-def loss_of(net: nn.Module, x: Tensor) -> Tensor:
-    return causalLLMLoss(net(x), x, VOCAB_SIZE)
-
-
-def adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return build_optimizer("adam", parameters, lr=8e-4)
 
 
 def own_bytes(tensor: Tensor) -> int:
@@ -77,35 +60,26 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(own_bytes(value) for value in values if isinstance(value, Tensor))
 
 
+def whole_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes with whole weights and gradients, and the state that the rank's optimizer has."""
+    return 2 * sum(p.nbytes for p in net.parameters()) + state_bytes(optimizer)
+
+
 def gradient_aggregation(net: nn.Module) -> Variant:
     """As in DP/buckets/intro_DP_buckets.py."""
     optimizer = adam(net.parameters())
-
-    def average(bucket: Bucket) -> Pending:
-        with named(str(bucket), "gradients"):
-            return dist.all_reduce(bucket.flat, dist.ReduceOp.AVG, async_op=True)
-
-    buckets = GradientBuckets(net.parameters(), average)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(net, x).backward()
-        buckets.finish()
-        optimizer.step()
-
-    return Variant(step, lambda: 2 * sum(p.nbytes for p in net.parameters()) + state_bytes(optimizer))
+    step = training_step(loss_of(net), optimizer, averaged_buckets(net).finish)
+    return Variant(step, lambda: whole_bytes(net, optimizer))
 
 
 def sharded(net: nn.Module, shard: Sharded) -> Variant:
     """As in DP/fsdp/intro_DP_FSDP.py."""
     model = ShardedDP(net, shard)
     optimizer = adam(model.own_parameters().values())
+    update = training_step(loss_of(model), optimizer, model.finish_gradients)
 
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        model.finish_gradients()
-        optimizer.step()
+    def step(ids: Tensor) -> None:
+        update(ids)
         model.gather_weights()
 
     return Variant(step, lambda: sum(model.held_bytes()) + state_bytes(optimizer))
@@ -117,13 +91,7 @@ def zero_redundancy_optimizer(net: nn.Module) -> Variant:
     group = group_over_gloo()
     model = DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, process_group=group, lr=8e-4, fused=True)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
-
-    return Variant(step, lambda: 2 * sum(p.nbytes for p in net.parameters()) + state_bytes(optimizer.optim))
+    return Variant(training_step(loss_of(model), optimizer), lambda: whole_bytes(net, optimizer.optim))
 
 
 def fully_sharded(net: nn.Module, reshard_after_forward: bool, through_the_lab: bool = False) -> Variant:
@@ -132,27 +100,22 @@ def fully_sharded(net: nn.Module, reshard_after_forward: bool, through_the_lab: 
 
     mesh = DeviceMesh.from_group(dist.new_group() if through_the_lab else group_over_gloo(), "cpu")
     blocks = net.model.layers.values()  # type: ignore[union-attr, operator]
-    whole_bytes = sum(p.nbytes for p in net.parameters())
+    weights = sum(p.nbytes for p in net.parameters())
     largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks)
-    others = whole_bytes - sum(p.nbytes for block in blocks for p in block.parameters())
+    others = weights - sum(p.nbytes for block in blocks for p in block.parameters())
     for part in (*blocks, net):
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
     optimizer = adam(net.parameters())
 
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(net, x).backward()
-        optimizer.step()
-
     def held_bytes() -> int:
         # Parameters outside of the blocks stay whole from the forward to the backward pass, and their gradients until
         # its end. Without reshard_after_forward, all weights stay whole; with it, the weights of two blocks.
-        gathered = others + (others + 2 * largest if reshard_after_forward else whole_bytes)
+        gathered = others + (others + 2 * largest if reshard_after_forward else weights)
         parameters = list(net.parameters())
         kept = sum(own_bytes(p) + (own_bytes(p.grad) if p.grad is not None else 0) for p in parameters)
         return gathered + kept + state_bytes(optimizer)
 
-    return Variant(step, held_bytes)
+    return Variant(training_step(loss_of(net), optimizer), held_bytes)
 
 
 VARIANTS: dict[str, tuple[Callable[[nn.Module], Variant], list[str]]] = {  # the second: what each is compared with
@@ -170,39 +133,28 @@ VARIANTS: dict[str, tuple[Callable[[nn.Module], Variant], list[str]]] = {  # the
 }
 
 
-def measure(rank: int, world_size: int, settings: Settings) -> None:
-    """One rank: all variants in turn; rank 0 prints the table."""
-    join(rank, world_size, settings.port)
-    variants = {
-        name: build(LLama(CausalLLama, VOCAB_SIZE, ctx_size=settings.seq_len)) for name, (build, _) in VARIANTS.items()
-    }
-
-    def batch_of(_: int) -> Tensor:
-        return torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len))
-
+def measure(settings: Settings) -> None:
+    """One rank: all variants in turn; rank 0 prints the rows of the table."""
+    variants = {name: variant_of(build(settings.seq_len)) for name, (variant_of, _) in VARIANTS.items()}
     steps = {name: variant.step for name, variant in variants.items()}
+    batch_of = partial(tokens, batch_size=settings.batch_size, seq_len=settings.seq_len)
     seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
-    if rank == 0:
-        for name, (_, others) in VARIANTS.items():
-            measured = f"{statistics.median(seconds[name]) * 1000:.0f}"
-            held_megabytes = f"{variants[name].held_bytes() / 1e6:.1f}"
-            for other in others or [""]:
-                low, middle, high = quartiles_of_ratios(seconds[other], seconds[name]) if other else (0, 0, 0)
-                ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})" if other else ""
-                print(f"| {world_size} | {name} | {other} | {measured} | {ratio} | {held_megabytes} |", flush=True)
-    leave(0)  # without the process group's destructor, which can hang: see distlab.run.run.Run.close
+    for name, (_, others) in VARIANTS.items() if dist.get_rank() == 0 else ():
+        own, held_megabytes = seconds[name], f"{variants[name].held_bytes() / 1e6:.1f}"
+        for other in others or [""]:
+            ratio = quartiles_of_ratios(seconds[other], own) if other else ""
+            print_row(dist.get_world_size(), name, other, milliseconds(own), ratio, held_megabytes)
 
 
-def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
-    if settings.rounds < 2:
-        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
+def main(settings: Settings) -> None:
+    require_quartiles("--rounds", settings.rounds)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print("| ranks | variant | compared with | ms a step (median) | speed to that: median (quartiles) | held, MB |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print_head(
+        "ranks", "variant", "compared with", "ms a step (median)", "speed to that: median (quartiles)", "held, MB"
+    )
     for world_size in settings.worlds:
-        mp.spawn(measure, args=(world_size, settings), nprocs=world_size)
+        run_ranks(measure, world_size, settings.port, settings)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings, __doc__)

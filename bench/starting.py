@@ -16,14 +16,17 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from distlab.run.progress import each
+from lab_runs import LAB
+from tables import print_head, print_row, range_of
+from turns import results_in_turn
+
 from distlab_exercises.forked import leaving_no_process
 from simplellm import command_line
 from simplellm.errors import InputError, require
 
-LAB = Path(__file__).resolve().parents[1]
 FIRST_LOSS = (
     "python primer/intro.py --data sample",
     "./launch.sh dp-ga --data sample",
@@ -77,15 +80,14 @@ def seconds_of(command: str, out: str) -> float:
 
 def main(settings: Settings) -> None:
     require(settings.rounds > 0, f"--rounds {settings.rounds}: give at least 1")
-    seconds: dict[str, list[float]] = {command: [] for command in (*FIRST_LOSS, *WHOLE)}
+    works = {command: partial(seconds_of, command) for command in (*FIRST_LOSS, *WHOLE)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for number in each(range(WARM_UP_ROUNDS + settings.rounds), "rounds"):
-            for command in list(seconds)[:: -1 if number % 2 else 1]:
-                seconds[command].append(seconds_of(command, tempfile.mkdtemp(dir=folder)))
-    print("| command | seconds: median | range |\n|---|---:|---:|")
-    for command, of_all in seconds.items():
-        counted = of_all[WARM_UP_ROUNDS:]
-        print(f"| {command} | {statistics.median(counted):.2f} | {min(counted):.2f} to {max(counted):.2f} |")
+        seconds = results_in_turn(
+            works, lambda _: tempfile.mkdtemp(dir=folder), settings.rounds, WARM_UP_ROUNDS, "rounds"
+        )
+    print_head("command", "seconds: median:", "range:")
+    for command, counted in seconds.items():
+        print_row(command, f"{statistics.median(counted):.2f}", range_of(counted))
 
 
 if __name__ == "__main__":

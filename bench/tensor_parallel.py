@@ -13,26 +13,21 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-import tyro
-from ranks import group_over_gloo, join
+from ranks import group_over_gloo, run_ranks
+from tables import milliseconds, per_second, print_head, print_row
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from turns import quartiles_of_ratios, seconds_in_turn, through_lab
+from training import VOCAB_SIZE, Step, backward_step, build, loss_of, tokens
+from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn, through_lab
 
-from distlab.machine.processes import leave
 from distlab.parallel.tensor import shard
 from distlab.parallel.tp_group import TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
-from simplellm.llama import CausalLLama, LLama
-from simplellm.losses import causalLLMLoss
-
-VOCAB_SIZE = 4096
-Step = Callable[[Tensor], Tensor]  # token ids (batch, seq) -> loss, after the backward pass
+from simplellm import command_line
 
 
 @dataclass
@@ -53,33 +48,19 @@ class Settings:
     """where rank 0 listens"""
 
 
-def build() -> CausalLLama:
-    return LLama(CausalLLama, VOCAB_SIZE)
-
-
-def backward(net: nn.Module, loss_of: Step) -> Step:
-    def step(x: Tensor) -> Tensor:
-        net.zero_grad()
-        loss = loss_of(x)
-        loss.backward()
-        return loss.detach()
-
-    return step
-
-
 def ours() -> Step:
     net = build()
     shard(net, "megatron")
-    return backward(net, lambda x: vocabulary_parallel_loss(net(x), x, VOCAB_SIZE))
+    return backward_step(net, lambda ids: vocabulary_parallel_loss(net(ids), ids, VOCAB_SIZE))
 
 
 def no_communication() -> Step:
     """Ours, with each rank's own part in place of every sum: what it would take if messages took no time."""
     step = ours()
 
-    def alone(x: Tensor) -> Tensor:
+    def alone(ids: Tensor) -> Tensor:
         with patch.object(TPGroup, "all_reduce", lambda _, tensor, *__, **___: tensor):
-            return step(x)
+            return step(ids)
 
     return alone
 
@@ -102,15 +83,17 @@ def torch_whole_logits(group_of: Callable[[], dist.ProcessGroup], compiled: bool
     net = by_torch(ColwiseParallel(output_layouts=Replicate()), group_of())
     if compiled:
         net.compile()
-    return backward(net, lambda x: causalLLMLoss(net(x), x, VOCAB_SIZE))
+    return backward_step(net, loss_of(net))
 
 
 def torch_loss_parallel(group_of: Callable[[], dist.ProcessGroup]) -> Step:
     """Also computes the loss from slices of the logits, with torch's own context."""
     net = by_torch(ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), group_of())
 
-    step = backward(net, lambda x: F.cross_entropy(net(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten()))
-    return loss_parallel()(step)
+    def loss(ids: Tensor) -> Tensor:
+        return F.cross_entropy(net(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    return loss_parallel()(backward_step(net, loss))
 
 
 COMPILED: dict[str, Callable[[], Step]] = {
@@ -119,66 +102,44 @@ COMPILED: dict[str, Callable[[], Step]] = {
     "ours": lambda: through_lab(ours()),
     "ours, not compiled": ours,
 }
-impatient = partial(group_over_gloo, patient=False)
+THROUGH_THE_LAB = "torch, loss_parallel, through the lab's backend"
 VARIANTS: dict[str, Callable[[], Step]] = {
     "torch, whole logits": partial(torch_whole_logits, group_over_gloo),
     "torch, loss_parallel": partial(torch_loss_parallel, group_over_gloo),
-    "torch, whole logits, without patient threads": partial(torch_whole_logits, impatient),
-    "torch, loss_parallel, without patient threads": partial(torch_loss_parallel, impatient),
-    "torch, loss_parallel, through the lab's backend": partial(torch_loss_parallel, dist.new_group),
+    THROUGH_THE_LAB: partial(torch_loss_parallel, dist.new_group),
     "ours": ours,
     "no communication": no_communication,
 }
 
 
-def measure(rank: int, settings: Settings) -> None:
-    """One rank: the variants in turn."""
-    join(rank, settings.ranks, settings.port)
+def measure(settings: Settings) -> None:
+    """One rank: the variants in turn; rank 0 prints the rows of the table."""
     variants = COMPILED if settings.compile else VARIANTS
-    steps = {name: build_step() for name, build_step in variants.items()}
-    compare(steps, settings)
-    seconds = seconds_in_turn(steps, partial(tokens, settings), settings.rounds, meet=dist.barrier)
-    if rank == 0:
-        report(settings, seconds)
-    leave(0)
+    steps = {name: step_of() for name, step_of in variants.items()}
+    batch_of = partial(tokens, batch_size=settings.batch_size, seq_len=settings.seq_len)
+    compare_losses(steps, batch_of(0))
+    seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
+    torchs = [own for name, own in seconds.items() if name.startswith("torch") and name != THROUGH_THE_LAB]
+    better = min(torchs, key=statistics.median)
+    for name, own in seconds.items() if dist.get_rank() == 0 else ():
+        speed = per_second(settings.batch_size * settings.seq_len, own)
+        print_row(settings.ranks, name, milliseconds(own), speed, *quartiles_of_ratios(better, own).cells(3))
 
 
-def tokens(settings: Settings, turn: int) -> Tensor:
-    """Token ids (batch, seq), the same on all ranks."""
-    generator = torch.Generator().manual_seed(turn)
-    return torch.randint(VOCAB_SIZE, (settings.batch_size, settings.seq_len), generator=generator)
-
-
-def compare(steps: dict[str, Step], settings: Settings) -> None:
+def compare_losses(steps: dict[str, Step], ids: Tensor) -> None:
     """Make sure that all variants compute the same loss, or their speeds could not be compared."""
-    losses = {name: step(tokens(settings, 0)) for name, step in steps.items() if name != "no communication"}
+    losses = {name: step(ids) for name, step in steps.items() if name != "no communication"}
     for name, loss in losses.items():
         whole = loss.full_tensor() if isinstance(loss, DTensor) else loss
         if not torch.isclose(whole, losses["ours"], rtol=1e-6, atol=0):
             raise AssertionError(f"{name}: a loss of {whole.item():.8f}, where ours is {losses['ours'].item():.8f}")
 
 
-def report(settings: Settings, seconds: dict[str, list[float]]) -> None:
-    count = settings.batch_size * settings.seq_len
-    torchs = [name for name in seconds if name.startswith("torch")]
-    better = seconds[min(torchs, key=lambda name: statistics.median(seconds[name]))]
-    for name, own in seconds.items():
-        low, middle, high = quartiles_of_ratios(better, own)
-        median = statistics.median(own)
-        print(
-            f"| {settings.ranks} | {name} | {median * 1e3:.0f} | {count / median:,.0f} "
-            f"| {middle:.3f} | {low:.3f} to {high:.3f} |"
-        )
-
-
-def main() -> None:
-    settings = tyro.cli(Settings, description=__doc__)
-    if settings.rounds < 2:
-        raise SystemExit(f"--rounds {settings.rounds}: quartiles need at least 2")
-    print("| ranks | variant | ms a step (median) | tokens/s | speed to the better torch (median) | quartiles |")
-    print("|---|---|---|---|---|---|", flush=True)
-    mp.spawn(measure, args=(settings,), nprocs=settings.ranks)
+def main(settings: Settings) -> None:
+    require_quartiles("--rounds", settings.rounds)
+    print_head("ranks", "variant", "ms a step (median)", "tokens/s", "speed to the better torch (median)", "quartiles")
+    run_ranks(measure, settings.ranks, settings.port, settings)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main, Settings, __doc__)

@@ -91,11 +91,13 @@ def test_without_the_flag_nothing_is_recorded(tmp_path: Path) -> None:
 def measured_by_the_benchmark(rank: int, port: int) -> list[list[float]]:
     """Percent of a row for each schedule: idle in the plan, measured; of steps that run on, in the plan, measured."""
     sys.path.insert(0, str(LAB / "bench"))
+    from ranks import join
+
     bubble = load("bench/bubble.py")
-    bubble.leave = lambda _: None  # type: ignore[attr-defined]
-    settings = bubble.Settings(schedules=["zb-h2"], steps=1, in_a_row=3, seconds=0.04, port=port)
+    join(rank, 4, port)
+    settings = bubble.Settings(schedules=["zb-h2"], steps=1, in_a_row=3, seconds=0.04)
     with redirect_stdout(io.StringIO()) as printed:
-        bubble.measure(rank, 4, 8, settings)
+        bubble.measure(4, 8, settings)
     return [[float(cell.strip(" %")) for cell in line.split("|")[4:-1]] for line in printed.getvalue().splitlines()]
 
 

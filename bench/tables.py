@@ -1,0 +1,33 @@
+"""Markdown tables, printed line by line: bench/README.md has them, and `python -m bench` reads and writes them there.
+
+print_head("variant", "ms a step (median):", "time over torch (median)", "quartiles")
+print_row("ours", milliseconds(ours), *quartiles_of_ratios(ours, torchs).cells(3))
+"""
+
+import statistics
+from collections.abc import Sequence
+
+
+def print_head(*headings: str) -> None:
+    """Print the headings; a column whose heading ends with ":" is aligned to the right."""
+    print_row(*(heading.removesuffix(":") for heading in headings))
+    print("".join("|---:" if heading.endswith(":") else "|---" for heading in headings) + "|", flush=True)
+
+
+def print_row(*cells: object) -> None:
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def milliseconds(seconds: Sequence[float], digits: int = 0) -> str:
+    """The median of seconds, as a cell."""
+    return f"{1e3 * statistics.median(seconds):,.{digits}f}"
+
+
+def per_second(count: float, seconds: Sequence[float]) -> str:
+    """How many of what takes the median of `seconds` are done in a second, as a cell."""
+    return f"{count / statistics.median(seconds):,.0f}"
+
+
+def range_of(values: Sequence[float], digits: int = 2) -> str:
+    """The smallest and the largest value, as a cell."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
