@@ -96,16 +96,6 @@ def pick_backend(name: str, places: Sequence[Place]) -> str:
     return name if name != "auto" else "gloo" if shared else "nccl"
 
 
-def let_ranks_share_gpus(rank: int) -> None:
-    """Make NCCL take each rank for a host of its own, which it reaches through sockets.
-
-    NCCL refuses two ranks of one host on one GPU; from version 2.30 on, `SHARE_GPUS` changes that. A name of a host for
-    each rank works with earlier versions too, but not over InfiniBand.
-    """
-    os.environ.setdefault("NCCL_HOSTID", f"lab-rank-{rank}")
-    os.environ.setdefault("NCCL_IB_DISABLE", "1")
-
-
 def check_transport(name: str, places: Sequence[Place]) -> None:
     """Raise `InputError` if `--transport shared` is requested and the ranks are not on the CPU of one host."""
     other = next((rank for rank, place in enumerate(places) if place.host != places[0].host), None)

@@ -68,6 +68,16 @@ def _keep_to(interface: str) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one; a bare name is a prefix
 
 
+def let_ranks_share_gpus(rank: int) -> None:
+    """Make NCCL take each rank for a host of its own, which it reaches through sockets.
+
+    NCCL refuses two ranks of one host on one GPU; from version 2.30 on, `devices.SHARE_GPUS` changes that. A name of a
+    host for each rank works with earlier versions too, but not over InfiniBand.
+    """
+    os.environ.setdefault("NCCL_HOSTID", f"lab-rank-{rank}")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+
+
 def own_address(towards: str) -> str | None:
     """Return this host's address on the route to another host, from the routing table; nothing is sent."""
     try:

@@ -68,7 +68,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
     is_on_one_host = len(devices.local_ranks(places, rank)) == size
     network.keep_to_interface(address, on_one_host=by_torchrun and is_on_one_host)
     if decided["backend"] == "nccl" and devices.ranks_on_one_gpu(places):
-        devices.let_ranks_share_gpus(rank)
+        network.let_ranks_share_gpus(rank)
     context = connect(settings, grid, places, store, decided["backend"])
     if context.is_over_nccl:
         context.waits.of_stream.marks = HostMarks(context.device, on_side_stream())

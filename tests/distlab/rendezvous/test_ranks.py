@@ -1,18 +1,19 @@
 """Ranks compare what they were started with before any of them trains."""
 
 import contextlib
-import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.processes import free_port, run_ranks
+from support.processes import free_port, run_ranks, start
 
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
@@ -87,6 +88,19 @@ def test_a_host_that_does_not_exist_is_not_waited_for(address: str) -> None:
     assert time.monotonic() - started < 30
 
 
+@contextlib.contextmanager
+def rank_0(port: int, user: int = os.getuid()) -> Iterator[int]:
+    """A process, of a user, that holds the store of a run; its number. A fork of this process may hang at its start."""
+    code = "import encodings.idna, os, sys, time; from distlab.rendezvous.ranks import open_store"
+    hold = "os.setuid(int(sys.argv[2])); store = open_store(0, 'localhost', int(sys.argv[1]), 10); time.sleep(120)"
+    holder = start(sys.executable, "-c", f"{code}; {hold}", port, user)
+    try:
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
 def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
     with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
         started = time.monotonic()
@@ -96,48 +110,35 @@ def test_a_rank_0_that_is_stopped_is_not_waited_for_without_end() -> None:
 
 
 def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> None:
-    port = free_port()
-    holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
-    holder.start()
-    try:
-        store = open_store(1, "localhost", port, 10)
-        assert holder.pid is not None
-        os.kill(holder.pid, signal.SIGSTOP)
+    with rank_0(port := free_port()) as pid:
+        store = open_store(1, "localhost", port, 60)
+        os.kill(pid, signal.SIGSTOP)
         with pytest.raises(TrafficError, match="rank 0 does not answer: it is stopped"):
             agree(store, 1, 2, Place("here"), {}, dict, 1)
-        os.kill(holder.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         assert store.check(["seat/1"]), "the call that was left behind has ended"
-    finally:
-        holder.kill()
-        holder.join()
 
 
 def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
     """Within seconds, whatever the timeout."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored if a shell runs pytest with &
-    port = free_port()
-    holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
-    holder.start()
     try:
-        store = open_store(1, "localhost", port, 60)
-        pid = holder.pid
-        assert pid is not None
+        with rank_0(port := free_port()) as pid:
+            store = open_store(1, "localhost", port, 60)
 
-        def stop_and_interrupt() -> None:
-            os.kill(pid, signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGINT)
+            def stop_and_interrupt() -> None:
+                os.kill(pid, signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGINT)
 
-        asked = threading.Timer(1.0, stop_and_interrupt)
-        asked.start()
-        started = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            agree(store, 1, 2, Place("here"), {}, dict, 60)
-        assert time.monotonic() - started < 10
-        os.kill(pid, signal.SIGCONT)
+            asked = threading.Timer(1.0, stop_and_interrupt)
+            asked.start()
+            started = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                agree(store, 1, 2, Place("here"), {}, dict, 60)
+            assert time.monotonic() - started < 10
+            os.kill(pid, signal.SIGCONT)
     finally:
         signal.signal(signal.SIGINT, before)
-        holder.kill()
-        holder.join()
 
 
 def test_a_rank_0_that_ends_while_another_connects() -> None:
@@ -160,22 +161,10 @@ def connect_to_one_that_ends(rank: int) -> None:
 
 
 def test_a_rank_0_that_ends_after_another_has_connected() -> None:
-    port = free_port()
-    holder = multiprocessing.get_context("fork").Process(target=hold_store, args=(port,))
-    holder.start()
-    try:
-        store = open_store(1, "localhost", port, 10)
-    finally:
-        holder.kill()
-        holder.join()
+    with rank_0(port := free_port()):
+        store = open_store(1, "localhost", port, 60)
     with pytest.raises(TrafficError, match=ENDED):
         agree(store, 1, 2, Place("here"), {}, dict, 10)
-
-
-def hold_store(port: int) -> None:
-    store = open_store(0, "localhost", port, 10)
-    time.sleep(60)
-    del store
 
 
 @pytest.mark.parametrize("other", [1, 12345, 65534])
@@ -183,16 +172,8 @@ def test_a_rank_does_not_join_another_users_run(other: int) -> None:
     if os.getuid() != 0:
         pytest.skip("needs to become another user")
 
-    def hold(port: int) -> None:
-        os.setuid(other)
-        hold_store(port)
-
-    port = free_port()
-    holder = multiprocessing.get_context("fork").Process(target=hold, args=(port,))
-    holder.start()
-    try:
-        with pytest.raises(InputError, match=rf"^--master-port {port}: .* run of the user {other}, and you are 0; "):
-            open_store(1, "localhost", port, 10)
-    finally:
-        holder.kill()
-        holder.join()
+    with (
+        rank_0(port := free_port(), user=other),
+        pytest.raises(InputError, match=rf"^--master-port {port}: .* run of the user {other}, and you are 0; "),
+    ):
+        open_store(1, "localhost", port, 60)
