@@ -38,9 +38,10 @@ class ExpertSettings:
     def check_experts(self, ranks: int, flag: str) -> None:
         """Raise `InputError` unless `ranks`, which `flag` sets, can share the experts."""
         given = f"{flag} {ranks} with --experts {self.experts}"
+        require(self.experts_per_token > 0, f"--experts-per-token {self.experts_per_token}: must be greater than 0")
         if self.experts:
             most, chosen = self.experts, f"--experts-per-token {self.experts_per_token} with --experts {self.experts}"
-            require(1 <= self.experts_per_token <= most, f"{chosen}: give a number from 1 to {most}")
+            require(self.experts_per_token <= most, f"{chosen}: give a number from 1 to {most}")
             advice = "each rank holds as many experts as the others; give a divisor"
             require(ranks > 0 and self.experts % ranks == 0, f"{given}: {advice}")
         require(self.experts >= 0, f"--experts {self.experts}: give 0 or more")

@@ -22,9 +22,10 @@ from support.processes import LAB
 MAY_BE_ZERO = {
     *("seed", "dropout", "betas", "weight_decay", "warmup_steps", "min_lr"),
     *("merge_alpha", "outer_momentum", "overlap_steps"),
+    *("experts", "capacity", "balance_rate"),
 }
 MAY_BE_NEGATIVE = {"seed"}
-MAY_BE_HUGE = {"lr", "outer_lr", "weight_decay", "clip_norm"}  # it ends with a loss that is no number, or never clips
+MAY_BE_HUGE = {"lr", "outer_lr", "weight_decay", "clip_norm", "capacity"}  # no number as a loss, or no limit
 BAD_TEXT = {
     "data": ["nothing-there.txt", "ghost.parquet", "/", ".", "a.docx", "", OVERLONG + ".txt", "/dev/null", "здесь.txt"],
     "schedule": ["", "GPIPE", "1f1b1b", "нет"],
