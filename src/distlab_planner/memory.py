@@ -124,10 +124,10 @@ def _whole_buckets(costs: Costs, stage: int, has_buffer: bool) -> int:
             latest[of_others] = Counter()
             buckets.append((of_others, latest[of_others]))
         latest[of_others][one.is_rounded] += one.numbers * NUMBER_BYTES
-    whole = sorted(bucket.total() for _, bucket in buckets)
     if not has_buffer:
-        return sum(whole[-2:])
-    longest = Counter[bool]()
+        return sum(sorted(bucket.total() for _, bucket in buckets)[-2:])
+    whole, longest = Counter[bool](), Counter[bool]()  # the largest bucket, and the largest part of one, of each kind
     for of_others, bucket in buckets:
+        whole[of_others] = max(whole[of_others], bucket.total())
         longest[of_others] = max(longest[of_others], *bucket.values())
-    return whole[-1] + longest.total()
+    return whole.total() + longest.total()

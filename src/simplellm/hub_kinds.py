@@ -103,14 +103,14 @@ def kind_of(options: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> str
     """
     if not options.get("experts"):
         return "llama"
-    is_biased = options.get("attention_bias") or options.get("mlp_bias")
+    is_biased = bool(options.get("attention_bias") or options.get("mlp_bias"))
     is_corrected = any(bool(p.any()) for name, p in parameters.items() if name.endswith(CORRECTION))
     for name, kind in KINDS.items():
         is_alike = all(options.get(option, False) == value for option, value in kind.options.items())
         if kind.experts and is_alike and not is_biased and (kind.has_corrections or not is_corrected):
             return name
-    shared = " and a shared expert" * options["shared_expert"]
-    its = f"{options['router_scores']} scores{shared}{', balanced by corrections,' * is_corrected}"
+    further = " and a shared expert" * options["shared_expert"] + " and biases" * is_biased
+    its = f"{options['router_scores']} scores{further}{', balanced by corrections,' * is_corrected}"
     sentence = (
         "do not export: transformers has softmax scores without corrections (--balance-rate 0), as in Mixtral and, "
         "with --qk-norm, in Qwen3-MoE; "

@@ -231,6 +231,7 @@ SHARED = [
 EXPERTS = [  # that all tokens use, so that loads are equal
     (2, "--dp 2 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --micro-batches 2 --batch-size 2"),
     (4, "--dp 4 --pp 1 --ep 2 --experts 2 --shard weights --hidden-dim 40 --recompute blocks --dtype bfloat16"),
+    (4, "--dp 4 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --shard gradients --dtype bfloat16"),
     (4, "--dp 2 --pp 2 --ep 2 --experts 2 --shared-expert --schedule zb-h1 --micro-batches 2 --batch-size 4"),
     (4, "--dp 2 --pp 1 --ep 2 --tp 2 --experts 2 --recompute all --dtype bfloat16"),
 ]

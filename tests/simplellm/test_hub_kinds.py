@@ -123,6 +123,12 @@ def test_experts_that_transformers_does_not_have(options: dict[str, Any], tmp_pa
     assert not (tmp_path / "there").exists()
 
 
+@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
+def test_experts_with_biases_are_not_exported(bias: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="experts with softmax scores and biases do not export"):
+        export(without_corrections(saved_model(**EXPERTS, **{bias: True})), tmp_path / "there")
+
+
 def test_generation_with_a_cache() -> None:
     """One token after another computes what all together compute."""
     net = saved_model(**EXPERTS | LIKE_DEEPSEEK).build()
