@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import Group, Options, Transport, context_of
-from distlab.comm.group import empty
+from distlab.comm.group import all_gather_single, empty, reduce_scatter_single
 
 SIZES = [0, 1, 3, 1000, 300_001]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -100,14 +100,14 @@ class Compared:
         for own in (self.mine(), self.whole[self.rank]):  # also where its row is
             self.whole.fill_(-1)
             own.copy_(self.all[self.rank])
-            dist.all_gather_single(self.whole, own, self.group)
+            all_gather_single(self.whole, own, self.group)
             self.same(self.whole, torch.stack(self.all))
 
     def reduce_scatter(self) -> None:
         to_this = [row[self.rank] for row in self.grid]
         for op in OPS:
             self.whole.copy_(torch.stack(self.grid[self.rank]))
-            dist.reduce_scatter_single(self.own.fill_(-1), self.whole, op, self.group)
+            reduce_scatter_single(self.own.fill_(-1), self.whole, op, self.group)
             self.same(self.own, combine(to_this, op))
             self.same(self.whole, torch.stack(self.grid[self.rank]))
         dist.reduce_scatter(self.own.fill_(-1), list(self.whole), group=self.group)
@@ -145,7 +145,7 @@ class Compared:
         begun: list[Any] = [
             dist.all_reduce(self.own, group=self.group, async_op=True),
             dist.broadcast(self.other, group=self.group, group_src=self.size - 1, async_op=True),
-            dist.all_gather_single(self.whole, third, self.group, async_op=True),
+            all_gather_single(self.whole, third, self.group, async_op=True),
             dist.barrier(self.group, async_op=True),
         ]
         for number in (2, 0, 3, 1):

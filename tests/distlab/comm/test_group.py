@@ -326,8 +326,8 @@ def lose_a_rank(rank: int, port: int, begin: Callable[[], Any]) -> tuple[str, fl
     "begin",
     [
         lambda: dist.all_reduce(torch.zeros(4)),
-        lambda: dist.all_gather_single(torch.zeros(2, 4), torch.zeros(4)),
-        lambda: dist.reduce_scatter_single(torch.zeros(4), torch.zeros(2, 4)),
+        lambda: all_gather_single(torch.zeros(2, 4), torch.zeros(4)),
+        lambda: reduce_scatter_single(torch.zeros(4), torch.zeros(2, 4)),
         lambda: dist.recv(torch.zeros(4), 1),
         lambda: empty(100_000, torch.zeros(0)),
     ],

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import Context, Options, Transport
-from distlab.comm.group import empty, shares
+from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
@@ -89,9 +89,9 @@ def reduce_all(rank: int, hosts: str, port: int) -> tuple[list[Tensor], dict[str
     results.append(own)
     parts = empty(2 * size, own).view(size, 2)
     parts[:] = rank
-    dist.reduce_scatter_single(parts[rank], parts)
+    reduce_scatter_single(parts[rank], parts)
     assert parts[rank].tolist() == [sum(range(size))] * 2
-    dist.all_gather_single(parts, parts[rank])
+    all_gather_single(parts, parts[rank])
     assert (parts == sum(range(size))).all()
     dist.barrier()
     return results, sent_bytes

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import Options, Transport
-from distlab.comm.group import empty, shares
+from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
 from distlab.comm.transports import slots
 from distlab.comm.transports.memory import PLACES
@@ -110,13 +110,13 @@ def pass_on(rank: int, world_size: int, port: int) -> None:
                     for own in (parts[rank], torch.empty(elements, dtype=dtype)):
                         parts.copy_(torch.stack(rows[rank]))
                         with named("the sums", "gradients"):
-                            dist.reduce_scatter_single(own, parts)
+                            reduce_scatter_single(own, parts)
                         assert torch.equal(own, expected.to(dtype))
                     for own in (parts[rank], source, torch.empty(elements, dtype=dtype)):
                         parts.fill_(-1)
                         own.copy_(rows[rank][0])
                         with named("the rows", "weights"):
-                            dist.all_gather_single(parts, own)
+                            all_gather_single(parts, own)
                         assert torch.equal(parts, torch.stack([rows[sender][0] for sender in ranks]))
                 for own in (source, torch.empty(elements, dtype=dtype)):
                     for sender in ranks:
@@ -181,12 +181,12 @@ def give_different_places(rank: int, port: int) -> None:
             dist.broadcast(filled(), source)
             assert torch.equal(own, rows[source])
         for gathered in (torch.empty(3, 6), first[30 + rank :][:18].view(3, 6)):
-            dist.all_gather_single(gathered, filled())
+            all_gather_single(gathered, filled())
             assert torch.equal(gathered, rows)
             dist.all_gather(list(gathered.zero_()), filled())
             assert torch.equal(gathered, rows)
         part, received = torch.empty(2), torch.empty(6)
-        dist.reduce_scatter_single(part, filled())
+        reduce_scatter_single(part, filled())
         assert torch.equal(part, rows.sum(0)[2 * rank :][:2])
         dist.all_to_all_single(received, filled())
         assert torch.equal(received, rows[:, 2 * rank :][:, :2].flatten())
@@ -253,8 +253,8 @@ def send_with_gaps(rank: int, port: int) -> None:
         calls: list[Callable[[Tensor], object]] = [
             dist.all_reduce,
             lambda column: dist.broadcast(column, 0),
-            lambda column: dist.all_gather_single(whole, column),
-            lambda column: dist.reduce_scatter_single(column, whole),
+            lambda column: all_gather_single(whole, column),
+            lambda column: reduce_scatter_single(column, whole),
             lambda column: dist.send(column, 1 - rank),
             lambda column: dist.recv(column, 1 - rank),
         ]
@@ -280,8 +280,8 @@ def fail(
     begin: dict[str, Callable[[], Any]] = {
         "all-reduce": partial(dist.all_reduce, parts, async_op=True),
         "all-reduce through slots": partial(dist.all_reduce, plain, async_op=True),
-        "reduce-scatter": partial(dist.reduce_scatter_single, parts[rank], parts, async_op=True),
-        "all-gather": partial(dist.all_gather_single, parts, parts[rank], async_op=True),
+        "reduce-scatter": partial(reduce_scatter_single, parts[rank], parts, async_op=True),
+        "all-gather": partial(all_gather_single, parts, parts[rank], async_op=True),
         "broadcast of rank 1": partial(dist.broadcast, parts, 1, async_op=True),
     }
     if is_silent:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
 from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.parallel.tp_group import (
     LAYERS,
@@ -34,11 +34,11 @@ def collect(rank: int, port: int) -> tuple[list[float], list[float], dict[str, i
     with process_group(rank, 3, port) as context:
         parts, own = torch.empty(3, 2, 2), torch.full((2, 2), float(rank))
         with named("the activations", "gathered"):
-            dist.all_gather_single(parts, own)
+            all_gather_single(parts, own)
         rows = torch.arange(3.0).add(10.0 * rank).unsqueeze(1).repeat(1, 4)
         before, total = rows.clone(), torch.empty(4)
         with named("the sums", "scattered"):
-            dist.reduce_scatter_single(total, rows)
+            reduce_scatter_single(total, rows)
         assert torch.equal(rows, before)
         return parts[:, 1, 1].tolist(), total.tolist(), dict(context.ledger.sent_bytes), dict(context.ledger.messages)
 
@@ -54,9 +54,9 @@ def test_all_gather_and_reduce_scatter_in_the_ledger() -> None:
 def test_a_rank_alone_gathers_and_scatters_at_once() -> None:
     before = dict(context_of().ledger.messages)
     own, parts = torch.arange(4.0), torch.empty(1, 4)
-    dist.all_gather_single(parts, own)
+    all_gather_single(parts, own)
     assert parts.tolist() == [own.tolist()]
-    dist.reduce_scatter_single(own, parts.add_(1))
+    reduce_scatter_single(own, parts.add_(1))
     assert own.tolist() == [1, 2, 3, 4]
     assert dict(context_of().ledger.messages) == before
 
