@@ -80,6 +80,15 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
+def _clocks_apart() -> float:
+    """Seconds to add to `time.perf_counter()` for the time of day, which the ranks of a host share.
+
+    A thread that loses its core between the two readings reads the second too late, and the difference is too small:
+    so the largest of several is right.
+    """
+    return max(time.time() - time.perf_counter() for _ in range(20))
+
+
 class Recorder:
     """Collects events, in the order in which they end, while `enabled`; otherwise its cost is negligible."""
 
@@ -90,7 +99,7 @@ class Recorder:
         self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept then)
         self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one
         self.pipelines = 1  # that follow these programs together
-        self._to_clock = time.time() - time.perf_counter()  # ranks of one host share this clock
+        self._to_clock = _clocks_apart()
         self._on_stream: list[tuple[StreamClock, str, str, torch.cuda.Event, torch.cuda.Event]] = []
         self._clock: StreamClock | None = None  # of the step; over NCCL only
 
