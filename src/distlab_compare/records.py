@@ -25,20 +25,25 @@ class Part:
     Attributes:
         flat: its elements, in the order of memory, as float32: (elements,).
         whole: the shape of the whole tensor.
+        blocks: the offsets and sizes of its blocks in the whole.
     """
 
     def __init__(self, flat: Tensor, whole: list[int], blocks: list[tuple[list[int], list[int]]]) -> None:
-        self.flat, self.whole, self._blocks = flat.float(), whole, blocks
+        self.flat, self.whole, self.blocks = flat.float(), whole, blocks
+
+    @property
+    def is_whole(self) -> bool:
+        return self.flat.numel() == prod(self.whole)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the same part of a whole tensor: (elements,)."""
-        regions = [whole[_region(block)].flatten() for block in self._blocks]
+        regions = [whole[_region(block)].flatten() for block in self.blocks]
         return torch.cat(regions) if regions else whole.new_empty(0)
 
     def put_into(self, whole: Tensor, is_there: Tensor) -> None:
         """Write the elements into their places, and mark these."""
-        sizes = [prod(lengths) for _, lengths in self._blocks]
-        for block, piece in zip(self._blocks, self.flat.split(sizes), strict=True):
+        sizes = [prod(lengths) for _, lengths in self.blocks]
+        for block, piece in zip(self.blocks, self.flat.split(sizes), strict=True):
             whole[_region(block)], is_there[_region(block)] = piece.view(block[1]), True
 
 

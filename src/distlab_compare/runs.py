@@ -5,7 +5,7 @@ compared with the whole tensors of the other run, which may have a different lay
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,26 +16,32 @@ from distlab_compare.differences import LATER, ROUNDING, UNSURE, Difference, dif
 from distlab_compare.records import Part, Records
 from distlab_compare.shares import Mistake
 
+BEGINNINGS = {  # of sentences, by what differs
+    "start": "before step {}: the weights",
+    "gradient": "step {}: the gradient of",
+    "weights": "after step {}: the weights",
+}
+
 
 @dataclass(frozen=True)
 class Parting:
-    """The first step at which two runs part.
+    """A step at which two runs part.
 
     Attributes:
         step: its number.
-        kind: "start" (the weights before it), "loss", "gradient", or "weights" (after its update).
         sentences: what differs.
         differences: the tensors that differ, those of the lowest rank first.
     """
 
     step: int
-    kind: str
     sentences: list[str]
     differences: list[Difference]
 
 
 class Pair:
     """A recorded run, and another one that it should equal.
+
+    A subclass that knows more about the runs may name the mistakes itself: `name_gradient` and `name_weights`.
 
     Args:
         run: the run to judge.
@@ -57,7 +63,7 @@ class Pair:
         has_moments: bool = False,
     ) -> None:
         self.run, self.other, self.tolerance = run, other, tolerance
-        self._losses, self._micro_batches, self._has_moments = losses, micro_batches, has_moments
+        self.micro_batches, self._losses, self._has_moments = micro_batches, losses, has_moments
         self._unsure: dict[str, Tensor] = {}  # by parameter, its elements whose gradients are rounding
         self._negligible: set[str] = set()  # parameters whose gradients in the current step are rounding
         self.largest = 0.0  # the largest relative difference so far
@@ -71,52 +77,56 @@ class Pair:
     def first_parting(self) -> Parting | None:
         """Return the first step at which the runs part; None if they are equal in all steps."""
         for step in self.steps:
-            if step == self.steps[0] and (found := self._differing("weights", step)):
-                return self._parting("start", step, f"before step {step}: the weights", found)
-            gradients = self._differing("gradient", step)
-            loss = self._loss(step)
-            if gradients:
-                parting = self._parting("gradient", step, f"step {step}: the gradient of", gradients)
-                return Parting(step, "gradient", [*loss, *parting.sentences], gradients)
+            if step == self.steps[0] and (parting := self.parting("start", step)):
+                return parting
+            parting, loss = self.parting("gradient", step), self._loss(step)
+            if parting:
+                return replace(parting, sentences=[*loss, *parting.sentences])
             if loss:
-                return Parting(step, "loss", loss, [])
+                return Parting(step, loss, [])
             self._note_unsure(step)
             has_weights = step + 1 in self.run.steps and step + 1 in self.other.steps
-            if has_weights and (found := self._differing("weights", step + 1)):
-                return self._parting("weights", step, f"after step {step}: the weights", found)
+            if has_weights and (parting := self.parting("weights", step)):
+                return parting
         return None
 
-    def _parting(self, kind: str, step: int, beginning: str, found: list[Difference]) -> Parting:
-        key, at = ("gradient", step) if kind == "gradient" else ("weights", step + (kind == "weights"))
+    def parting(self, what: str, step: int) -> Parting | None:
+        """Return how the runs part in what a step has: "gradient", or the weights before ("start") or after it."""
+        kind, at = ("gradient", step) if what == "gradient" else ("weights", step + (what == "weights"))
+        if not (found := self._differing(kind, at)):
+            return None
         left_out = self._negligible if kind == "gradient" else set()
-        held = [set(rank.names(key)) - left_out for rank in self.run.ranks(at)]
-        return Parting(step, kind, tell(beginning, found, self.run.describe, held), found)
+        held = [set(rank.names(kind)) - left_out for rank in self.run.ranks(at)]
+        return Parting(step, tell(BEGINNINGS[what].format(step), found, self.run.describe, held), found)
 
     def _loss(self, step: int) -> list[str]:
         own, right = (losses.get(step) for losses in self._losses)
         if own is None or right is None or abs(own - right) <= max(self.tolerance, 1e-5) * abs(right):
             return []
-        mistake = shares.name_loss(own, right, self.run.replicas, self._micro_batches)
+        mistake = shares.name_loss(own, right, self.run.replicas, self.micro_batches)
         return [f"step {step}: the loss {mistake.sentence} ({own:.6f} instead of {right:.6f})"]
 
     def _differing(self, kind: str, step: int) -> list[Difference]:
         """Return the differences of all tensors of a kind at a step, by rank and in the model's order."""
-        names = self.other.names(step, kind)
-        wholes = {name: self.other.whole(step, kind, name) for name in names}
+        wholes = {name: self.other.whole(step, kind, name) for name in self.other.names(step, kind)}
         floor = 0.0
         if kind == "gradient":
             floor = ROUNDING * float(torch.stack([whole.norm() for whole in wholes.values()]).norm())
             self._negligible = {name for name, whole in wholes.items() if float(whole.norm()) <= floor}
-        found = [
-            Difference(step, rank, name, self._name(kind, step, rank, name, part, right))
-            for name in names
-            for rank, part in self.run.parts(step, kind, name)
-            if self._differs(kind, step, name, part, right := part.of(wholes[name]), wholes[name], floor)
-        ]
+        found = []
+        for name, whole in wholes.items():
+            for rank, part in self.run.parts(step, kind, name):
+                if part.whole != [*whole.shape]:
+                    mistake = Mistake("shape", f"is {tuple(part.whole)}, and should be {tuple(whole.shape)}")
+                elif self._differs(kind, step, name, part, whole, floor):
+                    mistake = self._name(kind, step, rank, name, part, part.of(whole))
+                else:
+                    continue
+                found.append(Difference(step, rank, name, mistake))
         return sorted(found, key=lambda difference: difference.rank)  # stable
 
-    def _differs(self, kind: str, step: int, name: str, part: Part, right: Tensor, whole: Tensor, floor: float) -> bool:
-        own = part.flat
+    def _differs(self, kind: str, step: int, name: str, part: Part, whole: Tensor, floor: float) -> bool:
+        own, right = part.flat, part.of(whole)
         if kind == "weights" and name in self._unsure:
             sure = ~part.of(self._unsure[name])
             own, right = own[sure], right[sure]
@@ -142,18 +152,20 @@ class Pair:
         if not part.flat.isfinite().all():
             return Mistake("not-finite", "is not finite" if kind == "gradient" else "are not finite")
         if kind == "gradient":
-            return self._name_gradient(step, rank, name, part, right)
-        return self._name_weights(step, rank, name, part, right)
+            return self.name_gradient(step, rank, name, part, right)
+        return self.name_weights(step, rank, name, part, right)
 
-    def _name_gradient(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
-        n, m = self.run.replicas, self._micro_batches
+    def name_gradient(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+        n, m = self.run.replicas, self.micro_batches
         before = None
         if step - 1 in self.steps:
             before = part.of(self.other.whole(step - 1, "gradient", name))
         factor = shares.fit(part.flat, [right])
         shown = f" (factor {factor[0]:.4g})" if factor else ""
-        if parts := self._shares(step, name, part, right):
-            mistake = shares.name_gradient(part.flat, parts, before, self._replica(step, rank, name, part))
+        if parts := self.shares_of(step, name, part):
+            mistake = shares.name_gradient(
+                part.flat, parts, before, self.replica_of("gradient", step, rank, name, part)
+            )
         elif float(part.flat.norm()) < 1e-9 * float(right.norm()):
             mistake, shown = Mistake("zero", "is zero or None: nothing was added to it, or it was cleared"), ""
         elif factor:
@@ -164,28 +176,30 @@ class Pair:
             mistake = Mistake("other", "is no multiple of the other run's")
         return Mistake(mistake.name, mistake.sentence, shown or f" ({_percent(part.flat, right)} away)")
 
-    def _shares(self, step: int, name: str, part: Part, right: Tensor) -> list[list[Tensor]]:
+    def shares_of(self, step: int, name: str, part: Part) -> list[list[Tensor]]:
         """Return, by replica and micro-batch, its share of a gradient, such that their mean is the right one.
 
         Empty if the other run, one process with as many micro-batches, has not recorded them.
         """
-        n, m = self.run.replicas, self._micro_batches
+        n, m = self.run.replicas, self.micro_batches
         if n * m < 2 or any(name not in self.other.names(step, f"share.{k}") for k in range(n * m)):
             return []
         flat = [part.of(self.other.whole(step, f"share.{k}", name)) * n * m for k in range(n * m)]
+        right = part.of(self.other.whole(step, "gradient", name))
         scale = shares.fit(right, [torch.stack(flat).mean(0)])  # not 1 where gradients are clipped
         if scale is None or self.other.names(step, f"share.{n * m}"):
             return []
         flat = [scale[0] * share for share in flat]
         return [flat[r * m : (r + 1) * m] for r in range(n)]
 
-    def _replica(self, step: int, rank: int, name: str, part: Part) -> int:
-        """Return the number of a rank's replica; -1 if all ranks have the same tensor."""
-        others = [other for _, other in self.run.parts(step, "gradient", name) if other.flat.shape == part.flat.shape]
-        alike = all(not shares.differs(other.flat, part.flat) for other in others)
-        return -1 if alike and self.run.replicas > 1 else replica_of(self.run.layout, rank)
+    def replica_of(self, kind: str, step: int, rank: int, name: str, part: Part) -> int:
+        """Return the number of a rank's replica; -1 if all copies of this part, at least two, have the same values."""
+        copies = [other.flat for _, other in self.run.parts(step, kind, name) if other.blocks == part.blocks]
+        are_same = all(not shares.differs(copy, part.flat) for copy in copies)
+        is_one_of_many = len(copies) > 1 and self.run.replicas > 1
+        return -1 if is_one_of_many and are_same else replica_of(self.run.layout, rank)
 
-    def _name_weights(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+    def name_weights(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
         away = f" ({_percent(part.flat, right)} away)"
         if step - 1 in self.run.steps and step - 1 in self.other.steps:
             before, right_before = self._before(step - 1, rank, name, part)

@@ -3,10 +3,10 @@
 `catalogue` lists the exercises, `skeleton` writes their files, `submissions` tells which file solves which, and
 `commands` has `exercise`, `hint`, `check` and `grade`. These work without torch until a file is checked. `checker` runs
 a file, and `grading` the files of a course: `loading` imports it, and `ranks` forks its ranks (`forked`), which raise
-mistakes (`verdict`). `training` tries a script, `comparison` compares it with one process, and `distlab_compare.shares`
-names the mistake behind a wrong gradient. `schedules`, `collectives`, `programs`, `layers`, `classifier`, `checkpoints`
-and `over_mpi` try functions. `exhibits` lists the museum's scripts, `finding` has `find`, and `museum` tries a mended
-one.
+mistakes (`verdict`). `training` tries a script, which records its gradients and weights as with `--record-gradients`,
+and `comparison` compares these with one process by means of `distlab_compare`. `schedules`, `collectives`, `programs`,
+`layers`, `classifier`, `checkpoints`, `attention`, `experts` and `over_mpi` try functions. `exhibits` lists the
+museum's scripts, `finding` has `find`, and `museum` tries a mended one.
 
 May import `distlab` and `distlab_compare`, but not `distlab_planner`, and no script of a chapter.
 """

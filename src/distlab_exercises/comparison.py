@@ -1,17 +1,14 @@
 """All tensors of a run on several ranks beside one process's: the first difference, and the mistake behind it."""
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from distlab.axes.grid import Grid
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
-from distlab_compare.differences import Difference, tell
+from distlab_compare.records import Part, Records
+from distlab_compare.runs import Pair
 from distlab_compare.shares import Mistake
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.ranks import Facts, Report
@@ -21,21 +18,21 @@ from distlab_exercises.verdict import Wrong, expect
 COLLECTIVES = "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"
 
 
-class Comparison:
-    """All ranks' tensors beside one process's."""
+class Comparison(Pair):
+    """A recorded run of a student's script, and one process that has recorded each replica's and micro-batch's share.
+
+    Args:
+        facts: the report of the one process, `one`.
+        lr: learning rate of both, with plain SGD.
+        reports: those of the script's ranks.
+    """
 
     def __init__(
-        self,
-        trial: Trial,
-        one: dict[str, Tensor],
-        facts: Facts,
-        lr: float,
-        reports: list[Report],
-        folder: Path,
+        self, trial: Trial, run: Records, one: Records, facts: Facts, lr: float, reports: list[Report]
     ) -> None:
-        self.trial, self.one, self.facts, self.lr, self.reports = trial, one, facts, lr, reports
-        self.steps, self.describe = len(facts["losses"]), Grid(0, trial.layout).describe
-        self.ranks = [load_file(folder / f"rank{report.rank}.safetensors") for report in reports]
+        super().__init__(run, one, shares.TOLERANCE, micro_batches=trial.micro_batches)
+        self.trial, self.facts, self.lr, self.reports = trial, facts, lr, reports
+        self.describe, self.count = run.describe, len(facts["losses"])  # of steps
         self.member = "pipeline" if trial.layout.get("pp", 1) > 1 else "replica"
         if len(reports) == trial.replicas:
             self.member = "rank"
@@ -44,17 +41,16 @@ class Comparison:
         """Raise `Wrong` with the first step in which something differs, and a description."""
         self._expect_all_parameters()
         self._expect_right_start()
-        for step in range(self.steps):
+        for step in range(self.count):
             self._expect_loss(step, losses)
-            kinds = [] if weights_only else [("gradient", self._gradient_mistake)]
-            for kind, name_mistake in [*kinds, ("weights", self._weights_mistake)]:
-                if found := self._differences(kind, step, name_mistake):
-                    raise Wrong(found[0].mistake.name, *self._tell(kind, step, found))
+            for what in ["weights"] if weights_only else ["gradient", "weights"]:
+                if parting := self.parting(what, step):
+                    raise Wrong(parting.differences[0].mistake.name, *parting.sentences)
 
     def expect_right_data(self) -> None:
         """Raise `Wrong` with the first step in which a rank has other sequences than its own."""
         right = self.facts["tokens"]  # by step and replica
-        for step in range(self.steps):
+        for step in range(self.count):
             for report in self.reports:
                 own, replica = report.facts["tokens"][step], replica_of(self.trial.layout, report.rank)
                 if own != right[step][replica]:
@@ -68,32 +64,32 @@ class Comparison:
                     return f"the sequences of {self.member} {replica} in step {step}"
                 if batch[0] in right:
                     return f"sequences from number {right.index(batch[0])} of {self.member} {replica} in step {step} on"
-        return f"sequences of none of the steps up to {self.steps - 1}"
+        return f"sequences of none of the steps up to {self.count - 1}"
 
     def _expect_all_parameters(self) -> None:
-        held = {name.split("|")[2] for tensors in self.ranks for name in tensors}
-        for name in self.facts["names"]:
-            expect(name in held, "parameters", f"no rank holds the parameter {name}")
         for report in self.reports:
             times = f"{self.describe(report.rank)} updated its weights {report.facts['updates']} times"
-            expect(report.facts["updates"] == self.steps, "parameters", f"{times} in {self.steps} steps")
+            is_each_step = report.facts["updates"] == self.count and len(self.run.steps) == self.count + 1
+            expect(is_each_step, "parameters", f"{times} in {self.count} steps: once in each step is right")
+        held = self.run.names(0, "weights")
+        for name in self.other.names(0, "weights"):
+            expect(name in held, "parameters", f"no rank holds the parameter {name}")
 
     def _expect_right_start(self) -> None:
-        for name in self.facts["names"]:
-            for rank, tensors in enumerate(self.ranks):
-                own = tensors.get(f"weights|0|{name}")
-                if own is None or not self._is_wrong_at_start(rank, name, own):
-                    continue
-                if not self._is_wrong_at_start(rank, name, tensors[f"start|0|{name}"]):
-                    told = f"step 0: something has changed the weights {name} on {self.describe(rank)}"
-                    raise Wrong("changed-early", f"{told} before optimizer.step(), which alone should change them")
-                told = f"before step 0: the weights {name} on {self.describe(rank)} are not those of one process"
-                expect(self.trial.replicas == 1, "not-broadcast", f"{told}; all ranks must start from rank 0's")
-                raise Wrong("wrong-start", told)
+        parting = self.parting("start", 0)
+        if parting is None:
+            return
+        first = parting.differences[0]
+        weights = f"the weights {first.name} on {self.describe(first.rank)}"
+        told = f"step 0: something has changed {weights} before optimizer.step(), which alone should change them"
+        expect(first.name not in self.reports[first.rank].facts["changed_early"], "changed-early", told)
+        told = f"before step 0: {weights} are not those of one process"
+        expect(self.trial.replicas == 1, "not-broadcast", f"{told}; all ranks must start from rank 0's")
+        raise Wrong("wrong-start", told)
 
     def _expect_loss(self, step: int, losses: list[float]) -> None:
         n, m, expected = self.trial.replicas, self.trial.micro_batches, self.facts["losses"][step]
-        called = f"run.log(step, losses) was called in {len(losses)} of {self.steps} steps"
+        called = f"run.log(step, losses) was called in {len(losses)} of {self.count} steps"
         expect(step < len(losses), "steps", called)
         given = sum(report.facts["logged"][step] for report in self.reports)
         told = f"step {step}: no rank gave run.log a loss: put that of each micro-batch into `losses`"
@@ -102,116 +98,58 @@ class Comparison:
             mistake = shares.name_loss(losses[step], expected, n, m)
             told = f"{losses[step]:.6f} instead of {expected:.6f}"
             sentence = mistake.sentence
-            if self._has_right_gradients(step):
+            if not self.parting("gradient", step):
                 sentence += "; the gradients are right, so only the loss that run.log prints is wrong"
             elif mistake.name == "loss" and self.trial.layout.get("pp", 1) > 1:
                 sentence += ", or a stage gets activations that are not final"
             raise Wrong(mistake.name, f"the loss of step {step} {sentence} ({told})")
 
-    def _has_right_gradients(self, step: int) -> bool:
-        recorded = any(key.startswith(f"gradient|{step}|") for tensors in self.ranks for key in tensors)
-        return recorded and not self._differences("gradient", step, lambda *_: Mistake("", ""))
+    def shares_of(self, step: int, name: str, part: Part) -> list[list[Tensor]]:
+        """Return a gradient's shares by replica and micro-batch; of a single one, the gradient itself."""
+        return super().shares_of(step, name, part) or [[part.of(self.other.whole(step, "gradient", name))]]
 
-    def _own(self, rank: int, name: str, whole: Tensor) -> Tensor:
-        """Return the part of a tensor that a rank should hold: the slice of its parameter, or all."""
-        if (own := self.reports[rank].facts["slices"].get(name)) is None:
-            return whole
-        dim, start, *_ = own
-        return whole.narrow(dim, start, self.ranks[rank][f"weights|0|{name}"].shape[dim])
-
-    def _is_wrong_at_start(self, rank: int, name: str, own: Tensor) -> bool:
-        right = self._own(rank, name, self.one[f"weights|0|{name}"])
-        return own.shape != right.shape or shares.differs(own, right)
-
-    def _shares(self, rank: int, step: int, name: str) -> list[list[Tensor]]:
-        key = f"share|{step}|{name}|{{}}|{{}}".format
-        n, m = self.trial.replicas, self.trial.micro_batches
-        return [[self._own(rank, name, self.one[key(r, k)]) for k in range(m)] for r in range(n)]
-
-    def _gradient(self, rank: int, step: int, name: str) -> Tensor:
-        rows = self._shares(rank, step, name)
-        return torch.stack([share for row in rows for share in row]).mean(0)
-
-    def _replica(self, rank: int, key: str) -> int:
-        """Return the number of a rank's replica; -1 if all replicas have the same tensor."""
-        replica = replica_of(self.trial.layout, rank)
-        own, ranks_each = self.ranks[rank][key], len(self.ranks) // self.trial.replicas
-        alike = self.ranks[rank % ranks_each :: ranks_each]  # the ranks that hold the same parameters
-        same = all(not shares.differs(tensors.get(key, own), own) for tensors in alike)
-        return -1 if same and self.trial.replicas > 1 else replica
-
-    def _differences(
-        self, kind: str, step: int, name_mistake: Callable[[int, int, str, Tensor], Mistake]
-    ) -> list[Difference]:
-        found = []
-        for rank, tensors in enumerate(self.ranks):
-            at = step if kind == "gradient" else step + 1
-            for name in (key.split("|")[2] for key in tensors if key.startswith(f"{kind}|{at}|")):
-                own = tensors[f"{kind}|{at}|{name}"]
-                right = (
-                    self._gradient(rank, step, name)
-                    if kind == "gradient"
-                    else self._own(rank, name, self.one[f"weights|{at}|{name}"])
-                )
-                if own.shape != right.shape:
-                    mistake = Mistake("shape", f"is {tuple(own.shape)}, and should be {tuple(right.shape)}")
-                    found.append(Difference(step, rank, name, mistake))
-                elif shares.differs(own, right):
-                    found.append(Difference(step, rank, name, name_mistake(rank, step, name, own)))
-        order = {name: index for index, name in enumerate(self.facts["names"])}
-        return sorted(found, key=lambda difference: (difference.rank, order[difference.name]))
-
-    def _gradient_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
-        before = self._gradient(rank, step - 1, name) if step else None
-        replica = self._replica(rank, f"gradient|{step}|{name}")
-        found = shares.name_gradient(own, self._shares(rank, step, name), before, replica, self.member)
+    def name_gradient(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+        before = part.of(self.other.whole(step - 1, "gradient", name)) if step else None
+        replica = self.replica_of("gradient", step, rank, name, part)
+        found = shares.name_gradient(part.flat, self.shares_of(step, name, part), before, replica, self.member)
         if found.name != "other":
             return found
-        right, key = self._gradient(rank, step, name), f"gradient|{step}|{name}"
         mine = replica_of(self.trial.layout, rank)
         copies = [
-            tensors[key]
-            for other, tensors in enumerate(self.ranks)
-            if key in tensors and replica_of(self.trial.layout, other) == mine
+            other.flat
+            for holder, other in self.run.parts(step, "gradient", name)
+            if part.is_whole and other.is_whole and replica_of(self.trial.layout, holder) == mine
         ]
-        is_copy = name not in self.reports[rank].facts["slices"] and len(copies) > 1
-        if is_copy and not shares.differs(torch.stack(copies).sum(0), right):
+        if len(copies) > 1 and not shares.differs(torch.stack(copies).sum(0), right):
             told = f"is a part of the gradient: only the sum over the {len(copies)} ranks that hold copies is right"
             return Mistake("part", told)
-        ratio = float(own.norm() / right.norm().clamp_min(1e-30))
+        ratio = float(part.flat.norm() / right.norm().clamp_min(1e-30))
         detail = f"; its norm is {ratio:.2f} times that of the right one"
-        if is_copy and any(shares.differs(other, own) for other in copies):
+        if any(shares.differs(copy, part.flat) for copy in copies):
             detail += ", and ranks that hold copies have different ones"
         return Mistake(found.name, found.sentence, detail)
 
-    def _weights_mistake(self, rank: int, step: int, name: str, own: Tensor) -> Mistake:
-        before = self._own(rank, name, self.one[f"weights|{step}|{name}"])
-        if self._is_elsewhere(step, name, own, before):
+    def name_weights(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+        if step == 0:
+            return Mistake("start", "")
+        if name not in self.other.names(step - 1, "gradient"):
+            return Mistake("other", "have changed, and should not be trained")
+        before = part.of(self.other.whole(step - 1, "weights", name))
+        if self._is_elsewhere(step, name, part, before):
             told = "are those before the update, or some of them are: what another rank has updated did not arrive"
             return Mistake("not-gathered", told)
-        rows = self._shares(rank, step, name)
-        replica = self._replica(rank, f"weights|{step + 1}|{name}")
-        return shares.name_weights(own, before, rows, self.lr, replica, self.member)
+        replica = self.replica_of("weights", step, rank, name, part)
+        return shares.name_weights(
+            part.flat, before, self.shares_of(step - 1, name, part), self.lr, replica, self.member
+        )
 
-    def _is_elsewhere(self, step: int, name: str, own: Tensor, before: Tensor) -> bool:
+    def _is_elsewhere(self, step: int, name: str, part: Part, before: Tensor) -> bool:
         """Return whether each element is right or not updated, and right on some rank, as with replicas that shard."""
-        right = self.one[f"weights|{step + 1}|{name}"]
-        if own.shape != right.shape or not self._near(own, right).logical_or(own == before).all():
+        whole = self.other.whole(step, "weights", name)
+        if not _near(part.flat, part.of(whole)).logical_or(part.flat == before).all():
             return False
-        somewhere = torch.zeros_like(own, dtype=torch.bool)
-        for tensors in self.ranks:
-            other = tensors.get(f"weights|{step + 1}|{name}", before)
-            somewhere |= self._near(other, right) if other.shape == right.shape else False
-        return bool(somewhere.all())
-
-    @staticmethod
-    def _near(a: Tensor, b: Tensor) -> Tensor:
-        return torch.isclose(a, b, rtol=1e-5, atol=1e-7)
-
-    def _tell(self, kind: str, step: int, found: list[Difference]) -> list[str]:
-        when = f"step {step}: the gradient of" if kind == "gradient" else f"after step {step}: the weights"
-        held = [{key.split("|")[2] for key in tensors} for tensors in self.ranks]
-        return tell(when, found, self.describe, held)
+        copies = [other for _, other in self.run.parts(step, "weights", name) if other.blocks == part.blocks]
+        return bool(torch.stack([_near(copy.flat, copy.of(whole)) for copy in copies]).any(0).all())
 
     def expect_average_when_due(self, steps: int) -> None:
         """Raise `Wrong` with the first step after which a rank sends weights although it should not, or does not."""
@@ -227,7 +165,7 @@ class Comparison:
 
     def expect_shared_out(self) -> None:
         """Raise `Wrong` if a rank's optimizer updates more than its share of the weights."""
-        size = sum(tensor.numel() for key, tensor in self.one.items() if key.startswith("weights|0|"))
+        size = sum(part.flat.numel() for part in self._weights_of(0, self.other))
         share = -(-size // self.trial.replicas)
         for report in self.reports:
             told = f"the optimizer on {self.describe(report.rank)} updates {report.facts['updated']:,} weights"
@@ -263,12 +201,7 @@ class Comparison:
         trial = self.trial
         n, stages, slices = (trial.layout.get(name, 1) for name in ("dp", "pp", "tp"))
         replica = self.reports[: len(self.reports) // n]
-        weights = sum(
-            tensor.nbytes
-            for report in replica
-            for key, tensor in self.ranks[report.rank].items()
-            if key.startswith("weights|0|")
-        )
+        weights = sum(part.flat.nbytes for report in replica for part in self._weights_of(report.rank, self.run))
         activations = trial.batch_size * self.facts["sequence_bytes"]  # those of a replica between two blocks
         needed = {}
         if n > 1:
@@ -278,7 +211,7 @@ class Comparison:
         if slices > 1:  # two all-reduces forward and two backward in each block
             all_reduces = 4 * self.facts["blocks"]
             are_unnamed = any(set(COLLECTIVES) & set(report.facts["sent"][-2]) for report in self.reports)
-            if n == 1 and are_unnamed and any("embed_tokens" in name for name in self.reports[0].facts["slices"]):
+            if n == 1 and are_unnamed and self._splits_embedding():
                 all_reduces += 2  # after the embedding and back from the head, which then have no name either
             needed["activations of layers"] = n * stages * 2 * (slices - 1) * activations * all_reduces
         kinds: dict[str, tuple[str, ...]] = {
@@ -295,6 +228,16 @@ class Comparison:
             found[what] = sum(by_kind), least
         return found
 
+    @staticmethod
+    def _weights_of(rank: int, run: Records) -> list[Part]:
+        records = run.ranks(0)[rank]
+        return [records.part("weights", name) for name in records.names("weights")]
+
+    def _splits_embedding(self) -> bool:
+        records = self.run.ranks(0)[0]
+        names = [name for name in records.names("weights") if "embed_tokens" in name]
+        return any(not records.part("weights", name).is_whole for name in names)
+
     def remarks(self, sent: dict[str, tuple[int, int]]) -> list[str]:
         """Return improvements to a right solution."""
         found = [
@@ -306,3 +249,7 @@ class Comparison:
         if self.trial.replicas > 1 and averages and not any(report.facts["overlaps"] for report in self.reports):
             found.append("gradients are sent after the backward pass; sent during it, they take no time of their own")
         return found
+
+
+def _near(a: Tensor, b: Tensor) -> Tensor:
+    return torch.isclose(a, b, rtol=1e-5, atol=1e-7)

@@ -93,7 +93,7 @@ def _grade(
     """Yield the grades of files, in the order in which their checks end; then the missing ones."""
     prepare(exercises)
     for trial in (trial for exercise in exercises for trial in exercise.trials):
-        expected_of(trial.batch_size, trial.replicas, trial.micro_batches)  # or each fork would compute it again
+        expected_of(trial)  # or each fork would compute it again
     known = [(file, exercise) for file in files for exercise in exercises if file.exercise is exercise]
     with leaving_no_process():
         yield from _grade_several(known, at_once)

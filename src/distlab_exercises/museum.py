@@ -1,32 +1,32 @@
 """Tries a mended exhibit on several ranks, and one process beside it: data, initial weights, gradients, parameters."""
 
+import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
-from distlab.axes.grid import Grid
+from distlab.settings.folders import RECORDED
 from distlab_compare import shares
-from distlab_exercises.catalogue import Trial
+from distlab_compare.records import Records
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.exhibits import Exhibit
 from distlab_exercises.ranks import Report, Submission
-from distlab_exercises.training import LR, STEPS, expected_of, run_script
-from distlab_exercises.verdict import Verdict, Wrong
+from distlab_exercises.training import LR, STEPS, expected_of, recorded, run_script
+from distlab_exercises.verdict import Verdict, Wrong, expect
 
 ALIKE = 0.99  # absolute cosine from which on two slices are copies, whatever their scale
 
 
 def try_exhibit(verdict: Verdict, submission: Submission, exhibit: Exhibit) -> None:
     """Run an exhibit's script, whose ranks have different seeds, and one process beside it, and compare them."""
-    trial = exhibit.trial
     reports, losses = run_exhibit(submission, exhibit)
-    start = _initial_weights(trial, reports, submission.folder) if exhibit.own_start else None
-    expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches, exhibit.one_process, start)
-    compare = Comparison(trial, *expected, LR, reports, submission.folder)
+    records = recorded(submission, exhibit.trial)
+    start = _initial_weights(records, submission.folder) if exhibit.own_start else None
+    compare = Comparison(exhibit.trial, records, *expected_of(exhibit.trial, exhibit.one_process, start), LR, reports)
     compare.expect_right_data()
     compare.expect_one_process(losses, exhibit.weights_only)
     kinds = "data, losses, weights" if exhibit.weights_only else "data, losses, gradients, weights"
@@ -36,57 +36,44 @@ def try_exhibit(verdict: Verdict, submission: Submission, exhibit: Exhibit) -> N
 def run_exhibit(submission: Submission, exhibit: Exhibit, **others: Any) -> tuple[list[Report], list[float]]:
     """Run the ranks of an exhibit; return their reports and the losses. `others` are flags that differ from a check's.
 
-    A run that is stopped and resumed is one run: its tensors and reports are put together.
+    A run that is stopped and resumed is one run: its records and reports are put together.
     """
     folder, stops = submission.folder, exhibit.stops_after
     values: dict[str, Any] = {**dict(exhibit.one_process.settings), **others}
-    jobs: list[dict[str, Any]] = [{}]
-    if stops:
-        jobs = [{"out": folder / "first", "steps": stops, "save_every": stops}, {"resume": folder / "first"}]
-    reports: list[Report] = []
-    losses: list[float] = []
-    for job in jobs:
-        again = replace(submission, port=submission.port + len(losses))
-        ran, its_losses = run_script(again, exhibit.trial, values | job)
-        for report in ran:
-            _join(folder / f"rank{report.rank}.safetensors", folder / f"joined{report.rank}.safetensors")
-        for before, report in zip(reports, ran, strict=False):
-            for kind in ("logged", "tokens"):
-                report.facts[kind] = before.facts[kind] + report.facts[kind]
-        reports = ran
-        losses += its_losses
-    return reports, losses
+    if not stops:
+        return run_script(submission, exhibit.trial, values)
+    first, whole = folder / "first", folder / "run"
+    until = values | {"out": first, "steps": stops, "save_every": stops}
+    before, losses = run_script(submission, exhibit.trial, until)
+    again = replace(submission, port=submission.port + 1)
+    rest = values | {"resume": first, "record_gradients": STEPS - stops}
+    reports, later_losses = run_script(again, exhibit.trial, rest)
+    shutil.copytree(first / RECORDED, whole / RECORDED, dirs_exist_ok=True)
+    for earlier, report in zip(before, reports, strict=True):
+        for kind in ("logged", "tokens"):
+            report.facts[kind] = earlier.facts[kind] + report.facts[kind]
+        report.facts["changed_early"] = earlier.facts["changed_early"]
+    return reports, losses + later_losses
 
 
-def _join(now: Path, joined: Path) -> None:
-    """Give a rank's file also the tensors of an earlier job, which are in `joined` afterwards."""
-    tensors = (load_file(joined) if joined.exists() else {}) | load_file(now)
-    save_file(tensors, now)
-    save_file(tensors, joined)
-
-
-def _initial_weights(trial: Trial, reports: list[Report], folder: Path) -> Path:
+def _initial_weights(records: Records, folder: Path) -> Path:
     """Return a file with the weights of the whole model at the start, put together from the ranks' slices.
 
     Raises:
         Wrong: copies of a parameter differ, or slices that should be independent are alike.
     """
-    describe = Grid(0, trial.layout).describe
-    ranks = [load_file(folder / f"rank{report.rank}.safetensors") for report in reports]
-    whole: dict[str, Tensor] = {}
-    for name in [key.split("|")[2] for key in ranks[0] if key.startswith("start|")]:
-        parts = [tensors[f"start|0|{name}"] for tensors in ranks]
-        slices = reports[0].facts["slices"].get(name)
-        for rank, part in enumerate(parts[1:], 1):
-            if slices is None and shares.differs(part, parts[0]):
-                told = f"the copies of {name} on {describe(0)} and {describe(rank)} differ"
-                raise Wrong("copies-differ", f"before step 0: {told}; no rank has a part of its own of this parameter")
-            for other, earlier in enumerate(parts[:rank] if slices else []):
-                if abs(float(torch.cosine_similarity(part.flatten(), earlier.flatten(), dim=0))) > ALIKE:
-                    same = "equal" if torch.equal(part, earlier) else "the same but for their scale"
-                    told = f"the slices of {name} on {describe(other)} and {describe(rank)} are {same}"
-                    raise Wrong("equal-slices", f"before step 0: {told}: the model has one of them twice")
-        whole[name] = torch.cat(parts, slices[0]) if slices else parts[0]
+    describe, whole = records.describe, {}
+    for name in records.names(0, "weights"):
+        for (other, earlier), (rank, part) in itertools.combinations(records.parts(0, "weights", name), 2):
+            ranks = f"of {name} on {describe(other)} and {describe(rank)}"
+            if part.is_whole:
+                told = f"the copies {ranks} differ; no rank has a part of its own of this parameter"
+                expect(not shares.differs(part.flat, earlier.flat), "copies-differ", f"before step 0: {told}")
+            elif abs(float(torch.cosine_similarity(part.flat, earlier.flat, dim=0))) > ALIKE:
+                same = "equal" if torch.equal(part.flat, earlier.flat) else "the same but for their scale"
+                told = f"the slices {ranks} are {same}: the model has one of them twice"
+                raise Wrong("equal-slices", f"before step 0: {told}")
+        whole[name] = records.whole(0, "weights", name)
     path = folder / "start.safetensors"
     save_file(whole, path)
     return path

@@ -2,26 +2,25 @@
 
 import functools
 import json
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.axes.grid import Grid
-from distlab.axes.placement import placement_of
 from distlab.comm.context import context_of
 from distlab.comm.pending import Pending
 from distlab.machine.torch_patches import running_backward_pass
-from distlab.parallel.sharded import ShardedDP
+from distlab.run.recording import Recording
 from distlab.run.training import TrainingRun
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.training import TrainSettings
+from distlab_compare.records import Records
 from distlab_exercises.catalogue import USUAL, Exercise, OneProcess, Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.loading import load, settings_for
@@ -30,29 +29,32 @@ from distlab_exercises.verdict import Verdict, Wrong, expect
 from simplellm.dataloaders import TinyStories
 from simplellm.documents import document_ids
 from simplellm.errors import require
-from simplellm.llama import CausalLLama, LLama, LLamaPart
+from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import next_token_loss
 from simplellm.tokenizers import SPTokenizer
 
 STEPS, LR = 3, 0.5
-ONE_PROCESS = "one_process.safetensors"
 MODEL = {"dmodel": 16, "num_heads": 4, "n_layers": 2, "seq_len": 16, "device": "cpu"}
-TRAINING = {"steps": STEPS, "optimizer": "sgd", "lr": LR, "data": "sample", "timeout": 60}
+TRAINING = {"steps": STEPS, "record_gradients": STEPS, "optimizer": "sgd", "lr": LR, "data": "sample", "timeout": 60}
 
 
-class TensorKeeper:
-    """Keeps the weights and the gradients of every step of a run, in the file of its rank."""
+class Watch:
+    """Notes what a rank of a script does in a run, beyond the tensors that `--record-gradients` keeps."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.wrapped: list[nn.Module] = []
-        self.updates, self.updated = 0, 0  # number of updates, and of updated weights
+    def __init__(self, run: TrainingRun[Any]) -> None:
+        self.updates, self.updated = run.first_step, 0  # number of updates, and of updated weights
+        self.held: Mapping[str, nn.Parameter] = {}  # the parameters that the script gives to `run.track`
+        self.start: dict[str, Tensor] = {}  # their values then
+        self.changed_early: list[str] = []  # those that have changed since then, before the first update
+        self.logged: list[int] = []  # losses in each step
+        self.tokens: list[list[list[int]]] = []  # the batch of each step
         self.sent: list[dict[str, int]] = []  # bytes by kind, in all steps before each update
         self.collectives: list[Pending] = []
         self.messages: list[Pending] = []  # sent in this step
         self.overlaps = False  # whether it starts to average gradients before a backward pass has ended
-        self.tokens: list[list[list[int]]] = []  # the batch of each step
+        self._run, self._track, self._log, self._steps = run, run.track, run.log, run.steps
+        run.track, run.log, run.steps = self.track, self.log, self.steps  # type: ignore[method-assign]
+        context_of().observers.append(self.observe)
 
     def observe(self, pending: Pending) -> None:
         """Keep a message that starts, to find out later whether it was waited for."""
@@ -62,29 +64,37 @@ class TensorKeeper:
         elif pending.name.way == "send":
             self.messages.append(pending)
 
-    def watch(self, model: nn.Module | Mapping[int, nn.Module], optimizer: Optimizer) -> None:
-        """Record before each update of `optimizer`; `model` is the script's argument to `run.track`."""
-        parts = model.values() if isinstance(model, Mapping) else [model]
-        for part in parts:
-            self.wrapped.append(part)
-            inner = next((module for module in part.modules() if isinstance(module, LLamaPart)), part)
-            self.parameters |= dict(inner.named_parameters())
+    def track(self, model: Any, optimizer: Optimizer, *args: Any, **options: Any) -> None:
+        self._track(model, optimizer, *args, **options)
         self.updated = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-        for name, parameter in self.parameters.items():
-            self.tensors[f"start|0|{name}"] = parameter.detach().clone().contiguous()
+        assert self._run.recording is not None  # `record_gradients` is set
+        self.held = self._run.recording.held
+        self.start = {name: parameter.detach().clone() for name, parameter in self.held.items()}
         optimizer.register_step_pre_hook(lambda *_: self.before_update())
 
     def before_update(self) -> None:
-        for name, parameter in self.parameters.items():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self.tensors[f"gradient|{self.updates}|{name}"] = gradient.detach().clone().contiguous()
-        self.keep_weights()
+        if not self.sent:
+            self.changed_early = [name for name, start in self.start.items() if not start.equal(self.held[name])]
         self.sent.append(dict(context_of().ledger.sent_bytes))
         self.updates += 1
 
-    def keep_weights(self) -> None:
-        for name, parameter in self.parameters.items():
-            self.tensors[f"weights|{self.updates}|{name}"] = parameter.detach().clone().contiguous()
+    def log(self, step: int, losses: Any, *args: Any, **options: Any) -> None:
+        hasty = sum(not pending.was_waited_for() for pending in self.messages)
+        told = f"rank {self._run.rank} did not wait for {hasty} of its messages"
+        expect(hasty == 0, "not-waited-for", f"{told}: call .wait() on what dist.isend returns")
+        self.messages.clear()
+        self.logged.append(len(losses))
+        self._log(step, losses, *args, **options)
+
+    def steps(self, stories: Any) -> Iterator[tuple[int, Tensor]]:
+        for step, batch in self._steps(stories):
+            self.tokens.append(batch.tolist())
+            yield step, batch
+
+    def facts(self) -> Facts:
+        not_waited_for = sum(not pending.was_waited_for() for pending in self.collectives)
+        names = "updates", "updated", "changed_early", "logged", "tokens", "sent", "overlaps"
+        return {**{name: getattr(self, name) for name in names}, "not_waited_for": not_waited_for}
 
 
 def train(rank: int, submission: Submission, values: dict[str, Any], start_apart: bool = False) -> Facts:
@@ -97,49 +107,12 @@ def train(rank: int, submission: Submission, values: dict[str, Any], start_apart
     require(callable(work), "the file needs a function train(run), as in its chapter")
     assert work is not None
     run: TrainingRun[Any] = TrainingRun(settings, submission.script)
-    recorder, track, log, steps = TensorKeeper(), run.track, run.log, run.steps
-    recorder.updates = run.first_step
-    logged: list[int] = []  # losses in each step
-
-    def track_and_watch(model: Any, optimizer: Optimizer, *args: Any, **options: Any) -> None:
-        recorder.watch(model, optimizer)
-        track(model, optimizer, *args, **options)
-
-    def log_and_count(step: int, losses: Any, *args: Any, **options: Any) -> None:
-        hasty = sum(not pending.was_waited_for() for pending in recorder.messages)
-        told = f"rank {rank} did not wait for {hasty} of its messages: call .wait() on what dist.isend returns"
-        expect(hasty == 0, "not-waited-for", told)
-        recorder.messages.clear()
-        logged.append(len(losses))
-        log(step, losses, *args, **options)
-
-    def keep_tokens(stories: Any) -> Iterator[tuple[int, Tensor]]:
-        for step, batch in steps(stories):
-            recorder.tokens.append(batch.tolist())
-            yield step, batch
-
-    run.track, run.log, run.steps = track_and_watch, log_and_count, keep_tokens  # type: ignore[method-assign]
-    context_of().observers.append(recorder.observe)
+    watch = Watch(run)
     work(run)
-    sent_at_end = dict(context_of().ledger.sent_bytes)
-    for part in recorder.wrapped:
-        if isinstance(part, ShardedDP):
-            part.wait_for_weights()
+    watch.sent.append(dict(context_of().ledger.sent_bytes))
     run.close()
-    require(bool(recorder.parameters), "the script must call run.track(model, optimizer), as its chapter does")
-    recorder.keep_weights()
-    save_file(recorder.tensors, submission.folder / f"rank{rank}.safetensors")
-    slices = {name: one for name, p in recorder.parameters.items() for one in placement_of(p).slices}  # one, if any
-    return {
-        "updates": recorder.updates,
-        "updated": recorder.updated,
-        "logged": logged,
-        "not_waited_for": sum(not pending.was_waited_for() for pending in recorder.collectives),
-        "sent": [*recorder.sent, sent_at_end],
-        "slices": slices,
-        "overlaps": recorder.overlaps,
-        "tokens": recorder.tokens,
-    }
+    require(run.recording is not None, "the script must call run.track(model, optimizer), as its chapter does")
+    return watch.facts()
 
 
 @torch.no_grad()
@@ -150,17 +123,24 @@ def _with_other_weights(*args: Any, **options: Any) -> nn.Module:
     return net
 
 
+def expected_of(trial: Trial, how: OneProcess = USUAL, start: Path | None = None) -> tuple[Records, Facts]:
+    """Return what `one_process` records, and its report; computed once for all files that are checked."""
+    return _expected_of(trial.batch_size, trial.replicas, trial.micro_batches, how, start)
+
+
 @functools.cache
-def expected_of(
-    batch_size: int, replicas: int, micro_batches: int, how: OneProcess = USUAL, start: Path | None = None
-) -> tuple[dict[str, Tensor], Facts]:
-    """Return the tensors and losses of `one_process`; computed once for all files that are checked."""
+def _expected_of(
+    batch_size: int, replicas: int, micro_batches: int, how: OneProcess, start: Path | None
+) -> tuple[Records, Facts]:
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
         submission = Submission(Path(__file__), Path(name))
         [report] = submission.run_ranks(1, one_process, batch_size, replicas, micro_batches, how, start)
         if report.state != "ended":
             raise RuntimeError(f"one process failed: {report.sentences} {report.line}")
-        return load_file(Path(name, ONE_PROCESS)), report.facts
+        records = Records(Path(name), {"layout": {}, "world_size": 1})
+        for step in records.steps:
+            records.ranks(step)  # opens its file, which can then be read although its folder is gone
+        return records, report.facts
 
 
 def one_process(
@@ -168,8 +148,7 @@ def one_process(
 ) -> Facts:
     """Run one process with the global batch of `n` replicas of `batch_size` sequences, `m` micro-batches each.
 
-    It keeps its weights and, for each replica and micro-batch, its share of every gradient: the gradients of its part
-    of the loss, so that their mean is the gradient of the global batch.
+    It records weights and gradients, and the share of each replica and micro-batch in the gradients.
 
     Args:
         how: what is unusual about the model or the loss.
@@ -189,45 +168,29 @@ def one_process(
         net.load_state_dict(load_file(start))
     data: dict[str, Any] = {"batch_size": batch_size, "seq_l": args.seq_len, "data": "sample", "seed": args.seed}
     stories = [TinyStories(tokenizer, **data, rank=replica, num_replicas=n) for replica in range(n)]
-    parameters = dict(net.named_parameters())
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    kept: dict[str, Tensor] = {}
+    optimizer, parameters = torch.optim.SGD(net.parameters(), lr=LR), dict(net.named_parameters())
+    recording = Recording(submission.folder, rank, range(STEPS), parameters, parameters, optimizer, shares=n * m)
     losses: list[float] = []
     tokens: list[list[list[list[int]]]] = []
-
-    def keep_weights(step: int) -> None:
-        for name, parameter in parameters.items():
-            kept[f"weights|{step}|{name}"] = parameter.detach().clone()
-
     for step in range(STEPS):
-        keep_weights(step)
+        recording.begin(step)
         batches = [next(replica) for replica in stories]
         tokens.append([batch.tolist() for batch in batches])
         ignored = [_ignored(batch, tokenizer, how) for batch in batches]
         predictions = sum(int((~each).sum()) for each in ignored) / (n * m)  # of a mean share
-        total, gradients = 0.0, {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-        for replica, (batch, without) in enumerate(zip(batches, ignored, strict=True)):
-            for part, (x, mask) in enumerate(zip(batch.chunk(m), without.chunk(m), strict=True)):
-                loss = next_token_loss(net(x), x.roll(-1, dims=1), mask, predictions)
-                total += loss.item() / (n * m)
-                shares = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-                shares |= dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
-                for name, share in shares.items():
-                    kept[f"share|{step}|{name}|{replica}|{part}"] = share
-                    gradients[name] += share / (n * m)
-        losses.append(total)
-        norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-        factor = min(1.0, how.clip_norm / norm)
-        for key in (key for key in kept if key.startswith(f"share|{step}|") and factor < 1):
-            kept[key] *= factor
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.sub_(LR * factor * gradients[name])
-    keep_weights(STEPS)
-    save_file(kept, submission.folder / ONE_PROCESS)
+        losses.append(0.0)
+        optimizer.zero_grad()
+        for batch, without in zip(batches, ignored, strict=True):
+            for x, mask in zip(batch.chunk(m), without.chunk(m), strict=True):
+                loss = next_token_loss(net(x), x.roll(-1, dims=1), mask, predictions) / (n * m)
+                loss.backward()
+                losses[-1] += loss.item()
+        nn.utils.clip_grad_norm_(net.parameters(), how.clip_norm)
+        optimizer.step()
+    recording.end(lambda: None)
     sequence_bytes = args.seq_len * args.dmodel * 4  # of the activations of a sequence between two blocks
     facts = {"seq_len": args.seq_len, "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
-    return {"losses": losses, "names": list(parameters), "tokens": tokens, **facts}
+    return {"losses": losses, "tokens": tokens, **facts}
 
 
 def _ignored(ids: Tensor, tokenizer: SPTokenizer, how: OneProcess) -> Tensor:
@@ -244,18 +207,22 @@ def run_script(
 ) -> tuple[list[Report], list[float]]:
     """Run the ranks of a script in a layout; return their reports, and the losses. `values` are further settings."""
     values = {**trial.flags, "out": submission.folder / "run", "master_port": submission.port, **values}
-    reports = submission.run_ranks(math.prod(trial.layout.values()), train, values, start_apart)
+    reports = submission.run_ranks(trial.world_size, train, values, start_apart)
     raise_trouble(reports, Grid(0, trial.layout).describe)
     metrics = values["out"] / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return reports, [json.loads(line)["loss"] for line in lines]
 
 
+def recorded(submission: Submission, trial: Trial) -> Records:
+    """Return the gradients and weights of a script's ranks."""
+    return Records(submission.folder / "run", {"layout": trial.layout, "world_size": trial.world_size})
+
+
 def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, trial: Trial) -> None:
     """Run a script in a layout and one process beside it, and compare them."""
     reports, losses = run_script(submission, trial, {}, exercise.ranks_start_apart)
-    expected = expected_of(trial.batch_size, trial.replicas, trial.micro_batches)
-    compare = Comparison(trial, *expected, LR, reports, submission.folder)
+    compare = Comparison(trial, recorded(submission, trial), *expected_of(trial), LR, reports)
     try:
         if trial.sync_every > 1:  # the ranks differ from one process in between
             compare.expect_average_when_due(STEPS)

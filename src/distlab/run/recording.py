@@ -56,7 +56,7 @@ class Recording:
         self._run, self._rank, self._steps = run, rank, steps
         self._shares = shares if shares > 1 else 0  # a single one is the gradient
         self._updated = {name: parameter for name, parameter in updated.items() if parameter.requires_grad}
-        self._held = held
+        self.held = held
         self._step = -1
         self._sums: dict[str, list[Tensor]] = {}  # of each parameter's gradients, after each micro-batch of this step
         gradients_bytes, weights_bytes = (sum(p.nbytes for p in kept.values()) for kept in (self._updated, held))
@@ -102,7 +102,7 @@ class Recording:
         self._write(self._step, tensors | self._weights())
 
     def _weights(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return {f"weights.{name}": (parameter, parameter) for name, parameter in self._held.items()}
+        return {f"weights.{name}": (parameter, parameter) for name, parameter in self.held.items()}
 
     def _write(self, step: int, tensors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Write tensors, each with the parameter that says which part of the whole it is."""

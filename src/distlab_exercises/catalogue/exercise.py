@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from distlab.axes.layout import Layout, replicas_in
 
@@ -16,6 +17,10 @@ class Trial:
     batch_size: int = 2  # sequences of each replica
     micro_batches: int = 1
     settings: Mapping[str, int | float | str] = field(default_factory=dict)  # further flags of the script, by name
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.layout.values())
 
     @property
     def replicas(self) -> int:

@@ -159,6 +159,20 @@ ATTEMPTS = [
     ),
     Attempt(
         "dp-ga",
+        "changed-early",
+        "step 0: something has changed the weights lm_head.weight on rank 0 before optimizer.step()",
+        MEAN,
+        (("            loss.backward()\n", "            loss.backward()\n            net.lm_head.weight.data *= 2\n"),),
+    ),
+    Attempt(
+        "dp-ga",
+        "parameters",
+        "rank 0 updated its weights 6 times in 3 steps",
+        MEAN,
+        (("        optimizer.step()\n", "        optimizer.step()\n        optimizer.step()\n"),),
+    ),
+    Attempt(
+        "dp-ga",
         "deadlock",
         "rank 0 waits for barrier from rank 1, in line ",
         f"if dist.get_rank() == 0:\n    dist.barrier()\n{MEAN}",
