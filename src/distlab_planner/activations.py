@@ -113,9 +113,10 @@ class Activations:
     @functools.cached_property
     def _kept_attention_bytes(self) -> int:
         """Bytes of attention that a block keeps if it is computed again except for them: with the sums of scores."""
-        sizes = self.sizes
+        sizes, attention = self.sizes, self.attention
         output = self.tokens * (sizes.dmodel * sizes.inner_bytes + sizes.num_heads * NUMBER_BYTES)
-        return (output // self.layout.size("tp") + self.attention.kept_bytes) * self.layout.keeps_attention
+        kept = output // self.layout.size("tp") + attention.kept_bytes + attention.copied_bytes
+        return kept * self.layout.keeps_attention
 
     def of_stage(self, stage: int) -> Kept:
         """Return what a stage keeps."""

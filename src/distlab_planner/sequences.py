@@ -62,9 +62,15 @@ class SharedAttention:
         return output + self.rows * self.positions * more * self.sizes.inner_bytes
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of queries, keys and values that are needed as they were received, in place of a rank's own."""
+        per_position = {"ring": 0, "gather": 2 * self.sizes.kv_width, "heads": self.sizes.dmodel + 2 * self.sizes.kv_width}
+        return self.rows * self.positions * per_position[self.kind] // self.tp * self.sizes.inner_bytes * (self.ranks > 1)
+
+    @property
     def mask_bytes(self) -> int:
         """Bytes of the mask for gathered keys, which all blocks of a stage share."""
-        return self.positions * self.seq * NUMBER_BYTES if self.ranks > 1 and self.kind == "gather" else 0
+        return self.positions * self.seq * self.sizes.inner_bytes if self.ranks > 1 and self.kind == "gather" else 0
 
     @property
     def table_bytes(self) -> int:

@@ -224,6 +224,8 @@ SHARED = [
     (3, "--dp 1 --pp 1 --cp 3 --cp-kind heads --num-heads 6 --num-kv-heads 2 --dmodel 48 --seq-len 25"),
     (4, "--dp 1 --pp 2 --cp 2 --cp-order contiguous --recompute blocks --batch-size 4 --micro-batches 2 --seq-len 25"),
     (4, "--dp 1 --pp 2 --cp 2 --cp-kind gather --recompute all --batch-size 4 --micro-batches 2 --seq-len 25"),
+    (2, "--dp 1 --pp 1 --cp 2 --cp-kind gather --recompute except-attention --num-kv-heads 1 --seq-len 48"),
+    (2, "--dp 1 --pp 1 --cp 2 --cp-kind heads --recompute except-attention --num-heads 4 --num-kv-heads 1"),
     (4, "--dp 1 --cp 2 --tp 2 --pp 1 --schedule dapple --num-heads 4 --num-kv-heads 2"),
     (4, "--dp 1 --pp 2 --cp 2 --schedule zb-h1 --batch-size 4 --micro-batches 4"),
     (4, "--dp 2 --pp 1 --cp 2 --shard gradients --batch-size 4 --micro-batches 2"),
