@@ -4,20 +4,17 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, cast
 
 from distlab.axes.layout import coordinate
-from distlab.comm.link import Link
 from distlab.parallel.division import encoded_bytes
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.schedules import AUTO
 from distlab_page.records import Records
 from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Size
-from distlab_planner.layouts import RunLayout
-from distlab_planner.machine import Machine
+from distlab_planner.machine import Device
 from distlab_planner.memory import held
-from distlab_planner.model import NUMBER_BYTES, Model, ModelSettings, Sizes, share
+from distlab_planner.model import NUMBER_BYTES, Sizes, share
 from distlab_planner.sent import Formulas, sent_in_step
 from simplellm.errors import InputError
 
@@ -37,32 +34,18 @@ def costs_of(run: Records) -> Costs | None:
     if schedule == AUTO and settings["chunks_per_stage"] == 1:  # its messages are those of any with the same stages
         schedule = "dapple"
     tokenizer = settings["tokenizer"] and Path(settings["tokenizer"])
-    sizes = Sizes.of(cast(ModelSettings, SimpleNamespace(**{**settings, "tokenizer": tokenizer})))
-    own = RunLayout(
-        layout,
-        batch_size=settings["batch_size"],
-        micro_batches=settings["micro_batches"],
-        schedule=schedule,
-        recompute=settings["recompute"],
-        shard=settings.get("shard", by_hand or "none"),
-        split=tuple(run.config.get("layers_per_stage", [settings["n_layers"]])),
-        cp_kind=settings.get("cp_kind", "gather"),
-        cp_order=settings.get("cp_order", "contiguous"),
-        residual=settings.get("residual", "float32"),
-        sequence_parallel=settings.get("sequence_parallel", False),
-    )
+    known = SimpleNamespace(**{"shard": by_hand or "none"} | settings | {"tokenizer": tokenizer, "schedule": schedule})
+    split = tuple(run.config.get("layers_per_stage", [settings["n_layers"]]))
+    # Scripts with whole passes only send activations in float32 (`StageSettings.casts_messages`).
+    casts = "tp" in settings or "chunks_per_stage" in settings
+    device: Device = "cuda" if "gpu" in run.config.get("machine", {}) else "cpu"
+    costs = replace(Costs.in_bytes(known, layout, split, device), casts_messages=casts)
     try:
-        if sum(len(stages_of(program)) for program in own.programs()) != len(own.split):  # other chunks
+        if sum(len(stages_of(program)) for program in costs.layout.programs()) != len(split):  # other chunks
             return None
     except InputError:  # a schedule of the user's own
         return None
-    link = Link(0.0, 1.0)
-    device: Literal["cpu", "cuda"] = "cuda" if "gpu" in run.config.get("machine", {}) else "cpu"
-    machine = Machine("", device, 1, run.ranks, run.ranks, 1.0, link, link, 1.0)
-    # Scripts with whole passes only send activations in float32 (`StageSettings.casts_messages`).
-    casts = "tp" in settings or "chunks_per_stage" in settings
-    model = Model(sizes, settings["n_layers"])
-    return Costs(machine, model, own, optimizer=settings["optimizer"], casts_messages=casts)
+    return costs
 
 
 def counts_memory(run: Records, costs: Costs) -> bool:

@@ -72,6 +72,8 @@ class Activations:
             ids = ID_BYTES * (1 + sizes.compiled) + FLAG_BYTES * (tp > 1)
             return norm + tokens * (NUMBER_BYTES * share(sizes.vocab_size, tp) + ids) + casts
         attention = (2 * width + 2 * sizes.kv_width) * sizes.inner_bytes + sizes.num_heads * NUMBER_BYTES
+        if sizes.qk_norm:  # queries and keys in float32, and a root mean square for each head
+            attention += (width + sizes.kv_width + sizes.num_heads + sizes.num_kv_heads) * NUMBER_BYTES
         inside = (4 - sizes.compiled) * sizes.network_width(tp) * sizes.inner_bytes  # the compiler computes SiLU again
         per_token = attention // tp + sizes.networks * inside + self._router_bytes
         per_token -= width * sizes.inner_bytes * compiles_casts  # the output of a norm, likewise

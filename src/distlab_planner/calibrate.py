@@ -31,68 +31,36 @@ from distlab.run.run import Run
 from distlab.run.terminal import say
 from distlab.settings.common import RunSettings, WorldSize, require_positive
 from distlab_planner import measuring
-from distlab_planner.layouts import WHOLE_BLOCKS, divisors
+from distlab_planner.layouts import divisors
 from distlab_planner.machine import Machine, Measured, read_machine, write_machine
-from distlab_planner.model import Dtype, Sizes
+from distlab_planner.model_flags import ModelFlags
 from simplellm.errors import require
 from simplellm.llama import LLamaStage
-from simplellm.options import check_heads, check_mixture
 
 TINY = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro-batches 1 --dp 1 --pp 1 --steps 50"
 
 
 @dataclass
-class CalibrateSettings(WorldSize, RunSettings):
+class CalibrateSettings(ModelFlags, WorldSize, RunSettings):
     """The settings of the measurement."""
 
     machine_file: Path = Path("machine.json")
     """the file to write"""
     world_size: int = 4
     """number of ranks that compute and communicate at the same time"""
-    dmodel: int = 288
-    """width of the model"""
-    num_heads: int = 6
-    """attention heads"""
-    num_kv_heads: int | None = None
-    """key and value heads; by default as many as --num-heads"""
-    hidden_dim: int | None = None
-    """width of the feed-forward layers; by default 4 times --dmodel"""
-    seq_len: int = 256
-    """tokens per sequence"""
     rows: tuple[int, ...] = (1, 2, 8)
     """sequences of a micro-batch"""
     seconds: float = 20
     """how long to measure passes"""
     timeout: float = 600
     """seconds that any wait may take; ranks wait while one of them computes alone"""
-    tokenizer: Path | None = None
-    """a SentencePiece model, whose vocabulary the embedding and the head have"""
-    vocab_size: int | None = None
-    """pieces of a tokenizer that is not there yet; by default those of --tokenizer"""
-    dtype: Dtype = "float32"
-    """bfloat16 computes in mixed precision"""
-    compile: bool = False
-    """measure passes that torch.compile has compiled"""
-    experts: int = 0
-    """feed-forward networks in each layer, each --hidden-dim wide, of which a token uses some; 0: one for all tokens"""
-    experts_per_token: int = 2
-    """experts that the router chooses for each token"""
-    shared_expert: bool = False
-    """a further expert that sees all tokens"""
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes.of(self)
 
     def check(self) -> None:
         super().check()
-        require_positive(self, *"seconds dmodel num_heads num_kv_heads hidden_dim vocab_size".split())
-        check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
-        check_mixture(self.experts, self.experts_per_token if self.experts else 1)
-        require(not (self.compile and self.experts), f"--compile with --experts {self.experts}: {WHOLE_BLOCKS}")
+        require_positive(self, "seconds")
+        self.check_model()
         if self.compile:
             require_compiler()
-        require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
         rows = " ".join(map(str, self.rows))
         is_ascending = bool(self.rows) and self.rows[0] >= 1 and sorted(set(self.rows)) == list(self.rows)
         require(is_ascending, f"--rows {rows}: give one or more numbers of sequences, in ascending order")

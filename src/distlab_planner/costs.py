@@ -4,13 +4,16 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from distlab.axes.layout import Layout, layout_size
+from distlab.comm.link import Link
 from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab_planner.activations import Activations
 from distlab_planner.exchanges import Exchange, in_pass
 from distlab_planner.layouts import RunLayout
-from distlab_planner.machine import KIND_OF, Machine, Measured, PassKind, interpolate
+from distlab_planner.machine import KIND_OF, Device, Machine, Measured, PassKind, interpolate
 from distlab_planner.model import NUMBER_BYTES, Model, ModelPart, share
 from distlab_planner.traffic import RankGroup, RanksOnHosts
 
@@ -61,6 +64,14 @@ class Costs:
     threads: int | None = None  # of every rank, by `OMP_NUM_THREADS`; by default, its share of the cores
     optimizer: str = "adam"  # or "adamw", "sgd"
     casts_messages: bool = True  # whether stages exchange activations in the dtype in which they compute
+
+    @classmethod
+    def in_bytes(cls, settings: Any, axes: Layout, split: Split, device: Device = "cpu") -> "Costs":
+        """Return the costs of a run with these settings on one host whose speed is unknown: only its bytes count."""
+        ranks, link = layout_size(axes), Link(0.0, 1.0)
+        machine = Machine("", device, 1, ranks, ranks, 1.0, link, link, 1.0)
+        layout = RunLayout.of(settings, axes, split)
+        return cls(machine, Model.of(settings), layout, optimizer=settings.optimizer)
 
     @functools.cached_property
     def on_hosts(self) -> RanksOnHosts:

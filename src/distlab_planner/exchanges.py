@@ -62,6 +62,8 @@ def in_pass(kept: Activations, letter: str, stage: int) -> Iterator[Exchange]:
         products, unneeded = (1, 0) if sizes.experts else (2, unneeded)  # each slice computes all experts
         yield Exchange("tp", "layer activations", products * forward - unneeded, inner, 2)
         yield Exchange("tp", "layer gradients", products * backward, inner, 2)
+        gains = Size(sizes.head_dim, f"{sizes.head_dim} gains")
+        yield Exchange("tp", "layer gradients", 2 * sizes.qk_norm * backward, gains, 2)
         whole = Size(tokens * sizes.dmodel, wide)
         yield Exchange("tp", "vocabulary activations", parts["embedding"] * is_forward, whole, 2)
         yield Exchange("tp", "vocabulary gradients", parts["head"] * is_backward, inner, 2)

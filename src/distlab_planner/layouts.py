@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from distlab.axes.layout import Layout, layout_size, neighbors_of, replicas_in, stride
 from distlab.parallel.division import Kind, Order, check_division, check_sharing, padded_length
@@ -48,6 +48,23 @@ class RunLayout:
     cp_order: Order = "zigzag"
     residual: Dtype = "float32"  # of the stream between norms and layers
     sequence_parallel: bool = False  # slices hold parts of the sequences between attention and feed-forward layers
+
+    @classmethod
+    def of(cls, settings: Any, axes: Layout, split: Split) -> "RunLayout":
+        """Return the layout of a run with these settings; one that its script lacks has its usual value."""
+        return cls(
+            axes,
+            settings.batch_size,
+            settings.micro_batches,
+            schedule=getattr(settings, "schedule", "naive"),
+            recompute=settings.recompute,
+            shard=getattr(settings, "shard", "none"),
+            split=split,
+            cp_kind=getattr(settings, "cp_kind", "gather"),
+            cp_order=getattr(settings, "cp_order", "contiguous"),
+            residual=getattr(settings, "residual", "float32"),
+            sequence_parallel=getattr(settings, "sequence_parallel", False),
+        )
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""

@@ -17,6 +17,7 @@ from distlab.comm.link import Link
 from distlab_planner.model import PARTS, Dtype, ModelPart, Sizes
 from simplellm.errors import InputError, require
 
+Device = Literal["cpu", "cuda"]
 Transport = Literal["gloo", "shared"]
 PassKind = Literal["F", "B", "I", "W"]  # letters of `distlab.pipeline.actions`
 # By an action's letter, the pass whose time it takes.
@@ -79,7 +80,7 @@ class Machine:
     """Equal hosts, and the times of ranks on them."""
 
     name: str
-    device: Literal["cpu", "cuda"]  # where ranks compute
+    device: Device  # where ranks compute
     hosts: int
     ranks_per_host: int  # to start on each host
     cores_per_host: int  # ranks or threads that compute at once; GPUs, where a rank has one

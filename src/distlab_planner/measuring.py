@@ -128,15 +128,16 @@ def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: t
     options = {name: getattr(sizes, name) for name in names} | {"ctx_size": sizes.seq_len, "device": device}
     options["dtype"] = getattr(torch, sizes.dtype)
     if sizes.experts:
-        mixture = sizes.experts, sizes.experts_per_token, bool(sizes.shared_experts)
-        options |= zip(("experts", "experts_per_token", "shared_expert"), mixture, strict=True)
+        options |= {name: getattr(sizes, name) for name in ("experts", "experts_per_token", "qk_norm")}
+        options["shared_expert"] = bool(sizes.shared_experts)
     net = LLama(kind, vocab_size, n_layers=n_layers, first_layer=0, **options)
     sliced = (Attention,) if sizes.experts else (Attention, MLP)  # slices of a layer compute whole experts
     for module in net.modules() if tp > 1 else ():
         if isinstance(module, sliced):
             for name, linear in module.named_children():
+                if not isinstance(linear, nn.Linear):  # norms of queries and keys, which are whole
+                    continue
                 dim = int(name in ("o_proj", "down_proj"))  # the second of a pair is split by its inputs
-                assert isinstance(linear, nn.Linear)
                 linear.weight = nn.Parameter(linear.weight.detach().tensor_split(tp, dim)[0].clone())
     return net
 

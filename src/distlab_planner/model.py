@@ -4,8 +4,7 @@ A rank of a tensor-parallel group has the largest shard here; the others have as
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from distlab.pipeline.split import PartCosts
 from simplellm.tokenizers import SPTokenizer
@@ -16,17 +15,6 @@ FLAG_BYTES = 1
 ModelPart = Literal["embedding", "block", "head"]
 PARTS: tuple[ModelPart, ...] = ("embedding", "block", "head")
 Dtype = Literal["float32", "bfloat16"]
-
-
-class ModelSettings(Protocol):
-    """The settings that determine a model's sizes."""
-
-    dmodel: int
-    num_heads: int
-    num_kv_heads: int | None
-    hidden_dim: int | None
-    seq_len: int
-    tokenizer: Path | None
 
 
 @dataclass(frozen=True)
@@ -53,10 +41,11 @@ class Sizes:
     experts_per_token: int = 1
     shared_experts: int = 0  # further ones that see all tokens
     compiled: bool = False  # passes, by `torch.compile`
+    qk_norm: bool = False  # norms of the queries and keys of each head
 
     @classmethod
-    def of(cls, settings: ModelSettings) -> "Sizes":
-        """Return the sizes of the model that settings ask for."""
+    def of(cls, settings: Any) -> "Sizes":
+        """Return the sizes of the model that settings ask for; one that a script lacks has its usual value."""
         heads, hidden = settings.num_kv_heads or settings.num_heads, settings.hidden_dim or 4 * settings.dmodel
         vocab_size = getattr(settings, "vocab_size", None) or SPTokenizer(settings.tokenizer).vocab_size
         dtype: Dtype = getattr(settings, "dtype", "float32")
@@ -65,7 +54,14 @@ class Sizes:
         if not experts:
             return replace(sizes, compiled=compiled)
         per_token, shared = (int(getattr(settings, name)) for name in ("experts_per_token", "shared_expert"))
-        return replace(sizes, experts=experts, experts_per_token=per_token, shared_experts=shared, compiled=compiled)
+        return replace(
+            sizes,
+            experts=experts,
+            experts_per_token=per_token,
+            shared_experts=shared,
+            compiled=compiled,
+            qk_norm=getattr(settings, "qk_norm", False),
+        )
 
     @property
     def inner_bytes(self) -> int:
@@ -112,7 +108,7 @@ class Sizes:
             return [gain, Parameter(vocabulary, rounds)]
         query, key = (Parameter(share(wide, tp) * width, rounds) for wide in (width, self.kv_width))
         matrix = Parameter(width * self.network_width(tp), rounds)
-        block = [gain, query, key, key, query, gain]
+        block = [gain, query, key, key, query, *2 * self.qk_norm * [Parameter(self.head_dim)], gain]
         if not self.experts:
             return [*block, *3 * [matrix]]
         own = replace(matrix, of_expert=True)
@@ -156,6 +152,10 @@ class Model:
 
     sizes: Sizes
     n_layers: int
+
+    @classmethod
+    def of(cls, settings: Any) -> "Model":
+        return cls(Sizes.of(settings), settings.n_layers)
 
 
 def share(total: int, ranks: int) -> int:

@@ -18,21 +18,22 @@ from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.run.commands import LAUNCHER, lab_command
 from distlab.run.terminal import counted
 from distlab.settings.common import as_flag, require_positive, shown_as
-from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, WHOLE_BLOCKS, Choices, Shard
+from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, Choices, Shard
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.memory import share_of_rank
-from distlab_planner.model import Dtype, Model, Sizes
+from distlab_planner.model import Model, Sizes
+from distlab_planner.model_flags import ModelFlags
 from distlab_planner.search import find_layouts
 from distlab_planner.table import Row, milliseconds, table
 from simplellm import command_line
 from simplellm.errors import InputError, require
-from simplellm.options import Recompute, check_heads, check_mixture
+from simplellm.options import Recompute
 
 MEASURED = Path("runs/machine.json")  # without --machine
 MOST_MEASURED = 4  # ranks that calibrate starts by itself
 MODEL = (  # flags of a run, too
     "dmodel num_heads num_kv_heads hidden_dim n_layers seq_len optimizer dtype compile tokenizer "
-    "experts experts_per_token shared_expert"
+    "experts experts_per_token shared_expert qk_norm"
 ).split()
 BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 ALL = "default: all that fit"
@@ -40,7 +41,7 @@ WARM_UP = 3  # steps of a run to verify that do not count
 
 
 @dataclass
-class PlanRequest:
+class PlanRequest(ModelFlags):
     """The model, machine and limits to plan for."""
 
     ranks: int = 3
@@ -51,32 +52,8 @@ class PlanRequest:
     """the machine, as python -m distlab.calibrate writes it"""
     memory: Annotated[str | None, shown_as("SIZE", "default: its share of the machine's")] = None
     """memory that a rank may need, like 8GB"""
-    dmodel: int = 288
-    """width of the model"""
-    num_heads: int = 6
-    """attention heads"""
-    num_kv_heads: Annotated[int | None, shown_as("INT", "default: as many as --num-heads")] = None
-    """key and value heads"""
-    hidden_dim: Annotated[int | None, shown_as("INT", "default: 4 times --dmodel")] = None
-    """width of the feed-forward layers"""
     n_layers: int = 6
     """transformer layers"""
-    seq_len: int = 256
-    """tokens per sequence"""
-    tokenizer: Annotated[Path | None, shown_as("FILE", "default: the shipped one")] = None
-    """a SentencePiece model, whose vocabulary the embedding and the head have"""
-    vocab_size: Annotated[int | None, shown_as("INT", "default: the tokenizer's")] = None
-    """pieces of a tokenizer that is not there yet"""
-    dtype: Dtype = "float32"
-    """bfloat16 computes in mixed precision"""
-    compile: bool = False
-    """passes are compiled by torch.compile"""
-    experts: int = 0
-    """feed-forward networks in each layer, each --hidden-dim wide, of which a token uses some; 0: one for all tokens"""
-    experts_per_token: int = 2
-    """experts that the router chooses for each token"""
-    shared_expert: bool = False
-    """a further expert that sees all tokens"""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """update rule"""
     dp: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
@@ -108,7 +85,7 @@ class PlanRequest:
 
     @property
     def model(self) -> Model:
-        return Model(Sizes.of(self), self.n_layers)
+        return Model.of(self)
 
     @property
     def choices(self) -> Choices:
@@ -117,12 +94,8 @@ class PlanRequest:
 
     def check(self) -> None:
         """Raise `InputError` for values that no plan can have."""
-        names = "ranks global_batch dmodel num_heads num_kv_heads hidden_dim n_layers vocab_size top"
-        require_positive(self, *names.split())
-        check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
-        check_mixture(self.experts, self.experts_per_token if self.experts else 1)
-        require(not (self.compile and self.experts), f"--compile with --experts {self.experts}: {WHOLE_BLOCKS}")
-        require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")
+        require_positive(self, *"ranks global_batch n_layers top".split())
+        self.check_model()
         has_tokenizer = self.vocab_size is None or not (self.verify or self.tokenizer)
         given, advice = (
             f"--vocab-size {self.vocab_size}",

@@ -18,7 +18,7 @@ from distlab_planner.costs import Costs
 from distlab_planner.graph import graph_of
 from distlab_planner.layouts import WHOLE_BLOCKS, RunLayout
 from distlab_planner.machine import Machine, read_machine
-from distlab_planner.model import Model, Sizes
+from distlab_planner.model import Model
 from distlab_planner.step import Step, predict
 from distlab_planner.table import milliseconds
 from simplellm.errors import require
@@ -27,7 +27,7 @@ WARM_UP = 3  # steps at the beginning of a run that do not count
 # The planner counts these settings, or they are compared with the machine's file.
 COUNTED = (
     "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer dtype recompute "
-    "experts experts_per_token shared_expert compile "
+    "experts experts_per_token shared_expert qk_norm compile "
     "world_size dp pp cp ep tp cp_kind cp_order neighbors layers_per_stage schedule chunks_per_stage shard optimizer "
     "device backend transport"
 ).split()
@@ -49,7 +49,7 @@ class Prediction:
     @classmethod
     def of(cls, args: TrainSettings, machine_file: Path) -> "Prediction":
         """Return the prediction for the run of these settings; `InputError` for settings unknown to the planner."""
-        machine, model, flag = read_machine(machine_file), Model(Sizes.of(args), args.n_layers), _flag(machine_file)
+        machine, model, flag = read_machine(machine_file), Model.of(args), _flag(machine_file)
         layout = layout_of(args, model.sizes.vocab_size, flag)
         _check_communication(args, machine, flag)
         room = machine.with_room_for(layout.ranks, str(machine_file))
@@ -140,17 +140,8 @@ def layout_of(args: TrainSettings, vocab_size: int, flag: str) -> RunLayout:
     often = f"{flag} with --micro-batches {args.micro_batches}: these replicas average in every backward pass, and the "
     is_known = not in_each_pass or args.micro_batches == 1
     require(is_known, f"{often}planner knows averages once a step; leave one of the two out")
-    layout = RunLayout(
-        args.layout,
-        batch_size=args.batch_size,
-        micro_batches=args.micro_batches,
-        schedule=schedule,
-        recompute=args.recompute,
-        shard=getattr(args, "shard", "none"),
-        split=args.split(vocab_size) if isinstance(args, StageSettings) else (args.n_layers,),
-        cp_kind=getattr(args, "cp_kind", "gather"),
-        cp_order=getattr(args, "cp_order", "contiguous"),
-    )
+    split = args.split(vocab_size) if isinstance(args, StageSettings) else (args.n_layers,)
+    layout = RunLayout.of(args, args.layout, split)
     experts = getattr(args, "experts", 0)
     other = layout.not_compiled or (f"--experts {experts}" if experts else None)
     require(not args.compile or other is None, f"{flag} with --compile and {other}: {WHOLE_BLOCKS}")

@@ -64,8 +64,9 @@ class SharedAttention:
     @property
     def copied_bytes(self) -> int:
         """Bytes of queries, keys and values that are needed as they were received, in place of a rank's own."""
-        per_position = {"ring": 0, "gather": 2 * self.sizes.kv_width, "heads": self.sizes.dmodel + 2 * self.sizes.kv_width}
-        return self.rows * self.positions * per_position[self.kind] // self.tp * self.sizes.inner_bytes * (self.ranks > 1)
+        kept = {"ring": 0, "gather": 2 * self.sizes.kv_width, "heads": self.sizes.dmodel + 2 * self.sizes.kv_width}
+        numbers = self.rows * self.positions * kept[self.kind] // self.tp
+        return numbers * self.sizes.inner_bytes * (self.ranks > 1)
 
     @property
     def mask_bytes(self) -> int:

@@ -3,10 +3,7 @@
 from distlab.axes.layout import STAGES, layout_size
 from distlab.settings.replicas import RepairFlag
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import RunLayout
-from distlab_planner.machine import Link, Machine
 from distlab_planner.memory import held
-from distlab_planner.model import Model, Sizes
 
 
 def bytes_after_a_death(args: RepairFlag, split: tuple[int, ...]) -> float:
@@ -15,12 +12,9 @@ def bytes_after_a_death(args: RepairFlag, split: tuple[int, ...]) -> float:
     `split` are the layers of each stage. The ranks keep a copy of the state before an update, and, to add up gradients
     exactly, the gradients of each replica.
     """
-    axes, model, link = args.layout, Model(Sizes.of(args), args.n_layers), Link(0.0, 1.0)
+    axes = args.layout
     ranks, workers = layout_size(axes), axes.get(STAGES, 1)
-    schedule = getattr(args, "schedule", "naive")
-    layout = RunLayout(axes, args.batch_size, args.micro_batches, schedule, args.recompute, "none", split)
-    machine = Machine("", "cpu", 1, ranks, ranks, 1.0, link, link, 1.0)
-    costs = Costs(machine, model, layout, optimizer=args.optimizer)
+    costs = Costs.in_bytes(args, axes, split)
     sums = axes["dp"] if args.repair == "exact" else 1
     total = 0.0
     for worker in range(workers):

@@ -233,9 +233,9 @@ SHARED = [
 EXPERTS = [  # that all tokens use, so that loads are equal
     (2, "--dp 2 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --micro-batches 2 --batch-size 2"),
     (4, "--dp 4 --pp 1 --ep 2 --experts 2 --shard weights --hidden-dim 40 --recompute blocks --dtype bfloat16"),
-    (4, "--dp 4 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --shard gradients --dtype bfloat16"),
+    (4, "--dp 4 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --shard gradients --dtype bfloat16 --qk-norm"),
     (4, "--dp 2 --pp 2 --ep 2 --experts 2 --shared-expert --schedule zb-h1 --micro-batches 2 --batch-size 4"),
-    (4, "--dp 2 --pp 1 --ep 2 --tp 2 --experts 2 --recompute all --dtype bfloat16"),
+    (4, "--dp 2 --pp 1 --ep 2 --tp 2 --experts 2 --recompute all --dtype bfloat16 --qk-norm"),
 ]
 
 
@@ -253,7 +253,7 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
     for (kind, _), formula in sent_in_step(prediction.costs, 0).items():
         by_kind[kind] += formula.bytes
         assert computed(formula.words) == pytest.approx(formula.bytes, abs=1)
-    assert {kind: by_kind[kind] for kind in counted} == pytest.approx(counted, rel=0.01, abs=1)
+    assert {kind: by_kind[kind] for kind in counted} == pytest.approx(counted, rel=2e-3, abs=1)
     assert sent_bytes(prediction.costs)[0] == sum(by_kind[kind] for kind in counted.keys() - {"loss", "loads"})
     of_rank_0 = json.loads((out / "memory.json").read_text())[0]
     if "--cp" in flags:
