@@ -26,7 +26,8 @@ def train(run: TrainingRun[WrappedSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     model = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    with named("all ranks to wrap the model", "weights"):  # compares parameters' shapes, and copies rank 0's values
+    # This compares parameters' shapes, and copies rank 0's values.
+    with named("all ranks to wrap the model", "weights at the start"):
         net = DistributedDataParallel(model)
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     optimizer = run.optimizer(net)

@@ -38,7 +38,7 @@ def train(run: Run[ParallelMLPSettings]) -> None:
     config = run.settings
     train_set, test_set = gen_dataset(config, config.seed, run.device)
     net = MLP(config).to(run.device)
-    with named("all ranks to wrap the model", "weights"):
+    with named("all ranks to wrap the model", "weights at the start"):
         model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 

@@ -10,7 +10,7 @@ from support.terminals import fork_launcher
 from distlab_page.contents import contents
 from distlab_page.records import read
 
-WITHOUT = {"control", "check", "checkpoints"}  # which are not sent in each step
+WITHOUT = {"control", "check", "checkpoints", "weights at the start"}  # which are not sent in each step
 NOT_PLANNED = "--capacity", "auto", "tp --world-size"  # of memory: rows dropped, an unknown order, a whole vocabulary
 RUNS = {  # commands of one run or of several, and the kinds that have formulas
     "experts, all of which each token uses": (
@@ -48,6 +48,7 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
     ),
     "averages in each pass": ("ddp --batch-size 2 --micro-batches 2", "gradients, loss"),
     "shards by hand": ("dp-zero --optimizer adam", "gradients, weights, loss"),
+    "shards, and whole weights at the start": ("dp-fsdp --world-size 2 --shard gradients", "gradients, weights, loss"),
     "low rank": ("dp-buckets --compress powersgd", "gradients, loss"),
     "the largest": ("dp-buckets --compress topk", "gradients, loss"),
     "by hand, over 3 ranks": (
@@ -89,9 +90,7 @@ def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: P
         rows = [row for row in page["ledger"]["table"]["rows"] if "0" in row[1]]
         formulas = {kind: (each, formula, words) for kind, _, _, _, each, formula, words in rows if words}
         assert {*formulas} >= {*kinds.split(", ")}
-        assert {*formulas} >= {kind for kind, *_ in rows} - WITHOUT - (
-            {"weights", "broadcast"} if name == "ddp" else set()
-        )
+        assert {*formulas} >= {kind for kind, *_ in rows} - WITHOUT - ({"broadcast"} if name == "ddp" else set())
         for kind, (each, formula, words) in formulas.items():
             assert each == pytest.approx(formula, rel=1e-3), kind
             assert computed(words) == pytest.approx(formula, rel=1e-3, abs=1), words

@@ -28,7 +28,7 @@ def broadcast_weights(model: nn.Module, over: Axis | None = None) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         own, group = tensor.detach(), holders(tensor, over or all_ranks("dp")).group
         received = own.contiguous()
-        with named(f"the weights {name}", "weights"):
+        with named(f"the weights {name}", "weights at the start"):
             started.append((dist.broadcast(received, group=group, group_src=0, async_op=True), own, received))
     for work, own, received in started:
         work.wait()
