@@ -80,15 +80,6 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
-def _clocks_apart() -> float:
-    """Seconds to add to `time.perf_counter()` for the time of day, which the ranks of a host share.
-
-    A thread that loses its core between the two readings reads the second too late, and the difference is too small:
-    so the largest of several is right.
-    """
-    return max(time.time() - time.perf_counter() for _ in range(20))
-
-
 class Recorder:
     """Collects events, in the order in which they end, while `enabled`; otherwise its cost is negligible."""
 
@@ -99,7 +90,8 @@ class Recorder:
         self.kept_bytes: list[tuple[float, int]] = []  # (seconds, bytes of activations kept then)
         self.programs: Sequence[Sequence[Any]] | None = None  # of the pipeline's schedule, if there is one
         self.pipelines = 1  # that follow these programs together
-        self._to_clock = _clocks_apart()
+        # To the time of day, which the ranks of a host share. If the thread is interrupted, a difference is too small.
+        self._to_clock = max(time.time() - time.perf_counter() for _ in range(20))
         self._on_stream: list[tuple[StreamClock, str, str, torch.cuda.Event, torch.cuda.Event]] = []
         self._clock: StreamClock | None = None  # of the step; over NCCL only
 
