@@ -8,8 +8,7 @@ from torch import Tensor
 
 from distlab.parallel.context_parallel import ContextParallel, positions_of
 from distlab.settings.common import RunSettings, WorldSize
-from distlab_exercises.loading import join, load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect, where
 from simplellm.attention_blocks import attention_block
 from simplellm.documents import document_ids
@@ -25,13 +24,11 @@ class Settings(WorldSize, RunSettings):
     axis = "cp"
 
 
-def try_labels(rank: int, submission: Submission, taken: str) -> Facts:
+def try_labels(solution: Solution) -> list[str]:
     """Look up the labels of each rank's positions with a student's function."""
-    del rank, taken
-    labels = load(submission.script).labels
     ids = torch.arange(2 * SEQ).view(2, SEQ) + 100
     for part, own in enumerate(torch.arange(SEQ).chunk(PARTS)):
-        next_tokens, ignored = labels(ids, own)
+        next_tokens, ignored = solution.function(ids, own)
         first, last, is_end = int(own[0]), int(own[-1]), part == PARTS - 1
         with where(f"positions {first} to {last} of {SEQ}"):
             for name, tensor in (("labels", next_tokens), ("what is ignored", ignored)):
@@ -49,13 +46,12 @@ def try_labels(rank: int, submission: Submission, taken: str) -> Facts:
             right = ids.roll(-1, dims=1)[:, own]
             is_right = torch.equal(next_tokens.masked_fill(ignored, 0), right.masked_fill(ignored, 0))
             expect(is_right, "wrong-labels", "labels are not the tokens that follow")
-    return {"right": ["the token after each position, also where another rank has it"]}
+    return ["the token after each position, also where another rank has it"]
 
 
-def try_merge(rank: int, submission: Submission, taken: str) -> Facts:
+def try_merge(solution: Solution) -> list[str]:
     """Put two blocks together with a student's function."""
-    del rank, taken
-    merge, (q, k, v) = load(submission.script).merge, _random(SHAPE)
+    merge, (q, k, v) = solution.function, _random(SHAPE)
     for scale, what in ((1.0, "two blocks"), (4e3, "two blocks with very large scores")):
         first, second = (
             attention_block(scale * q, k[:, :, part], v[:, :, part], None) for part in (slice(15), slice(15, SEQ))
@@ -70,7 +66,7 @@ def try_merge(rank: int, submission: Submission, taken: str) -> Facts:
     merge(out, total, *nothing)
     told = "a block that a query does not see (its total is -inf) changes what the query has"
     expect(_is_close(out, first[0]) and _is_close(total, first[1]), "unseen", told)
-    return {"right": ["output and log-sum as of all keys at once"]}
+    return ["output and log-sum as of all keys at once"]
 
 
 def _expect_merged(
@@ -95,24 +91,22 @@ def _expect_merged(
     expect(_is_close(total, right_total), "wrong-total", told)
 
 
-def try_ring(rank: int, submission: Submission, taken: str) -> Facts:
+def try_ring(solution: Solution) -> list[str]:
     """Go around a ring with a student's function."""
-    del taken
-    attend_around = load(submission.script).attend_around
-    run = join(rank, submission, PARTS, Settings(), Settings)
+    rank, run = solution.rank, solution.join(PARTS, Settings())
     q, k, v = _random(SHAPE)
     ids = torch.randint(1, 9, SHAPE[::2], generator=torch.Generator().manual_seed(3))
     ids[:, 10] = END
     own = positions_of(rank, PARTS, SEQ, "zigzag")
     for end, what in ((None, ""), (END, ", with documents")):
         ring = ContextParallel(run.grid.axis("cp"), document_end=end).ring(ids)
-        found = attend_around(q[:, :, own], k[:, :, own], v[:, :, own], ring)
+        found = solution.function(q[:, :, own], k[:, :, own], v[:, :, own], ring)
         told = "it should return two tensors: the output, and the logarithm of the sum of the exponentials"
         expect(isinstance(found, tuple) and len(found) == 2, "result", told)
         with where(f"rank {rank}{what}"):
             _expect_all_blocks(found, (q, k, v), ids, end, own, rank)
     run.close()
-    return {"right": ["what the queries take from all positions before them"]}
+    return ["what the queries take from all positions before them"]
 
 
 def _expect_all_blocks(

@@ -1,6 +1,8 @@
 """Runs all trials of an exercise with a student's file."""
 
+import ast
 import gc
+import importlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,16 +18,19 @@ from distlab_exercises.collectives import try_collective
 from distlab_exercises.exhibits import Exhibit
 from distlab_exercises.experts import RANKS, try_norm, try_passage, try_permutation, try_scale
 from distlab_exercises.layers import try_conjugate, try_layer
+from distlab_exercises.loading import Solution
 from distlab_exercises.museum import try_exhibit
 from distlab_exercises.over_mpi import try_function, try_method
 from distlab_exercises.programs import try_case, try_product
-from distlab_exercises.ranks import Patience, RankWork, Submission, raise_trouble
+from distlab_exercises.ranks import Facts, Patience, Submission, raise_trouble
 from distlab_exercises.schedules import try_schedule
+from distlab_exercises.skeleton import write_out
+from distlab_exercises.submissions import OF_THE_LAB
 from distlab_exercises.verdict import Verdict, Wrong
 
-# How functions are tried: number of ranks, function that tries them, description. Each rank raises `Wrong`, or returns
-# the correct facts.
-FUNCTIONS: dict[str, tuple[int, RankWork, str]] = {
+Attempt = Callable[[Solution], list[str]]  # tries a function on a rank: raises `Wrong`, or returns what is right
+# How functions are tried: number of ranks, what each does, description.
+FUNCTIONS: dict[str, tuple[int, Attempt, str]] = {
     "schedule": (1, try_schedule, "its order, for up to 4 stages and 8 micro-batches"),
     "collective": (1, try_collective, "2 to 8 ranks"),  # of a simulated world, like MPI's
     "mpi": (1, try_function, "4 ranks in three grids"),
@@ -48,7 +53,7 @@ SECONDS_AFTER_A_DEADLOCK = 3.0  # for ranks to stand still, or compute, after a 
 
 
 def prepare(exercises: Iterable[Exercise | Exhibit] = EXERCISES.values()) -> None:
-    """Do the common work of all forked ranks once: import the modules that ranks import, read the generator's stories.
+    """Do the common work of all forked ranks once: import the modules that files import, read the generator's stories.
 
     This process computes with one thread, as forks inherit no others.
 
@@ -57,12 +62,27 @@ def prepare(exercises: Iterable[Exercise | Exhibit] = EXERCISES.values()) -> Non
     """
     import torch
 
+    importlib.import_module("distlab.run.joining")  # for ranks that meet
+    exercises = list(exercises)
+    for exercise in exercises:
+        _import_modules_of(exercise)
     if any("pp" in trial.layout for exercise in exercises for trial in exercise.trials):
         import torch._dynamo  # for a stage that gets gradients: takes seconds
     torch.set_num_threads(1)
     training.prepare()
     gc.collect()
     gc.freeze()  # or the collector would write to every object, and thus copy the memory shared with the forks
+
+
+def _import_modules_of(exercise: Exercise | Exhibit) -> None:
+    """Import the lab's modules that the right solution of an exercise, or the script of an exhibit, imports."""
+    if isinstance(exercise, Exercise):
+        text = write_out(exercise, Path(exercise.file_name), solved=True)
+    else:
+        text = "\n".join(exercise.lines())
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and OF_THE_LAB.fullmatch(node.module or ""):
+            importlib.import_module(node.module or "")
 
 
 def check(exercise: Exercise, script: Path, patience: Patience | None = None) -> Iterator[Verdict]:
@@ -74,9 +94,9 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
             folder.mkdir()
             submission = Submission(script.resolve(), folder, patience)
             if isinstance(trial, str):
-                ranks, work, about = FUNCTIONS[exercise.functions]
+                ranks, attempt, about = FUNCTIONS[exercise.functions]
                 function = trial.rpartition(":")[2]
-                verdict = _judge(Verdict(f"{function}: {about}"), _try_function, submission, ranks, work, trial)
+                verdict = _judge(Verdict(f"{function}: {about}"), _try_function, submission, ranks, attempt, trial)
             elif passed:
                 verdict = _judge(Verdict(f"train: {trial}"), training.try_layout, submission, exercise, trial)
             else:
@@ -107,7 +127,11 @@ def _judge(verdict: Verdict, trial: Callable[..., None], submission: Submission,
     return verdict
 
 
-def _try_function(verdict: Verdict, submission: Submission, ranks: int, work: RankWork, taken: str) -> None:
-    reports = submission.run_ranks(ranks, work, taken)
+def _try_function(verdict: Verdict, submission: Submission, ranks: int, attempt: Attempt, taken: str) -> None:
+    reports = submission.run_ranks(ranks, _on_rank, attempt, taken)
     raise_trouble(reports)
     verdict.sentences = reports[0].facts["right"]
+
+
+def _on_rank(rank: int, submission: Submission, attempt: Attempt, taken: str) -> Facts:
+    return {"right": attempt(Solution(rank, submission, taken))}

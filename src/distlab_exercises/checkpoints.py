@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from distlab.axes.placement import DimSlice, Placement, place
 from distlab.checkpoints.slices import Slice
-from distlab_exercises.loading import load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect
 
 SHAPES = {"embed.weight": (7, 4), "layers.0.up.weight": (6, 4), "layers.1.down.weight": (4, 6), "norm.weight": (4,)}
@@ -22,21 +21,21 @@ LAYOUTS = [(2, 2), (1, 1), (1, 3), (4, 1)]  # stages, slices of each
 Rank = tuple[dict[str, nn.Parameter], torch.optim.Adam]  # its parameters and their optimizer
 
 
-def try_checkpoint(rank: int, submission: Submission, taken: str) -> Facts:
+def try_checkpoint(solution: Solution) -> list[str]:
     """Try `as_held` with each tensor of a rank, or `state_of` with all of them."""
-    del rank
-    student = load(submission.script)
-    if taken.endswith("as_held"):
+    if solution.name == "as_held":
+        state_of = _state_by(solution.function)
         right = "each slice has its place in the whole, and shares its memory"
         plain = nn.Parameter(torch.zeros(2, 2))
-        held = student.as_held(plain.detach(), plain)
+        held = solution.function(plain.detach(), plain)
         is_plain = isinstance(held, Tensor) and not isinstance(held, Slice) and held.data_ptr() == plain.data_ptr()
         expect(is_plain, "no-slice-needed", "a parameter that is no slice is held whole: return it as it is")
     else:
+        state_of = solution.function
         right = "every rank of every layout reads what it should hold"
     for layout in LAYOUTS:
-        _try_layout(_state_by(student.as_held) if taken.endswith("as_held") else student.state_of, *layout)
-    return {"right": [right]}
+        _try_layout(state_of, *layout)
+    return [right]
 
 
 def _state_by(as_held: Callable[[Tensor, nn.Parameter], Any]) -> Callable[..., dict[str, Any]]:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distlab.settings.common import RunSettings
 from distlab_compare.shares import differs, name_gradient
-from distlab_exercises.loading import join, load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect
 
 STEPS, LR = 3, 0.1
@@ -20,15 +18,14 @@ VALUES = MODEL | {"niters": STEPS, "lr": LR, "batch_size": 6, "train_size": 60}
 GAIN = nn.init.calculate_gain("tanh")
 
 
-def try_classifier(rank: int, submission: Submission, name: str) -> Facts:
+def try_classifier(solution: Solution) -> list[str]:
     """Compare the results of a student's class `MLP`, or of each call of its `train_step`, with the right ones."""
-    student = load(submission.script)
-    run = join(rank, submission, 1, student.DEFAULTS, RunSettings, **VALUES)
-    if name == "MLP":
-        _check_model(student.MLP(run.settings), run.settings)
-        return {"right": ["its layers, their first weights, the logits and the loss"]}
-    _check_steps(student, run)
-    return {"right": ["in each step, the gradient of this batch and one update"]}
+    run = solution.join(1, solution.module.DEFAULTS, **VALUES)
+    if solution.name == "MLP":
+        _check_model(solution.function(run.settings), run.settings)
+        return ["its layers, their first weights, the logits and the loss"]
+    _check_steps(solution.module, run)
+    return ["in each step, the gradient of this batch and one update"]
 
 
 def _check_model(model: nn.Module, config: Any) -> None:

@@ -12,8 +12,7 @@ from torch.distributed import ReduceOp
 
 from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedEndpoint, SimulatedWorld
 from distlab_compare.shares import fit
-from distlab_exercises.loading import load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect, where
 
 SIZES = [2, 3, 4, 5, 8]
@@ -21,11 +20,10 @@ ELEMENTS, ODD = 840, 13  # the first divide among each of `SIZES`
 REDUCTIONS = "reduce", "allreduce", "reducescatter"
 
 
-def try_collective(rank: int, submission: Submission, taken: str) -> Facts:
+def try_collective(solution: Solution) -> list[str]:
     """Compare a collective of a student's file with the right results, and with the costs of the library's own."""
-    del rank
-    module, _, name = taken.rpartition(":")
-    own, library = getattr(load(submission.script), name), getattr(importlib.import_module(module), name)
+    name, own = solution.name, solution.function
+    library = getattr(importlib.import_module(solution.library), name)
     for size in SIZES:
         has_root = {"src", "dst"} & set(inspect.signature(library).parameters)
         roots = [0, size // 2, size - 1] if has_root else [None]
@@ -35,7 +33,7 @@ def try_collective(rank: int, submission: Submission, taken: str) -> Facts:
         for elements, root, op in trials:
             with where(f"{size} ranks{f', root {root}' if root is not None else ''}{', MAX' * (op == ReduceOp.MAX)}"):
                 _try_size(own, library, size, root, elements, op)
-    return {"right": ["right on every rank, with no more messages and bytes than needed"]}
+    return ["right on every rank, with no more messages and bytes than needed"]
 
 
 def simulate(world: SimulatedWorld, work: Callable[[SimulatedEndpoint], Any]) -> list[Any]:

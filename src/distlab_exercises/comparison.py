@@ -37,8 +37,8 @@ class Comparison(Pair):
         if len(reports) == trial.replicas:
             self.member = "rank"
 
-    def expect_one_process(self, losses: list[float], weights_only: bool) -> None:
-        """Raise `Wrong` with the first step in which something differs, and a description."""
+    def expect_one_process(self, losses: list[float], weights_only: bool) -> str:
+        """Return what is equal; raise `Wrong` with the first step in which something differs, and a description."""
         self._expect_all_parameters()
         self._expect_right_start()
         for step in range(self.count):
@@ -46,6 +46,7 @@ class Comparison(Pair):
             for what in ["weights"] if weights_only else ["gradient", "weights"]:
                 if parting := self.parting(what, step):
                     raise Wrong(parting.differences[0].mistake.name, *parting.sentences)
+        return f"losses, {'' if weights_only else 'gradients, '}weights of {self.count} steps"
 
     def expect_right_data(self) -> None:
         """Raise `Wrong` with the first step in which a rank has other sequences than its own."""

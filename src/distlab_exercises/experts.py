@@ -1,6 +1,7 @@
 """Tries the parts of expert parallelism: permutations, the exchange of rows, the scale and the norm of gradients."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,40 +9,36 @@ from torch import Tensor
 from distlab.axes.layout import STAGES
 from distlab.axes.placement import Placement, place
 from distlab.settings.experts import ExpertParallelSettings
-from distlab_exercises.loading import join, load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import expect, where
 
 RANKS, EACH, WIDTH = 3, 2, 4  # experts of a rank, numbers of a row
 COUNTS = [[2, 0, 3, 1, 0, 4], [0, 0, 0, 0, 0, 0], [1, 5, 0, 0, 2, 1]]  # by rank, the rows for each expert
 
 
-def try_permutation(rank: int, submission: Submission, taken: str) -> Facts:
+def try_permutation(solution: Solution) -> list[str]:
     """Undo permutations with a student's function."""
-    del rank, taken
-    inverse_of = load(submission.script).inverse_of
     for rows in (4, 0, 1000):
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(3))
-        inverse = inverse_of(order.clone())
+        inverse = solution.function(order.clone())
         with where(f"{rows} rows"):
             told = f"it should be (rows,) of int64, like `order`; it is {tuple(inverse.shape)} of {inverse.dtype}"
             expect(inverse.shape == order.shape and inverse.dtype == order.dtype, "shape", told)
             told = "it is `order` itself, which sorts the rows once more"
             expect(rows < 4 or not inverse.equal(order), "the-same", told)
             expect(order[inverse].equal(torch.arange(rows)), "wrong-order", "the rows are not in their old order")
-    return {"right": ["all rows are where they were, also if there are none"]}
+    return ["all rows are where they were, also if there are none"]
 
 
-def try_scale(rank: int, submission: Submission, taken: str) -> Facts:
+def try_scale(solution: Solution) -> list[str]:
     """Combine gradients with a student's function: of a dense weight, and of an expert on each rank."""
-    del taken
-    module = load(submission.script)
-    run = join(rank, submission, RANKS, module.DEFAULTS, ExpertParallelSettings, experts=RANKS * EACH)
+    rank, run = solution.rank, _join(solution, solution.module.DEFAULTS)
     dense, expert, without = (torch.nn.Parameter(torch.zeros(WIDTH)) for _ in range(3))
     layer, shares = "model.layers.0", [1.0 + other for other in range(RANKS)]
     dense.grad, expert.grad = torch.full((WIDTH,), shares[rank]), torch.full((WIDTH,), 30 * shares[rank])
     names = f"{layer}.self_attn.q_proj.weight", f"{layer}.mlp.experts.{rank}.up_proj.weight", "lm_head.weight"
-    module.add_up(dict(zip(names, (dense, expert, without), strict=True)))
+    solution.function(dict(zip(names, (dense, expert, without), strict=True)))
+    run.close()
     with where(f"rank {rank}"):
         found, total, own = dense.grad[0].item(), sum(shares), 30 * shares[rank]
         told = (
@@ -55,22 +52,20 @@ def try_scale(rank: int, submission: Submission, taken: str) -> Facts:
         mixed = f"{told}: it was added up with those of other experts, which are other weights"
         expect(found == own or found not in (30 * total, 10 * total), "experts-mixed", mixed)
         expect(torch.allclose(expert.grad, torch.full((WIDTH,), own)), "expert-scaled", told)
-    run.close()
-    return {"right": ["the gradients of the whole batch, of dense weights and of experts"]}
+    return ["the gradients of the whole batch, of dense weights and of experts"]
 
 
-def try_norm(rank: int, submission: Submission, taken: str) -> Facts:
+def try_norm(solution: Solution) -> list[str]:
     """Compute the norm of gradients with a student's function: a dense weight, and an expert on each rank."""
-    del taken
-    sum_norm = load(submission.script).sum_norm
-    run = join(rank, submission, RANKS, ExpertParallelSettings(), ExpertParallelSettings, experts=RANKS * EACH)
+    rank, run = solution.rank, _join(solution, ExpertParallelSettings())
     dense, expert, without = (torch.zeros(4, requires_grad=True) for _ in range(3))
     dense.grad = torch.ones(4)
     place(expert, Placement(apart=(STAGES, "ep")))
     if rank:  # the experts of rank 0 have none
         expert.grad = torch.full((4,), 2.0 * rank)
     squares = [16.0 * other**2 for other in range(RANKS)]
-    norm = sum_norm([dense, expert, without], run.grid, "the norm", torch.device("cpu")).wait()
+    norm = solution.function([dense, expert, without], run.grid, "the norm", torch.device("cpu")).wait()
+    run.close()
     right = (4 + sum(squares)) ** 0.5
     with where(f"rank {rank}"):
         told = f"the norm is {norm:.4g}, and should be {right:.4g}: "
@@ -79,15 +74,12 @@ def try_norm(rank: int, submission: Submission, taken: str) -> Facts:
         is_own = abs(norm**2 - 4 - squares[rank]) < 1e-3
         expect(not is_own, "own-norm", f"{told}the experts of other ranks are missing, so ranks clip by other norms")
         expect(abs(norm - right) < 1e-4, "wrong-norm", f"{told}the root of the sum of all squares")
-    run.close()
-    return {"right": ["one norm on all ranks, in which each weight counts once"]}
+    return ["one norm on all ranks, in which each weight counts once"]
 
 
-def try_passage(rank: int, submission: Submission, taken: str) -> Facts:
+def try_passage(solution: Solution) -> list[str]:
     """Bring rows to experts with a student's function; expert e multiplies a row by e + 1."""
-    del taken
-    module = load(submission.script)
-    run = join(rank, submission, RANKS, module.DEFAULTS, ExpertParallelSettings, experts=RANKS * EACH)
+    rank, run = solution.rank, _join(solution, solution.module.DEFAULTS)
     counts = torch.tensor(COUNTS[rank])
     own = slice(EACH * rank, EACH * rank + EACH)
     factors = torch.arange(1.0, RANKS * EACH + 1)
@@ -101,7 +93,7 @@ def try_passage(rank: int, submission: Submission, taken: str) -> Facts:
     generator = torch.Generator().manual_seed(rank)
     rows, grad = torch.randn(2, int(counts.sum()), WIDTH, generator=generator).unbind()
     leaf = rows.clone().requires_grad_()
-    outputs = module.through_ranks(leaf, counts, compute)
+    outputs = solution.function(leaf, counts, compute)
     factor = factors.repeat_interleave(counts).unsqueeze(1)
     with where(f"rank {rank}"):
         told = f"the outputs are {tuple(outputs.shape)}, and should be {tuple(rows.shape)}: one for each row"
@@ -118,4 +110,8 @@ def try_passage(rank: int, submission: Submission, taken: str) -> Facts:
             expect(not is_scaled, "scaled", told)
         expect(torch.allclose(leaf.grad, grad * factor), "wrong-gradient", "the gradients of rows are not theirs")
     run.close()
-    return {"right": ["outputs and gradients of all rows, also of a rank that has none"]}
+    return ["outputs and gradients of all rows, also of a rank that has none"]
+
+
+def _join(solution: Solution, defaults: object) -> Any:
+    return solution.join(RANKS, defaults, ExpertParallelSettings, experts=RANKS * EACH)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from distlab.run.commands import LAB
 from distlab.settings.common import RunSettings, WorldSize
 from distlab_compare.shares import differs
-from distlab_exercises.loading import join, load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect, where
 
 RANKS = 2
@@ -55,22 +54,21 @@ WHOLE: dict[str, tuple[tuple[Any, ...], Callable[[], nn.Module], tuple[int, ...]
 }
 
 
-def try_conjugate(rank: int, submission: Submission, name: str) -> Facts:
+def try_conjugate(solution: Solution) -> list[str]:
     """Compare f or g of a student's file, an autograd Function, with the right results, forward and backward."""
-    student = load(submission.script)
-    run = join(rank, submission, RANKS, Settings(), Settings)
+    rank, run = solution.rank, solution.join(RANKS, Settings())
     generator = torch.Generator().manual_seed(4)
     xs, grads = (list(torch.randn(RANKS, BATCH, INPUTS, generator=generator)) for _ in range(2))  # by rank
-    is_f = name == "CopyTo"
+    is_f = solution.name == "CopyTo"
     xs, grads = (xs[:1] * RANKS, grads) if is_f else (xs, grads[:1] * RANKS)  # equal on all ranks
     x, grad = xs[rank].clone().requires_grad_(), grads[rank].clone()
-    result = getattr(student, name).apply(x)
+    result = solution.function.apply(x)
     result.backward(grad)
     assert x.grad is not None
     run.close()
     is_kept = torch.equal(x, xs[rank]) and torch.equal(grad, grads[rank])
     with where(f"rank {rank}"):
-        expect(is_kept, "in-place", f"{name} changes what it is given")
+        expect(is_kept, "in-place", f"{solution.name} changes what it is given")
         if is_f:
             expect(torch.equal(result, x), "forward", "forward returns something else than its input")
             _expect_sum(x.grad, grads, rank, "f", "backward: the gradient")
@@ -80,7 +78,7 @@ def try_conjugate(rank: int, submission: Submission, name: str) -> Facts:
             expect(differs(x.grad, RANKS * grad), "g-adds-again", f"backward: {again}")
             told = "backward: the gradient is not passed on as it is, as that of a sum is (g)"
             expect(not differs(x.grad, grad), "g-backward", told)
-    return {"right": ["what it passes on, forward and backward"]}
+    return ["what it passes on, forward and backward"]
 
 
 def _expect_sum(found: Tensor, given: list[Tensor], rank: int, letter: str, what: str) -> None:
@@ -91,24 +89,23 @@ def _expect_sum(found: Tensor, given: list[Tensor], rank: int, letter: str, what
     expect(not differs(found, total), f"{letter}-wrong", f"{what} is not the sum of the ranks' ({letter})")
 
 
-def try_layer(rank: int, submission: Submission, name: str) -> Facts:
+def try_layer(solution: Solution) -> list[str]:
     """Compute with a class of a student's file, forward and backward."""
     sys.path.insert(0, str(LAB / "TP" / "sentiment"))  # where the chapter's scripts import each other
-    run = join(rank, submission, RANKS, Settings(), Settings)
+    rank, run = solution.rank, solution.join(RANKS, Settings())
     importlib.import_module("pcomm").init(RANKS)
-    student = load(submission.script)
-    sizes, build, dims = WHOLE[name]
+    sizes, build, dims = WHOLE[solution.name]
     torch.manual_seed(1)
     whole = build()
     torch.manual_seed(1)
-    own = getattr(student, name)(*sizes)
+    own = solution.function(*sizes)
     with where(f"rank {rank}"):
         _check_weights(own, whole, dims, rank)
         _check_result(own.eval(), whole.eval(), dims, rank)
-        if name == "ColRowLinearPair":
+        if solution.name == "ColRowLinearPair":
             _check_dropout(own.train(), whole.train())
     run.close()
-    return {"right": ["output, gradients of input and weights as in one process"]}
+    return ["output, gradients of input and weights as in one process"]
 
 
 def _check_dropout(own: nn.Module, whole: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """A student's file as a module, and the settings with which a rank runs it."""
 
+import functools
 import importlib.util
 import sys
 from dataclasses import replace
@@ -37,19 +38,38 @@ def _refuse_to_start(*_: Any, **__: Any) -> NoReturn:
     raise InputError('the file calls main(...) as it is loaded; put that below if __name__ == "__main__":')
 
 
-def join(
-    rank: int, submission: Submission, ranks: int, defaults: object, kind: type[RunSettings], **values: Any
-) -> Any:
-    """Return a rank's run, which has met the others and computes on the CPU.
+class Solution:
+    """A student's file, on a rank that tries one of its functions or classes.
 
-    Args:
-        defaults: the file's, of the class `kind`.
-        values: the other settings, without those of the world.
+    Attributes:
+        name: the function's name.
+        library: the module of the lab that has it; "" for a function of a chapter's script.
     """
-    world = {"device": "cpu", "out": submission.folder / "run", "master_port": submission.port}
-    if ranks > 1:
-        world["world_size"] = ranks
-    return Run(settings_for(rank, defaults, kind, world | values), submission.script)
+
+    def __init__(self, rank: int, submission: Submission, taken: str) -> None:
+        self.rank, self._submission = rank, submission
+        self.library, _, self.name = taken.rpartition(":")
+
+    @functools.cached_property
+    def module(self) -> Any:
+        """The file, which is loaded when it is first asked for."""
+        return load(self._submission.script)
+
+    @property
+    def function(self) -> Any:
+        return getattr(self.module, self.name)
+
+    def join(self, ranks: int, defaults: object, kind: type[RunSettings] = RunSettings, **values: Any) -> Any:
+        """Return this rank's run, which has met the others and computes on the CPU.
+
+        Args:
+            defaults: the file's, of the class `kind`.
+            values: the other settings, without those of the world.
+        """
+        world = {"device": "cpu", "out": self._submission.folder / "run", "master_port": self._submission.port}
+        if ranks > 1:
+            world["world_size"] = ranks
+        return Run(settings_for(self.rank, defaults, kind, world | values), self._submission.script)
 
 
 def settings_for(rank: int, defaults: object, kind: type[SettingsT], values: dict[str, Any]) -> SettingsT:

@@ -12,8 +12,7 @@ from torch.distributed import ReduceOp
 
 from distlab.collectives.simulation import SimulatedEndpoint, SimulatedWorld
 from distlab_exercises.collectives import name_difference, simulate
-from distlab_exercises.loading import load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect, where
 from simplellm.errors import require
 
@@ -117,23 +116,22 @@ def _tensor(array: Array) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _load(submission: Submission) -> Any:
+def _load(solution: Solution) -> Any:
     """Return a student's file, with MPI's constants only."""
     try:
         importlib.import_module("mpi4py").rc.initialize = False
     except ImportError:
         raise Wrong("no-mpi", "this exercise needs mpi4py: pip install mpi4py mpich") from None
-    return load(submission.script)
+    return solution.module
 
 
-def try_function(rank: int, submission: Submission, name: str) -> Facts:
+def try_function(solution: Solution) -> list[str]:
     """Compare one of the functions of a student's file with what NumPy computes from the whole arrays."""
-    del rank
-    student = _load(submission)
+    student = _load(solution)
     for mp_size, dp_size in GRIDS:
         with where(f"mp_size {mp_size}, dp_size {dp_size}"):
-            simulate(SimulatedWorld(RANKS), functools.partial(_call, student, name, mp_size, dp_size, {}))
-    return {"right": ["right on every rank of every grid"]}
+            simulate(SimulatedWorld(RANKS), functools.partial(_call, student, solution.name, mp_size, dp_size, {}))
+    return ["right on every rank of every grid"]
 
 
 def _call(
@@ -186,10 +184,9 @@ def _check_info(student: Any, world: Communicator, rank: int, mp_size: int, dp_s
             expect(got == right, "wrong-result", f"gets {what} {got} instead of {right}")
 
 
-def try_method(rank: int, submission: Submission, name: str) -> Facts:
+def try_method(solution: Solution) -> list[str]:
     """Compare a method of a student's communicator with the right result, and with the bytes that it should count."""
-    del rank
-    student = _load(submission)
+    name, student = solution.name, _load(solution)
     operations = {operation: getattr(student.MPI, operation) for operation in ("SUM", "PROD", "MAX", "MIN")}
     student.MPI = SimpleNamespace(Request=Message, **operations)
     trials = [(24, "SUM")] if name == "myAlltoall" else [*((elements, "SUM") for elements in ELEMENTS), (24, "MAX")]
@@ -197,7 +194,7 @@ def try_method(rank: int, submission: Submission, name: str) -> Facts:
         for elements, op in trials:
             with where(f"{size} rank{'s' * (size > 1)}, {elements} elements{', MAX of int32' * (op == 'MAX')}"):
                 _try_method(student, name, size, elements, op)
-    return {"right": ["right on every rank, and the bytes that were moved are counted"]}
+    return ["right on every rank, and the bytes that were moved are counted"]
 
 
 def _try_method(student: Any, name: str, size: int, elements: int, op: str) -> None:

@@ -5,10 +5,8 @@ from torch import Tensor
 
 from distlab.comm.context import context_of
 from distlab.comm.pending import Pending
-from distlab.settings.common import RunSettings
 from distlab_exercises.collectives import whose
-from distlab_exercises.loading import join, load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect
 
 RANKS = 3
@@ -16,20 +14,19 @@ SENT_BYTES = {"both_send": (4000, 8000, 4000), "order": (8000, 16_000, 8000), "s
 SHAPES = [(6, 9, 5), (7, 4, 3), (2, 5, 4), (5, 2, 4)]  # m, k, n; rows or columns do not always divide among the ranks
 
 
-def try_product(rank: int, submission: Submission, name: str) -> Facts:
+def try_product(solution: Solution) -> list[str]:
     """Multiply matrices of rank 0's with a student's function."""
-    module = load(submission.script)
-    run = join(rank, submission, RANKS, module.DEFAULTS, RunSettings)
+    name, rank, run = solution.name, solution.rank, solution.join(RANKS, solution.module.DEFAULTS)
     for m, k, n in SHAPES:
         generator = torch.Generator().manual_seed(m + k + n)  # small integers, whose products are exact
         A, B = (torch.randint(-4, 5, size, generator=generator).float() for size in ((m, k), (k, n)))
         before = _sent_bytes()
-        product = getattr(module, name)(*((A, B) if rank == 0 else (None, None)))
+        product = solution.function(*((A, B) if rank == 0 else (None, None)))
         who = f"A ({m}, {k}) times B ({k}, {n}): rank {rank}"
         _check_product(name, rank, product, A, B, who)
         _check_share(name, rank, _sent_bytes() - before, (m, k, n), who)
     run.close()
-    return {"right": ["the product of one process, for matrices whose rows and columns divide among the ranks or not"]}
+    return ["the product of one process, for matrices whose rows and columns divide among the ranks or not"]
 
 
 def _sent_bytes() -> int:
@@ -66,11 +63,10 @@ def _check_product(name: str, rank: int, own: Tensor | None, A: Tensor, B: Tenso
     raise Wrong("wrong-product", f"{who} {whose(own, terms, 'product')}, and should have the sum of all")
 
 
-def try_case(rank: int, submission: Submission, name: str) -> Facts:
+def try_case(solution: Solution) -> list[str]:
     """Run one case of the chapter on deadlocks with the student's cure."""
-    module = load(submission.script)
-    values = {"case": name.replace("_", "-"), "cure": True, "timeout": 60}
-    run = join(rank, submission, RANKS, module.DEFAULTS, RunSettings, **values)
+    name, rank, module = solution.name, solution.rank, solution.module
+    run = solution.join(RANKS, module.DEFAULTS, case=name.replace("_", "-"), cure=True, timeout=60)
     contents: set[float] = set()  # numbers in what is sent
 
     def keep_what_is_sent(pending: Pending) -> None:
@@ -87,4 +83,4 @@ def try_case(rank: int, submission: Submission, name: str) -> Facts:
     if name == "both_send" and (others := contents - {rank}):
         told = f"rank {rank} sends a tensor of {others.pop():g}, such as it has received, instead of {rank}, its own"
         raise Wrong("not-its-own", f"{told}: neighbors exchange their own tensors")
-    return {"right": ["all ranks finish, and exchange all that they should"]}
+    return ["all ranks finish, and exchange all that they should"]

@@ -7,18 +7,15 @@ from distlab.pipeline import schedules
 from distlab.pipeline.actions import Action, Backward, Forward
 from distlab.pipeline.engine import ScheduleError
 from distlab.pipeline.plan import simulate
-from distlab_exercises.loading import load
-from distlab_exercises.ranks import Facts, Submission
+from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect
 
 SIZES = [(1, 3), (2, 2), (2, 4), (3, 1), (3, 3), (3, 6), (4, 8)]  # stages, micro-batches
 
 
-def try_schedule(rank: int, submission: Submission, taken: str) -> Facts:
+def try_schedule(solution: Solution) -> list[str]:
     """Compare a schedule of a student's file with the library's: its order, duration and kept activations."""
-    del rank
-    name = taken.rpartition(":")[2]
-    order: Callable[[int, int, int], object] = getattr(load(submission.script), name)
+    name, order = solution.name, solution.function
     library = getattr(schedules, name)
     for stages, micro_batches in SIZES:
         if not schedules.SCHEDULES[name.replace("_", "-")].fits(stages, micro_batches):
@@ -32,7 +29,7 @@ def try_schedule(rank: int, submission: Submission, taken: str) -> Facts:
             raise Wrong(wrong.mistake, f"{size}: {wrong.sentences[0]}", *lines) from wrong
     peaks = ", ".join(f"{count:g}" for count in simulate(programs).peak_live)
     kept = f"{stages} stages, {micro_batches} micro-batches: they keep the activations of {peaks} micro-batches at most"
-    return {"right": ["complete, without deadlock, as fast and as small as it can be", kept]}
+    return ["complete, without deadlock, as fast and as small as it can be", kept]
 
 
 def _try_size(

@@ -228,9 +228,8 @@ def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, tri
             compare.expect_average_when_due(STEPS)
             verdict.sentences = [f"weights are averaged after every {trial.sync_every} steps, and after the last one"]
         else:
-            compare.expect_one_process(losses, exercise.weights_only)
-            kinds = "losses, weights" if exercise.weights_only else "losses, gradients, weights"
-            verdict.sentences = [f"the run of one process: {kinds} of {STEPS} steps"]
+            equal = compare.expect_one_process(losses, exercise.weights_only)
+            verdict.sentences = [f"the run of one process: {equal}"]
         if exercise.shares_out:
             compare.expect_shared_out()
         if exercise.loss_numbers:
