@@ -203,7 +203,8 @@ def _options(path: Path, given: dict[str, Any], kind: Kind) -> dict[str, Any]:
     }
     options = {name: value for name, value in unusual.items() if value} | dict(kind.options)
     if kind.experts:
-        field = kind.experts if kind.experts in config else "num_local_experts"  # which transformers 5 writes for some
+        fields = (kind.experts, "num_local_experts")  # transformers 5 writes the latter for some kinds
+        field = next((field for field in fields if field in config), kind.experts)
         options |= {"experts": size(field), "experts_per_token": size("num_experts_per_tok")}
     return options | {
         "vocab_size": size("vocab_size"),

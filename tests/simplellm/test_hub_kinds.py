@@ -112,6 +112,20 @@ def test_wrong_fields(fields: dict[str, Any], told: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("options", "field"),
+    [({}, "num_local_experts"), ({"qk_norm": True}, "num_experts"), (LIKE_DEEPSEEK, "n_routed_experts")],
+)
+def test_a_missing_number_of_experts_is_told_by_the_field_of_its_kind(
+    options: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    saved = saved_model(**EXPERTS | options)
+    export(saved if options == LIKE_DEEPSEEK else without_corrections(saved), tmp_path)
+    change_config(tmp_path, **{field: ...})
+    with pytest.raises(InputError, match=f"has no {field}; it must be there"):
+        read_llama(tmp_path)
+
+
+@pytest.mark.parametrize(
     "options",
     [{}, {"shared_expert": True}, {"router_scores": "sigmoid"}, LIKE_DEEPSEEK | {"qk_norm": True}],
     ids=str,
