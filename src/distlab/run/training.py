@@ -120,6 +120,8 @@ class TrainingRun(Run[TrainSettingsT]):
             self.checkpointer.register(parameters, sizes, optimizer, parts.changing_shards, outer, compressor)
         self._record(parts.parameters(), parts.held(), optimizer)
         self._optimizer = optimizer
+        if args.clip_norm is not None:  # before an update, if the script does not call `clip`
+            optimizer.register_step_pre_hook(lambda *_: self._print_loss_under_way())
         if self.rank == 0 and (remark := parts.remark_on(self.recorder.programs or ())):
             say(remark)
         whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
@@ -169,16 +171,14 @@ class TrainingRun(Run[TrainSettingsT]):
             InputError: the run is to be saved, resumed or validated, or its learning rate changes, but the script has
                 not called `track`.
         """
-        args, has_tracked = self.settings, self._optimizer is not None
+        args, compiler, has_tracked = self.settings, None, self._optimizer is not None
         changes = args.warmup_steps or args.lr_schedule != "constant"
-        for is_asked, flags in ((args.eval_every, "--eval-every"), (changes, "--warmup-steps and --lr-schedule")):
-            is_missing = is_asked and not has_tracked
-            require(not is_missing, f"{flags} need a script that calls run.track before its first step")
-        compiler = None
+        asked = (args.eval_every, "--eval-every needs"), (changes, "--warmup-steps and --lr-schedule need")
+        for is_asked, flags in (*asked, (args.compile, "--compile needs")):
+            require(has_tracked or not is_asked, f"{flags} a script that calls run.track before its first step")
         if args.compile:
             from distlab.run.compiling import compile_before_steps
 
-            require(has_tracked, "--compile needs a script that calls run.track before its first step")
             compiler = compile_before_steps(self._parts, args, self.joined, self.records, self.is_first)
         tokens = replicas_in(self.grid.layout) * args.batch_size * args.seq_len
         for step, batch in self.kind_of_steps(self, stories, args.steps, tokens, "tokens", self._validate):
@@ -194,7 +194,7 @@ class TrainingRun(Run[TrainSettingsT]):
                 if compiler is not None:
                     contexts.enter_context(compiler.applied())
                 yield step, self._batch
-                self._print_loss_under_way()  # if the script does not call `clip`
+                self._print_loss_under_way()  # if the script has neither clipped nor updated the weights
 
     def _is_validation_due(self, step: int) -> bool:
         return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0

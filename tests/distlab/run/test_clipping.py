@@ -123,10 +123,21 @@ def test_a_script_that_does_not_clip_still_prints_each_loss(tmp_path: Path) -> N
     assert len(losses(tmp_path)) == 3
 
 
-def diverge(rank: int, flags: list[str]) -> str:
-    with pytest.raises(NotFiniteError) as raised:
-        train(rank, RUNS["tp"][1], flags)
+def diverge(rank: int, flags: list[str], layout: str = "tp", clips: bool = True) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if not clips:
+            patch.setattr(TrainingRun, "clip", lambda *_: None)
+        with pytest.raises(NotFiniteError) as raised:
+            train(rank, RUNS[layout][1], flags)
     return str(raised.value)
+
+
+def test_a_script_that_does_not_clip_learns_of_a_loss_that_is_not_finite_before_the_update(tmp_path: Path) -> None:
+    """The first tensor that is not finite is then an output; after the update, it would be a parameter."""
+    flags = [*RUNS["primer"][2].split(), "--lr", "1e30", "--steps", "3", "--out", str(tmp_path)]
+    told = [run_ranks(1, diverge, [*flags, *more], "primer", False)[0] for more in ([], ["--clip-norm", "1e30"])]
+    assert told[0] == told[1]
+    assert "the first non-finite tensor is the output of" in told[0]
 
 
 def test_a_loss_that_is_not_finite_is_named_before_the_norm(tmp_path: Path) -> None:
