@@ -115,6 +115,7 @@ def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:
         (2, 8, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --shard weights"),
         (3, 12, "hybrid/intro_5d.py", "--dp 3 --pp 1 --shard gradients --recompute blocks"),
         (2, 4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2"),
+        (1, 4, "primer/intro.py", "--residual bfloat16"),
     ],
 )
 def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without_and_holds_the_memory_of_the_plan(
@@ -128,7 +129,8 @@ def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without_and_holds_the_memo
     for rank, counted in enumerate(json.loads((tmp_path / "memory.json").read_text())):
         for kind, planned in memory_of(run, costs, rank).items():
             assert planned == pytest.approx(counted[kind], rel=0.01, abs=200), (rank, kind)
-    _, expected, expected_losses = one_process(rows, "--dtype", "bfloat16")
+    usual = ["--dtype", "bfloat16", *(flags.split() if "--residual" in flags else [])]
+    _, expected, expected_losses = one_process(rows, *usual)
     assert losses == pytest.approx(expected_losses, rel=1e-3)
     own = [(name, gradient) for tensors in gradients for name, gradient in tensors.items()]
     for name, gradient in own:
