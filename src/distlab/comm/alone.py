@@ -98,6 +98,8 @@ class _Done(dist.Work):
 def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Done:
     """Copy tensors of equal sizes; one may be the other, as in a reduce-scatter in place."""
     for output, input in zip(outputs, inputs, strict=True):
+        if output.dtype != input.dtype:
+            raise ValueError(f"tensors of one collective have two dtypes, {output.dtype} and {input.dtype}")
         if output.data_ptr() != input.data_ptr():
             output.view_as(input).copy_(input)
     return _Done(list(outputs))

@@ -140,7 +140,7 @@ class LabGroup(ContextGroup):
         if len(tensors) > 1:
             return self.allreduce_coalesced(tensors, opts)
         [tensor], op = tensors, _kind_of((opts or dist.AllreduceOptions()).reduceOp)
-        _refuse_gaps(tensor)
+        _require_plain(tensor)
         wait, sent_bytes = self._collective("all_reduce"), ring_bytes(tensor, self.size())
         return self._begin(wait, lambda by: by.all_reduce(tensor, op), [tensor], sent_bytes)
 
@@ -149,14 +149,14 @@ class LabGroup(ContextGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
         [tensor], source = tensors, (opts or dist.BroadcastOptions()).rootRank
-        _refuse_gaps(tensor)
+        _require_plain(tensor)
         wait = self._collective("broadcast", f" of {self.context.describe(self.ranks[source])}")
         sent_bytes = tensor.nbytes * (self.rank() == source)
         return self._begin(wait, lambda by: by.broadcast(tensor, source), [tensor], sent_bytes)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
         """Collect every rank's `input` in `output`, in the order of the ranks."""
-        _refuse_gaps(output, input)
+        _require_plain(output, input)
         wait, sent_bytes = self._collective("all_gather"), (self.size() - 1) * input.nbytes
         return self._begin(wait, lambda by: by.all_gather(output, input), [output], sent_bytes)
 
@@ -169,13 +169,13 @@ class LabGroup(ContextGroup):
     def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         """Collect every rank's `input[0]` in `output[0]`, a tensor for each rank."""
         [rows], [own] = map(list, output), input
-        _refuse_gaps(*rows, own)
+        _require_plain(*rows, own)
         wait, sent_bytes = self._collective("all_gather"), (self.size() - 1) * own.nbytes
         return self._begin(wait, lambda by: by.all_gather_list(rows, own), rows, sent_bytes)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
         """Add up all ranks' `input`, (ranks * elements); rank r gets the r-th part of the sum in `output`."""
-        _refuse_gaps(output, input)
+        _require_plain(output, input)
         op = _kind_of((opts or dist.ReduceScatterOptions()).reduceOp)
         is_average = op == ReduceOp.AVG and not self.context.is_over_nccl
         asked, parts = ReduceOp.SUM if is_average else op, input.view(self.size(), -1)
@@ -201,7 +201,7 @@ class LabGroup(ContextGroup):
         opts: Any = None,
     ) -> Pending:
         """Send part r of `input` to rank r, and collect in `output` the parts that all ranks send to this one."""
-        _refuse_gaps(output, input)
+        _require_plain(output, input)
         sizes = output_split_sizes, input_split_sizes
         own_bytes = input.nbytes // self.size()
         if input_split_sizes:
@@ -225,19 +225,19 @@ class LabGroup(ContextGroup):
         """Combine all ranks' tensors on one of them."""
         [tensor], asked = tensors, opts or dist.ReduceOptions()
         root, op = asked.rootRank, _kind_of(asked.reduceOp)
-        _refuse_gaps(tensor)
+        _require_plain(tensor)
         wait, sent_bytes = self._collective("reduce"), tensor.nbytes * (self.rank() != root)
         return self._begin(wait, lambda _: self._plain.reduce(tensor, root, op), [tensor], sent_bytes)
 
     def gather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         [own], root = input, (opts or dist.GatherOptions()).rootRank
-        _refuse_gaps(own, *(tensor for tensors in output for tensor in tensors))
+        _require_plain(own, *(tensor for tensors in output for tensor in tensors))
         wait, sent_bytes = self._collective("gather"), own.nbytes * (self.rank() != root)
         return self._begin(wait, lambda _: self._plain.gather(output, own, root), [own], sent_bytes)
 
     def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Pending:
         [own], root = output, (opts or dist.ScatterOptions()).rootRank
-        _refuse_gaps(own, *(tensor for tensors in input for tensor in tensors))
+        _require_plain(own, *(tensor for tensors in input for tensor in tensors))
         wait, sent_bytes = self._collective("scatter"), (self.size() - 1) * own.nbytes * (self.rank() == root)
         return self._begin(wait, lambda _: self._plain.scatter(own, input, root), [own], sent_bytes)
 
@@ -257,7 +257,7 @@ class LabGroup(ContextGroup):
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Pending:
         """Start to send a tensor to a rank of the group. Messages between two ranks arrive in order."""
         [tensor] = tensors
-        _refuse_gaps(tensor)
+        _require_plain(tensor)
         what, kind, line = name_of("send")
         flow = self._next_message(self.context.rank, self.ranks[dst])
         wait, started = Wait(what, "send", (self.ranks[dst],), line=line, kind=kind, flow=flow), time.perf_counter()
@@ -269,7 +269,7 @@ class LabGroup(ContextGroup):
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> Pending:
         """Start to receive the next message of a rank of the group. Messages of a queue must be waited for in order."""
         [tensor] = tensors
-        _refuse_gaps(tensor)
+        _require_plain(tensor)
         what, kind, line = name_of("recv")
         flow = self._next_message(self.ranks[src], self.context.rank)
         wait = Wait(what, "receive", (self.ranks[src],), line=line, kind=kind, flow=flow)
@@ -329,12 +329,14 @@ class LabGroup(ContextGroup):
         return last
 
 
-def _refuse_gaps(*tensors: Tensor) -> None:
-    """Raise `ValueError` for a tensor with gaps between its elements: gloo would send the content of the gaps."""
+def _require_plain(*tensors: Tensor) -> None:
+    """Raise `ValueError` for tensors of several dtypes, or with gaps, whose content gloo would send."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             shape, strides = tuple(tensor.shape), tensor.stride()
             raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"tensors of one collective have two dtypes, {tensors[0].dtype} and {tensor.dtype}")
 
 
 def _kind_of(operation: Any) -> ReduceOp.RedOpType:

@@ -92,6 +92,7 @@ def join_late(settings: RunSettings, script: Path) -> Joined:
     decided = json.loads(shared.read("verdict")["verdict"])["decided"]
     places = rendezvous.read_places(store, layout_size(settings.layout))
     grid = Grid(rank, settings.layout, settings.held)
+    devices.pick_device_type(settings.device, len(devices.local_ranks(places, rank)))
     set_up(grid, places, settings)
     context = connect(settings, Grid(0, {}), [places[rank]], dist.HashStore(), "gloo")
     context.describe = lambda _: grid.describe(rank)

@@ -270,6 +270,22 @@ def test_a_tensor_with_gaps_is_refused() -> None:
     run_ranks(2, send_with_gaps, free_port())
 
 
+def mix_dtypes(rank: int, port: int) -> None:
+    """An output of another dtype than the input, in shared memory and outside."""
+    with process_group(rank, 2, port, options=SHARED):
+        for own in (empty(6000, torch.empty(0)), torch.empty(6000)):
+            own.fill_(rank)
+            wide, half = torch.empty(12_000, dtype=torch.float64), torch.empty(3000, dtype=torch.bfloat16)
+            for call, output in ((all_gather_single, wide), (reduce_scatter_single, half)):
+                with pytest.raises(ValueError, match="two dtypes, torch.(float64|bfloat16) and torch.float32"):
+                    call(output, own)
+            assert (own == rank).all()
+
+
+def test_an_output_of_another_dtype_is_refused() -> None:
+    run_ranks(2, mix_dtypes, free_port())
+
+
 def fail(
     rank: int, port: int, end: Barrier, failing: int, collective: str, is_silent: bool, is_begun: bool
 ) -> tuple[str, float]:
