@@ -51,7 +51,7 @@ def try_labels(solution: Solution) -> list[str]:
 
 def try_merge(solution: Solution) -> list[str]:
     """Put two blocks together with a student's function."""
-    merge, (q, k, v) = solution.function, _random(SHAPE)
+    merge, (q, k, v) = solution.function, _random()
     for scale, what in ((1.0, "two blocks"), (4e3, "two blocks with very large scores")):
         first, second = (
             attention_block(scale * q, k[:, :, part], v[:, :, part], None) for part in (slice(15), slice(15, SEQ))
@@ -60,7 +60,20 @@ def try_merge(solution: Solution) -> list[str]:
         out, total = (part.clone() for part in first)
         with where(what):
             merge(out, total, *(part.clone() for part in second))
-            _expect_merged(out, total, first, second, right, right_total)
+            is_unchanged = torch.equal(out, first[0]) and torch.equal(total, first[1])
+            expect(not is_unchanged, "unchanged", "`out` and `total` are as they were: change them in place")
+            is_finite = out.isfinite().all() and total.isfinite().all()
+            told = "a result is infinite or no number: exponentials of totals overflow, their difference is what counts"
+            expect(is_finite, "overflows", told)
+            told = "both blocks count alike, whatever their totals"
+            expect(not _is_close(out, (first[0] + second[0]) / 2), "alike", told)
+            late = torch.sigmoid(second[1] - right_total).unsqueeze(-1)
+            told = "`out` was computed with the total that is already updated; its weight needs the old one"
+            expect(not _is_close(out, first[0] - late * (first[0] - second[0])), "new-total", told)
+            told = "`out` is not the mean over all keys, weighted by the softmax"
+            expect(_is_close(out, right), "wrong-output", told)
+            told = "`total` is not the logarithm of the sum of the exponentials of all keys"
+            expect(_is_close(total, right_total), "wrong-total", told)
     out, total = (part.clone() for part in first)
     nothing = torch.zeros_like(out), torch.full_like(total, -math.inf)
     merge(out, total, *nothing)
@@ -69,60 +82,30 @@ def try_merge(solution: Solution) -> list[str]:
     return ["output and log-sum as of all keys at once"]
 
 
-def _expect_merged(
-    out: Tensor,
-    total: Tensor,
-    first: tuple[Tensor, Tensor],
-    second: tuple[Tensor, Tensor],
-    right: Tensor,
-    right_total: Tensor,
-) -> None:
-    is_unchanged = torch.equal(out, first[0]) and torch.equal(total, first[1])
-    expect(not is_unchanged, "unchanged", "`out` and `total` are as they were: change them in place")
-    is_finite = out.isfinite().all() and total.isfinite().all()
-    told = "a result is infinite or no number: exponentials of totals overflow, their difference is what counts"
-    expect(is_finite, "overflows", told)
-    expect(not _is_close(out, (first[0] + second[0]) / 2), "alike", "both blocks count alike, whatever their totals")
-    late = torch.sigmoid(second[1] - right_total).unsqueeze(-1)
-    told = "`out` was computed with the total that is already updated; its weight needs the old one"
-    expect(not _is_close(out, first[0] - late * (first[0] - second[0])), "new-total", told)
-    expect(_is_close(out, right), "wrong-output", "`out` is not the mean over all keys, weighted by the softmax")
-    told = "`total` is not the logarithm of the sum of the exponentials of all keys"
-    expect(_is_close(total, right_total), "wrong-total", told)
-
-
 def try_ring(solution: Solution) -> list[str]:
     """Go around a ring with a student's function."""
     rank, run = solution.rank, solution.join(PARTS, Settings())
-    q, k, v = _random(SHAPE)
+    q, k, v = _random()
     ids = torch.randint(1, 9, SHAPE[::2], generator=torch.Generator().manual_seed(3))
     ids[:, 10] = END
     own = positions_of(rank, PARTS, SEQ, "zigzag")
-    for end, what in ((None, ""), (END, ", with documents")):
+    results = []
+    for end in (None, END):
         ring = ContextParallel(run.grid.axis("cp"), document_end=end).ring(ids)
-        found = solution.function(q[:, :, own], k[:, :, own], v[:, :, own], ring)
+        results.append(solution.function(q[:, :, own], k[:, :, own], v[:, :, own], ring))
+    run.close()
+    seen = (torch.arange(SEQ) <= own.unsqueeze(-1)).expand(len(ids), 1, -1, -1)  # by each query, the keys before it
+    documents = document_ids(ids, END)
+    same = (documents[:, own].unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+    for found, mask, what in zip(results, (seen, seen & same), ("", ", with documents"), strict=True):
         told = "it should return two tensors: the output, and the logarithm of the sum of the exponentials"
         expect(isinstance(found, tuple) and len(found) == 2, "result", told)
         with where(f"rank {rank}{what}"):
-            _expect_all_blocks(found, (q, k, v), ids, end, own, rank)
-    run.close()
+            _expect_all_blocks(found, q[:, :, own], k, v, mask, rank)
     return ["what the queries take from all positions before them"]
 
 
-def _expect_all_blocks(
-    found: tuple[Tensor, Tensor],
-    whole: tuple[Tensor, Tensor, Tensor],
-    ids: Tensor,
-    end: int | None,
-    own: Tensor,
-    rank: int,
-) -> None:
-    q, k, v = whole
-    places = torch.arange(SEQ)
-    mask = (places <= own.unsqueeze(-1)).expand(len(ids), 1, -1, -1)
-    if end is not None:
-        documents = document_ids(ids, end)
-        mask = mask & (documents[:, own].unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+def _expect_all_blocks(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rank: int) -> None:
     out, total = found
 
     def without(*ranks: int) -> Tensor:
@@ -130,9 +113,9 @@ def _expect_all_blocks(
         seen = mask.clone()
         for other in ranks:
             seen[..., positions_of(other, PARTS, SEQ, "zigzag")] = False
-        return attention_block(q[:, :, own], k, v, seen)[0]
+        return attention_block(q, k, v, seen)[0]
 
-    right, right_total = attention_block(q[:, :, own], k, v, mask)
+    right, right_total = attention_block(q, k, v, mask)
     if _is_close(out, right) and _is_close(total, right_total):
         return
     told = f"the output is {tuple(out.shape)}, and should be {tuple(right.shape)}: all queries of the rank"
@@ -146,9 +129,9 @@ def _expect_all_blocks(
     raise Wrong("wrong-output", "the output is not that of attention to all positions before each query")
 
 
-def _random(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _random() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in range(3))
     return q, k, v
 
 

@@ -26,7 +26,6 @@ EXERCISES = [
             "In the round with distance d, relative rank r < d sends to r + d if there is one; r with d <= r < 2d "
             "receives from r - d.",
         ),
-        file="broadcast.py",
         takes=tuple(f"{ALGORITHMS}:broadcast_{name}" for name in ("naive", "tree", "ring")),
         functions="collective",
     ),
@@ -50,7 +49,6 @@ EXERCISES = [
             "A rank in the middle of the tree must not add to its own `tensor`, which belongs to the caller: it adds "
             "to a copy.",
         ),
-        file="reduce.py",
         takes=tuple(f"{ALGORITHMS}:{name}" for name in ("reduce_naive", "reduce_tree", "reducescatter_naive")),
         functions="collective",
     ),
@@ -75,7 +73,6 @@ EXERCISES = [
             "number sends first, the other receives first. If the world is not a power of two, the ranks beyond the "
             "largest one send their tensors to r - core before, and receive the result after.",
         ),
-        file="all_reduce.py",
         takes=tuple(f"{ALGORITHMS}:allreduce_{name}" for name in ("naive", "tree", "butterfly")),
         functions="collective",
     ),
@@ -96,7 +93,6 @@ EXERCISES = [
             "odd multiples of d send their d tensors (or fewer, at the end of the ranks) to relative - d.",
             "The root has the tensors in the order of relative numbers then: rotate them by `dst`.",
         ),
-        file="gather.py",
         takes=tuple(f"{ALGORITHMS}:{kind}_{name}" for kind in ("gather", "allgather") for name in ("naive", "tree")),
         functions="collective",
     ),
@@ -120,7 +116,6 @@ EXERCISES = [
             "All-gather, turn t: send row (rank - t) % size, receive row (rank - t - 1) % size. Reduce-scatter, turn "
             "t: send the partial sum, receive one, and add the own block (rank - t - 2) % size to it.",
         ),
-        file="ring.py",
         takes=tuple(f"{ALGORITHMS}:{name}_ring" for name in ("allgather", "reducescatter")),
         functions="collective",
     ),
@@ -145,7 +140,6 @@ EXERCISES = [
             "sends in the next turn.",
             "In the first size - 1 turns, add what arrives to the chunk; in the others it replaces the chunk.",
         ),
-        file="all_reduce_ring.py",
         takes=("distlab.collectives.ring:allreduce_ring",),
         functions="collective",
     ),

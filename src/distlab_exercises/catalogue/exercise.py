@@ -73,14 +73,12 @@ class Exercise:
     task: str  # paragraphs, divided by blank lines
     hints: tuple[str, ...]  # from a nudge to nearly the solution
     script: str = ""  # the chapter's script that it is made from; "" for functions alone
-    file: str = ""  # the file's name if there is no script
     takes: tuple[str, ...] = ()  # functions and classes to write: of the script, or "module:name" of the library
     given: tuple[tuple[str, str], ...] = ()  # text that is replaced in the skeleton
     imports: tuple[str, ...] = ()  # that the solution needs, if the script does without
     keeps: tuple[str, ...] = ()  # methods of these classes that are given
     functions: str = ""  # how those in `takes` are tried one by one: a name in `distlab_exercises.checker`
     cases: tuple[str, ...] = ()  # functions that are tried, but not taken out
-    unsolved: str = "not-written"  # the mistake of the skeleton
     trials: tuple[Trial, ...] = field(default_factory=tuple)
     weights_only: bool = False  # compare no gradients: those of the ranks are their own
     shares_out: bool = False  # each rank's optimizer updates its part of the weights
@@ -94,4 +92,4 @@ class Exercise:
 
     @property
     def file_name(self) -> str:
-        return self.file or self.script.rpartition("/")[2]
+        return self.script.rpartition("/")[2] or f"{self.name.replace('-', '_')}.py"

@@ -17,7 +17,6 @@ EXERCISES = [
             "Row order[i] went to place i. So where must place order[i] of the result be read from?",
             "inverse[order[i]] = i, for all i at once: torch.arange has the numbers i.",
         ),
-        file="ep_permutation.py",
         takes=("simplellm.feed_forward:inverse_of",),
         functions="permutation",
     ),
@@ -108,7 +107,6 @@ EXERCISES = [
             "Add up parameter.grad.double().square().sum() / holders(…).size, and all-reduce the total. All ranks "
             "must call the all-reduce, also one without gradients.",
         ),
-        file="ep_norm.py",
         takes=("distlab.parallel.clipping:sum_norm",),
         functions="norm",
     ),

@@ -159,7 +159,6 @@ def train(""",
             "start. state_of: tensors[name] = as_held(parameter.detach(), parameter), and the same for each value in "
             "the optimizer's state.",
         ),
-        file="checkpoint.py",
         takes=("distlab.checkpoints.slices:as_held", "distlab.checkpoints.saving:state_of"),
         functions="checkpoint",
     ),

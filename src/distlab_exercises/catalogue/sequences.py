@@ -43,7 +43,6 @@ EXERCISES = [
             "out -= weight * (out - block), with one more dimension for the weight; total -= logsigmoid(total - "
             "block_total), in which both totals are the old ones.",
         ),
-        file="cp_merge.py",
         takes=("simplellm.attention_blocks:merge",),
         imports=("import torch",),
         functions="merge",
@@ -68,7 +67,6 @@ EXERCISES = [
             "Positions are the last dimension but one: k_seen, v_seen = visiting[..., keys, :]. Go around the whole "
             "ring also where block.seen is None: other ranks wait for what passes through here.",
         ),
-        file="cp_ring.py",
         takes=("distlab.parallel.ring_attention:attend_around",),
         functions="ring",
     ),
