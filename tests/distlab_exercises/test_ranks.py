@@ -71,7 +71,7 @@ def never_end(rank: int, submission: Submission) -> Facts:
 
 def test_an_endless_loop_is_ended_and_its_line_named(tmp_path: Path) -> None:
     """It is always at the same place, and yet does not stand still."""
-    patience = Patience(still=1, work=1.3)  # on a busy machine it takes long to have computed that much
+    patience = Patience(still=3, work=3.3)  # on a busy machine it takes long to have computed that much
     found = trouble(Submission(Path(__file__), tmp_path, patience).run_ranks(1, never_end))
     assert found.mistake == "deadlock"
     assert re.match(r"rank 0 had not finished after \d+ s, in line ", found.sentences[1])
@@ -88,7 +88,7 @@ def wait_without_a_name(rank: int, submission: Submission) -> Facts:
 
 
 def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
-    patience = Patience(still=1, longest=20)  # meeting, too, is a wait
+    patience = Patience(still=2, longest=20)  # meeting, too, is a wait
     reports = Submission(Path(__file__), tmp_path, patience).run_ranks(2, wait_without_a_name)
     waits = tuple(f"rank {rank} waits, in {reports[rank].line}" for rank in range(2))
     assert trouble(reports).sentences[1:] == waits
