@@ -65,7 +65,7 @@ def test_a_rank_alone_receives_its_own_tensors() -> None:
     dist.all_to_all([outputs[6]], [own])
     dist.reduce_scatter(outputs[7], [own])
     assert [output.tolist() for output in outputs] == [[1.0, 2.0]] * 8
-    with pytest.raises(ValueError, match="two dtypes, torch.float64 and torch.float32"):
+    with pytest.raises(ValueError, match=r"two dtypes, torch.float64 and torch.float32"):
         all_gather_single(torch.zeros(2, dtype=torch.float64), own)
     pending = dist.all_reduce(own, async_op=True)
     assert pending.is_completed()

@@ -277,7 +277,7 @@ def mix_dtypes(rank: int, port: int) -> None:
             own.fill_(rank)
             wide, half = torch.empty(12_000, dtype=torch.float64), torch.empty(3000, dtype=torch.bfloat16)
             for call, output in ((all_gather_single, wide), (reduce_scatter_single, half)):
-                with pytest.raises(ValueError, match="two dtypes, torch.(float64|bfloat16) and torch.float32"):
+                with pytest.raises(ValueError, match=r"two dtypes, torch.(float64|bfloat16) and torch.float32"):
                     call(output, own)
             assert (own == rank).all()
 
