@@ -24,13 +24,35 @@ from collections.abc import Sequence
 
 import tyro
 
-from distlab_figures import runs as figures
+from distlab_figures import diagrams, runs
 from simplellm.command_line import read
 from simplellm.errors import status_of
 
+FIGURES = (
+    runs.losses,
+    runs.timelines,
+    runs.memory,
+    runs.holdings,
+    runs.sharding,
+    runs.expert_loads,
+    runs.partings,
+    runs.ring_steps,
+    diagrams.schedules,
+    diagrams.averaging,
+    diagrams.stages,
+    diagrams.block,
+    diagrams.layout,
+    diagrams.splits,
+    diagrams.replicas,
+    diagrams.sequence_parts,
+    diagrams.topologies,
+    runs.collectives,
+    runs.shared_memory,
+)
+
 
 def command(args: Sequence[str] | None = None, prog: str | None = None) -> None:
-    by_name, cli = {figure.__name__: figure for figure in figures.FIGURES}, tyro.extras.subcommand_cli_from_dict
+    by_name, cli = {figure.__name__: figure for figure in FIGURES}, tyro.extras.subcommand_cli_from_dict
     read(lambda: cli(by_name, args=args, prog=prog, description=__doc__))
 
 

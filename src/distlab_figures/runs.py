@@ -1,10 +1,7 @@
-"""Figures drawn from runs; the command `python -m distlab.figures` draws these and `distlab_figures.diagrams`."""
+"""Figures drawn from runs."""
 
-import itertools
-import json
 import math
 import statistics
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,20 +10,17 @@ import tyro
 
 from distlab.reports import style
 from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
-from distlab.reports.newest import newest_run
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
-from distlab.reports.trace import Trace, read_chrome
-from distlab_figures.diagrams import (
-    Png,
-    averaging,
-    block,
-    layout,
-    replicas,
-    schedules,
-    sequence_parts,
-    splits,
-    stages,
-    topologies,
+from distlab_figures.diagrams import Png
+from distlab_figures.records import (
+    Against,
+    column,
+    moving_average,
+    named_runs,
+    places,
+    read_collectives,
+    read_metrics,
+    read_step_trace,
 )
 from simplellm.errors import InputError, require
 
@@ -35,7 +29,6 @@ NAMED_RUNS = partial(tyro.conf.arg, metavar="[NAME=]RUN [[NAME=]RUN ...]")
 NamedRuns = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=HELP)]
 TRACED_HELP = f"{HELP} (or its trace file); the runs need --trace"
 NamedTraces = Annotated[tyro.conf.Positional[list[str]], NAMED_RUNS(help=TRACED_HELP)]
-Against = Literal["steps", "tokens", "seconds"]
 Recorded = Literal["loss", "lr", "grad_norm", "max_over_mean_load"]
 CURVES = {
     "loss": "loss of the global batch",
@@ -79,11 +72,11 @@ def losses(
     figure, axes = style.subplots(4.4)
     dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markeredgecolor": style.INK, "markeredgewidth": 0.8}
     has_validation = False
-    for index, (name, run) in enumerate(_named(runs)):
+    for index, (name, run) in enumerate(named_runs(runs)):
         color = style.SERIES[index % len(style.SERIES)]
         records = read_metrics(run)
         where = places(records, against, run)
-        values = _column(records, of, "--of", run)
+        values = column(records, of, "--of", run)
         reported = [step for step, value in enumerate(values) if not math.isnan(value)]  # with --report-every, not all
         require(bool(reported), f"{run / 'metrics.jsonl'}: none of its steps has a {of}")
         means = moving_average([values[step] for step in reported], smooth)
@@ -110,7 +103,7 @@ def timelines(png: Png, runs: NamedTraces, /, compact: bool = False) -> None:
     Args:
         compact: draw many schedules on one axis of time, each measured step as a whole under its plan.
     """
-    traces = [(name, _read_trace(run)) for name, run in _named(runs)]
+    traces = [(name, read_step_trace(run)) for name, run in named_runs(runs)]
     if compact:
         draw_schedules(png, traces)
     else:
@@ -119,7 +112,7 @@ def timelines(png: Png, runs: NamedTraces, /, compact: bool = False) -> None:
 
 def memory(png: Png, runs: NamedTraces, /) -> None:
     """The activations that each stage keeps during a step of each run."""
-    traces = [(name, _read_trace(run)) for name, run in _named(runs)]
+    traces = [(name, read_step_trace(run)) for name, run in named_runs(runs)]
     figure, grid = style.subplots(3.6, 1, len(traces), squeeze=False, sharey=True)
     curves: dict[str, Any] = {}
     has_kept = False
@@ -141,7 +134,7 @@ def memory(png: Png, runs: NamedTraces, /) -> None:
 
 def holdings(png: Png, runs: NamedRuns, /) -> None:
     """The memory of the fullest rank of each run: parameters, gradients, optimizer state, activations."""
-    names, counts = zip(*((name, read_largest(run)) for name, run in _named(runs)), strict=True)
+    names, counts = zip(*((name, read_largest(run)) for name, run in named_runs(runs)), strict=True)
     figure, axes = style.subplots(3.8)
     below = [0.0] * len(names)
     kinds: dict[str, Any] = {}
@@ -159,62 +152,6 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
     style.save(figure, png)
 
 
-def _named(runs: list[str]) -> list[tuple[str, Path]]:
-    """Return the name and folder of each run, from "NAME=RUN", or from a folder, whose name the run then has.
-
-    If several folders have the same name, their paths are the names. Raises `InputError` if there is no run.
-    """
-    require(bool(runs), "give one or more runs, each as NAME=RUN with a run's folder")
-    pairs: list[tuple[str, Path]] = []
-    for run in runs:
-        name, equals, folder = run.partition("=")
-        is_named = equals and not Path(run).exists()  # a folder's name may contain "="
-        pairs.append((name, Path(folder)) if is_named else ("", Path(run)))
-    pairs = [(name, newest_run(path)) for name, path in pairs]
-    uses = Counter(path.name for name, path in pairs if not name)
-    return [(name or (path.name if uses[path.name] == 1 else str(path)), path) for name, path in pairs]
-
-
-def _read_trace(run: Path) -> Trace:
-    path = run / "trace.json" if run.is_dir() else run
-    trace = read_chrome(path)
-    require(bool(trace.steps()), f"{path}: no step came after the last repair, so there is none to draw")
-    return trace
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run, one per step; `InputError` if they cannot be read."""
-    path = run / "metrics.jsonl"
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        for record in records:
-            for name in ("loss", "validation_loss") if "validation_loss" in record else ("loss",):
-                record[name] = math.nan if record[name] is None else float(record[name])
-        require(bool(records), "no step has been recorded")
-        return records
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "there is no such file" if isinstance(error, FileNotFoundError) else "these are not the metrics of a run"
-        raise InputError(f"{path}: {what}; give NAME=RUN with a run's folder") from error
-
-
-def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[float]:
-    """Return the position of each record on the x axis, after its step; `InputError` if the records do not have it."""
-    if against == "steps":
-        return [1 + step for step in _column(records, "step", "--against", run)]
-    values = _column(records, against, "--against", run)
-    return list(itertools.accumulate(values)) if against == "seconds" else values
-
-
-def _column(records: list[dict[str, Any]], name: str, flag: str, run: Path) -> list[float]:
-    """Return one value of each record; `InputError` if the records do not have it."""
-    try:
-        return [float(record[name]) for record in records]
-    except (KeyError, TypeError, ValueError) as error:
-        needed = "; the run needs --clip-norm" if name == "grad_norm" else ""
-        told = f"its records have no {name}, which {flag} asks for{needed}"
-        raise InputError(f"{run / 'metrics.jsonl'}: {told}") from error
-
-
 def expert_loads(png: Png, runs: NamedRuns, /, layer: int = 0, title: str | None = None) -> None:
     """The tokens of each expert of a layer over the steps of each run, relative to the mean.
 
@@ -222,8 +159,8 @@ def expert_loads(png: Png, runs: NamedRuns, /, layer: int = 0, title: str | None
         layer: number of the layer among those of the rank that wrote the records.
         title: title of the figure.
     """
-    figure, grid = style.subplots(3.2, 1, len(_named(runs)), squeeze=False, sharey=True)
-    for axes, (name, run) in zip(grid[0], _named(runs), strict=True):
+    figure, grid = style.subplots(3.2, 1, len(named_runs(runs)), squeeze=False, sharey=True)
+    for axes, (name, run) in zip(grid[0], named_runs(runs), strict=True):
         records = read_metrics(run)
         try:
             loads = [record["expert_loads"][layer] for record in records]
@@ -249,7 +186,7 @@ def partings(png: Png, runs: NamedRuns, /, title: str | None = None) -> None:
     Args:
         title: title of the figure.
     """
-    (_, first), *others = _named(runs)
+    (_, first), *others = named_runs(runs)
     require(bool(others), "give at least two runs: the first one is the one that others are compared with")
     expected = [record["loss"] for record in read_metrics(first)]
     figure, axes = style.subplots(3.8)
@@ -271,7 +208,7 @@ def ring_steps(png: Png, runs: NamedTraces, /) -> None:
 
     Medians over layers and steps, so that few interruptions by other programs count.
     """
-    traces = [(name, _read_trace(run)) for name, run in _named(runs)]
+    traces = [(name, read_step_trace(run)) for name, run in named_runs(runs)]
     figure, grid = style.subplots(2.6, 1, len(traces), squeeze=False, sharey=True)
     legend: dict[str, Any] = {}
     for axes, (name, trace) in zip(grid[0], traces, strict=True):
@@ -297,7 +234,7 @@ def sharding(png: Png, runs: NamedRuns, /) -> None:
     """The bytes per weight that a rank of `dp-zero` holds with Adam; runs are named like "optimizer-2"."""
     stages = {"optimizer": (8, 8), "gradients": (4, 12), "weights": (0, 16)}  # a + b / n
     counted: dict[str, list[tuple[int, float, float]]] = {shard: [] for shard in stages}
-    for name, run in _named(runs):
+    for name, run in named_runs(runs):
         *held, gathered, _ = read_largest(run)
         shard, _, number = name.partition("-")
         is_right = shard in stages and number.isdigit() and int(number) > 0
@@ -327,7 +264,7 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
     Args:
         run: folder of a run of `collectives/compare_collectives.py`.
     """
-    rows = _read_collectives(run)
+    rows = read_collectives(run)
     operations = dict.fromkeys(row["operation"] for row in rows)
     figure, grid = style.subplots(8.4, 3, 2, sharex=True, sharey=True)
     colors = dict(zip(("naive", "tree", "butterfly", "ring", "library", "shared"), style.SERIES, strict=False))
@@ -357,7 +294,7 @@ def shared_memory(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> No
     Args:
         run: folder of a run of `collectives/compare_collectives.py`.
     """
-    rows = [row for row in _read_collectives(run) if row["operation"] == "all-reduce"]
+    rows = [row for row in read_collectives(run) if row["operation"] == "all-reduce"]
     names = {"library": "sockets, the library's", "ring": "sockets, the lab's ring", "shared": "shared memory"}
     require(names.keys() <= {row["topology"] for row in rows}, f"{run}: its ranks did not share memory")
     figure, axes = style.subplots(3.4)
@@ -370,43 +307,3 @@ def shared_memory(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> No
     axes.yaxis.set_major_formatter(style.units("s"))
     style.legend(figure, curves)
     style.save(figure, png)
-
-
-def _read_collectives(run: Path) -> list[dict[str, Any]]:
-    """Return the rows that `collectives/compare_collectives.py` has measured; `InputError` if a folder has none."""
-    try:
-        rows = [json.loads(line) for line in (run / "collectives.jsonl").read_text().splitlines()]
-        columns = {"operation", "topology", "size_bytes", "measured_seconds", "predicted_seconds"}
-        require(bool(rows) and all(columns <= row.keys() for row in rows), "rows or columns are missing")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{run}: there is no table of collectives ({error})") from error
-    return rows
-
-
-def moving_average(values: list[float], width: int) -> list[float]:
-    """Return the mean of each value and the `width` - 1 values before it."""
-    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
-    return [sum(window) / len(window) for window in windows]
-
-
-FIGURES = (
-    losses,
-    timelines,
-    memory,
-    holdings,
-    sharding,
-    expert_loads,
-    partings,
-    ring_steps,
-    schedules,
-    averaging,
-    stages,
-    block,
-    layout,
-    splits,
-    replicas,
-    sequence_parts,
-    topologies,
-    collectives,
-    shared_memory,
-)

@@ -20,9 +20,12 @@ from distlab.pipeline.schedules import all_stages
 from distlab.reports.memory import KINDS
 from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
+from distlab_figures import diagrams
 from distlab_figures import runs as figures
+from distlab_figures.command import FIGURES
 from distlab_figures.diagrams import topologies
-from distlab_figures.runs import collectives, holdings, losses, moving_average, read_metrics
+from distlab_figures.records import moving_average, read_metrics
+from distlab_figures.runs import collectives, holdings, losses
 from simplellm.errors import InputError
 
 
@@ -92,15 +95,15 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "partings": lambda png, run: figures.partings(png, [f"one={run}", f"ep={run}"]),
     "ring_steps": lambda png, run: figures.ring_steps(png, [f"zigzag={run}", f"contiguous={run}"]),
     "sharding": lambda png, run: figures.sharding(png, [f"{kind}-8={run}" for kind in ("optimizer", "weights")]),
-    "schedules": lambda png, run: figures.schedules(png, stages=2, micro_batches=4),
-    "layout": lambda png, run: figures.layout(png),
-    "splits": lambda png, run: figures.splits(png),
-    "replicas": lambda png, run: figures.replicas(png, ranks=4),
-    "averaging": lambda png, run: figures.averaging(png),
-    "stages": lambda png, run: figures.stages(png, pp=2, layers=6),
-    "block": lambda png, run: figures.block(png, ranks=2),
-    "sequence_parts": lambda png, run: figures.sequence_parts(png),
-    "topologies": lambda png, run: figures.topologies(png),
+    "schedules": lambda png, run: diagrams.schedules(png, stages=2, micro_batches=4),
+    "layout": lambda png, run: diagrams.layout(png),
+    "splits": lambda png, run: diagrams.splits(png),
+    "replicas": lambda png, run: diagrams.replicas(png, ranks=4),
+    "averaging": lambda png, run: diagrams.averaging(png),
+    "stages": lambda png, run: diagrams.stages(png, pp=2, layers=6),
+    "block": lambda png, run: diagrams.block(png, ranks=2),
+    "sequence_parts": lambda png, run: diagrams.sequence_parts(png),
+    "topologies": lambda png, run: diagrams.topologies(png),
     "collectives": lambda png, run: figures.collectives(png, run),
     "shared_memory": lambda png, run: figures.shared_memory(png, run),
     "show_schedule": lambda png, run: draw(png, [planned_panel("dapple", simulate(all_stages("dapple", 4, 8)))]),
@@ -110,7 +113,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
 
 
 def test_every_figure_of_the_command_is_drawn_below() -> None:
-    assert {figure.__name__ for figure in figures.FIGURES} < DRAWN.keys()
+    assert {figure.__name__ for figure in FIGURES} < DRAWN.keys()
 
 
 @pytest.mark.parametrize("name", DRAWN)

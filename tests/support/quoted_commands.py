@@ -24,7 +24,7 @@ from distlab.checkpoints.models import write_model
 from distlab.launching.start import read_script_for
 from distlab.subcommands import FUNCTIONS
 from distlab_exercises.verdict import Verdict
-from distlab_figures import runs as figures
+from distlab_figures import command as figures
 from simplellm.errors import InputError, require
 from simplellm.tokenizers import SHIPPED_MODEL
 from support.chapters import load
