@@ -96,16 +96,19 @@ class Costs:
 
     def weights_by_holders(self, *stages: int) -> tuple[Weights, Weights]:
         """Return the weights of stages, without experts and of experts."""
-        sizes, tp, parts = self.model.sizes, self.layout.size("tp"), Counter[ModelPart]()
+        sizes, layout, parts = self.model.sizes, self.layout, Counter[ModelPart]()
         for stage in stages:
-            parts.update(self.layout.parts(stage))
-        others = sum(count * sizes.weights(part, tp) for part, count in parts.items())
-        rounded = sum(count * sizes.rounded_weights(part, tp) for part, count in parts.items())
-        experts = parts["block"] * sizes.expert_weights(self.layout.size("ep"))
-        own = Weights(others, rounded, self.on_hosts.replicas, sizes.inner_bytes)
-        return own, Weights(
-            experts, experts * (sizes.dtype != "float32"), self.on_hosts.expert_holders, sizes.inner_bytes
+            parts.update(layout.parts(stage))
+        numbers, rounded = Counter[bool](), Counter[bool]()  # by whether they are of experts
+        for part, count in parts.items():
+            for one in sizes.parameters(part, layout.size("tp"), layout.size("ep")) if count else ():
+                numbers[one.of_expert] += count * one.numbers
+                rounded[one.of_expert] += count * one.numbers * one.is_rounded
+        own, of_experts = (
+            Weights(numbers[of_expert], rounded[of_expert], holders, sizes.inner_bytes)
+            for of_expert, holders in ((False, self.on_hosts.replicas), (True, self.on_hosts.expert_holders))
         )
+        return own, of_experts
 
     @property
     def stage_message_bytes(self) -> int:
@@ -211,17 +214,21 @@ class Costs:
         if letter not in KIND_OF:
             return 0.0
         exchanges = in_pass(self.activations, letter, stage)
-        within = sum(self._seconds_of(one) for one in exchanges if one.axis != "cp")
+        within = sum(self._seconds_of(one) for one in exchanges if one.count and one.axis != "cp")
         return within + self._gathered(KIND_OF[letter], stage) + self.sequence_seconds(letter, stage)
 
     def sequence_seconds(self, letter: str, stage: int) -> float:
         """Return the part of these in which ranks that share sequences send messages, one after another."""
-        exchanges = [one for one in in_pass(self.activations, letter, stage) if one.axis == "cp"]
-        return self._beside_pass(sum(map(self._seconds_of, exchanges)), letter, stage) if exchanges else 0.0
+        if self.layout.size("cp") == 1:
+            return 0.0
+        exchanges = (one for one in in_pass(self.activations, letter, stage) if one.axis == "cp")
+        return self._beside_pass(sum(map(self._seconds_of, exchanges)), letter, stage)
 
     def _beside_pass(self, seconds: float, letter: str, stage: int) -> float:
         """Return what messages add to a pass. Only GPUs hide them behind it: on CPUs, sending needs the cores."""
-        return max(0.0, seconds - self._pass(KIND_OF[letter], stage, 1)) if self.machine.device == "cuda" else seconds
+        if not seconds or self.machine.device != "cuda":
+            return seconds
+        return max(0.0, seconds - self._pass(KIND_OF[letter], stage, 1))
 
     def _seconds_of(self, exchange: Exchange) -> float:
         hosts, size_bytes = self.on_hosts, exchange.size.bytes

@@ -95,7 +95,7 @@ class RunLayout:
         """Return how many of each part of the model a stage holds."""
         return {"embedding": int(stage == 0), "block": self.split[stage], "head": int(stage == len(self.split) - 1)}
 
-    @property
+    @functools.cached_property
     def ranks(self) -> int:
         return layout_size(self.axes)
 

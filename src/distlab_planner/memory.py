@@ -10,7 +10,7 @@ from distlab.pipeline.actions import stages_of
 from distlab_planner.costs import SHARDED_BUCKET_BYTES, Costs
 from distlab_planner.graph import graph_of
 from distlab_planner.machine import Machine
-from distlab_planner.model import ID_BYTES, NUMBER_BYTES, PARTS, share
+from distlab_planner.model import ID_BYTES, NUMBER_BYTES, PARTS, Parameter, share
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
 # Freed memory that an allocator keeps, for each byte that is held: fitted to bench/planner.py, on CPUs only. glibc
@@ -97,15 +97,20 @@ def _gathered(costs: Costs, stages: Sequence[int]) -> int:
         return sum(_whole_buckets(costs, stage, has_buffer) for stage in stages)
     if layout.shard != "weights":
         return 0
-    in_order = [part for stage in stages for part in PARTS for _ in range(layout.parts(stage)[part])]
-    sizes, tp = costs.model.sizes, layout.size("tp")
-    saved, experts = NUMBER_BYTES - sizes.inner_bytes, {"block": sizes.expert_weights(layout.size("ep"))}
-    gradients = [(sizes.weights(part, tp) + experts.get(part, 0)) * NUMBER_BYTES for part in in_order]
-    rounded = [(sizes.rounded_weights(part, tp) + experts.get(part, 0)) * saved for part in in_order]
-    weights = [size - less for size, less in zip(gradients, rounded, strict=True)]
+    parts = _parameters(costs, *stages)
+    gradients = [sum(one.numbers for one in part) * NUMBER_BYTES for part in parts]
+    number_bytes = {True: costs.model.sizes.inner_bytes, False: NUMBER_BYTES}
+    weights = [sum(one.numbers * number_bytes[one.is_rounded] for one in part) for part in parts]
     # In a backward pass, a block, its gradient, and the weights of the block before it.
     whole = (own + gradient + before for own, gradient, before in zip(weights, gradients, [0, *weights], strict=False))
     return max(whole) + max(gradients) * has_buffer
+
+
+def _parameters(costs: Costs, *stages: int) -> list[list[Parameter]]:
+    """Return the parameters of each block, and of the embedding and the head, that a rank holds of stages, in order."""
+    layout, sizes = costs.layout, costs.model.sizes
+    each = {part: sizes.parameters(part, layout.size("tp"), layout.size("ep")) for part in PARTS}
+    return [each[part] for stage in stages for part in PARTS for _ in range(layout.parts(stage)[part])]
 
 
 def _whole_buckets(costs: Costs, stage: int, has_buffer: bool) -> int:
@@ -113,13 +118,10 @@ def _whole_buckets(costs: Costs, stage: int, has_buffer: bool) -> int:
 
     Weights that passes round and others are reduced one after the other; experts with other holders have own buckets.
     """
-    layout, parts, sizes = costs.layout, costs.layout.parts(stage), costs.model.sizes
-    ep = layout.size("ep")
-    in_order = [sizes.parameters(part, layout.size("tp"), ep) for part in PARTS for _ in range(parts[part])]
     buckets = list[tuple[bool, Counter[bool]]]()  # whether it has experts of other holders; bytes by whether rounded
     latest: dict[bool, Counter[bool]] = {}  # the open bucket
-    for one in reversed(list(itertools.chain.from_iterable(in_order))):
-        of_others = one.of_expert and ep > 1
+    for one in reversed(list(itertools.chain.from_iterable(_parameters(costs, stage)))):
+        of_others = one.of_expert and costs.layout.size("ep") > 1
         if of_others not in latest or latest[of_others].total() >= SHARDED_BUCKET_BYTES:
             latest[of_others] = Counter()
             buckets.append((of_others, latest[of_others]))

@@ -119,18 +119,6 @@ class Sizes:
             *self.shared_experts * 3 * [matrix],
         ]
 
-    def weights(self, part: ModelPart, tp: int = 1) -> int:
-        """Return the number of a part's weights that a rank trains, without experts."""
-        return sum(one.numbers for one in self.parameters(part, tp) if not one.of_expert)
-
-    def rounded_weights(self, part: ModelPart, tp: int = 1) -> int:
-        """Return the number of these that a pass rounds to the dtype of products."""
-        return sum(one.numbers for one in self.parameters(part, tp) if one.is_rounded and not one.of_expert)
-
-    def expert_weights(self, ep: int) -> int:
-        """Return the number of weights of a block's experts on one of the ranks that share them."""
-        return self.experts // ep * 3 * self.dmodel * self.hidden_dim
-
     def multiply_adds(self, part: ModelPart, tp: int = 1) -> float:
         """Return the number for a forward pass over one token; a backward pass takes twice that, half for weights."""
         if part == "embedding":

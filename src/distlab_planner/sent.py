@@ -33,14 +33,11 @@ class Formulas(dict[tuple[str, int | None], Formula]):
     def add(self, kind: str, to: int | None, count: int | Fraction, times: str, size: Size) -> None:
         """Add `count` messages of a size; `times` is the count in words."""
         if count:
-            before, words = (
-                self.get((kind, to)),
-                f"{times} {TIMES} {size.words} {TIMES} {size.number_bytes}\N{NO-BREAK SPACE}B",
-            )
+            words = f"{times} {TIMES} {size.words} {TIMES} {size.number_bytes}\N{NO-BREAK SPACE}B"
             total = int(count * size.numbers * size.number_bytes)
-            self[kind, to] = (
-                Formula(before.bytes + total, f"{before.words} + {words}") if before else Formula(total, words)
-            )
+            if before := self.get((kind, to)):
+                total, words = before.bytes + total, f"{before.words} + {words}"
+            self[kind, to] = Formula(total, words)
 
     def add_ring(self, kind: str, ranks: int, count: int, rounds: int, size: Size) -> None:
         """Add collectives: an all-reduce is two rounds around a ring, an all-gather or a reduce-scatter is one."""

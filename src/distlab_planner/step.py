@@ -180,11 +180,15 @@ def least_seconds(costs: Costs) -> float:
     forward, input_, whole, weights = ([0.0] * stages for _ in range(4))
     for same in alike.values():
         stage = same[0]
-        times = seconds("F", stage), seconds("B", stage), seconds("I", stage), seconds("W", stage)
+        forward_seconds, backward_seconds = seconds("F", stage), seconds("B", stage)
+        input_seconds = whole_seconds = backward_seconds
+        if splits_backward:
+            input_seconds = min(backward_seconds, seconds("I", stage))
+            whole_seconds = min(backward_seconds, seconds("I", stage) + seconds("W", stage))
+        held_weights = costs.weights_by_holders(stage)[0].count
         for other in same:
-            forward[other], weights[other] = times[0], costs.weights_by_holders(stage)[0].count
-            input_[other] = min(times[1], times[2]) if splits_backward else times[1]
-            whole[other] = min(times[1], times[2] + times[3]) if splits_backward else times[1]
+            forward[other], weights[other] = forward_seconds, held_weights
+            input_[other], whole[other] = input_seconds, whole_seconds
     work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights, without experts
     for stage in range(stages):
         worker = outline.owners[stage]

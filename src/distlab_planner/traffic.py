@@ -77,18 +77,18 @@ class RanksOnHosts:
     machine: Machine
     layout: RunLayout
 
-    @property
+    @functools.cached_property
     def per_host(self) -> int:
         """Ranks on a host."""
         return min(self.layout.ranks, self.machine.ranks_per_host)
 
-    @property
+    @functools.cached_property
     def replicas(self) -> RankGroup:
         """The ranks with the same weights, which see different sequences or parts of them."""
         near = self.layout.size("ep") * self.layout.size("cp")  # whose ranks are neighbors, apart from slices
         return self._with_replicas(RankGroup(near, self.layout.size("tp")))
 
-    @property
+    @functools.cached_property
     def expert_holders(self) -> RankGroup:
         """The ranks with the same experts."""
         return self._with_replicas(self.parts)
@@ -99,17 +99,17 @@ class RanksOnHosts:
             return RankGroup(dp, apart)
         return RankGroup(dp * near.size, near.stride, dp, apart) if dp > 1 else near
 
-    @property
+    @functools.cached_property
     def sharing_experts(self) -> RankGroup:
         """The ranks that share the experts of each layer."""
         return RankGroup(self.layout.size("ep"), stride(self.layout.axes, "ep"))
 
-    @property
+    @functools.cached_property
     def parts(self) -> RankGroup:
         """The ranks that share sequences."""
         return RankGroup(self.layout.size("cp"), stride(self.layout.axes, "cp"))
 
-    @property
+    @functools.cached_property
     def slices(self) -> RankGroup:
         return RankGroup(self.layout.size("tp"), 1)
 
