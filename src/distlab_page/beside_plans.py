@@ -8,9 +8,9 @@ from distlab.axes.layout import coordinate
 from distlab_page.planned import costs_of, counts_memory, memory_of, sent_by
 from distlab_page.records import Records, name_of
 from distlab_page.tables import Json, table
+from distlab_planner.step import WARM_UP
 
 WITHOUT = "activations without recomputation"  # counted as well, but not held: `distlab.reports.memory.WITHOUT`
-WARM_UP = 3  # steps that the planner's comparison leaves out, as `distlab_planner.prediction` does
 BYTES = "bytes", "bytes a step", "by formula", "formula"
 
 

@@ -205,7 +205,7 @@ def schedules(run: Records) -> Json:
     for name in SCHEDULES:
         if name == AUTO:  # searched for when a run begins
             continue
-        plan, whole, in_steps = (_simulated(name, workers, *one) for one in ((own, 1), (enough, 1), (enough, steps)))
+        plan, whole, in_steps = (simulated(name, workers, *one) for one in ((own, 1), (enough, 1), (enough, steps)))
         bubbles = [one and statistics.fmean(one.bubble) for one in (plan, whole, in_steps)]
         of_own = (plan.makespan, max(plan.peak_live) / stages_per_worker(name)) if plan else (None, None)
         rows.append((name, bubbles[0], *of_own, *bubbles[1:]))
@@ -227,8 +227,8 @@ def schedules(run: Records) -> Json:
     }
 
 
-def _simulated(schedule: str, workers: int, micro_batches: int, steps: int) -> Plan | None:
-    """Return a schedule as simulated; None if it does not exist for these numbers."""
+def simulated(schedule: str, workers: int, micro_batches: int, steps: int) -> Plan | None:
+    """Return a schedule as simulated, with equal passes; None if it does not exist for these numbers."""
     try:
         programs = all_stages(schedule, workers, micro_batches)
     except InputError:

@@ -1,6 +1,5 @@
 """The panels of a page that show a run's trace: the passes and waits of each rank, and where its time went."""
 
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -115,8 +114,7 @@ def _look(kind: str) -> Json:
     if kind in others:
         words, color = others[kind]
         return {"words": words, "color": color}
-    words = re.sub(r"(?<!^)(?=[A-Z])", " ", KINDS[kind].__name__).lower()
-    return {"words": f"{kind}: {words}", "color": KINDS[kind].color}
+    return {"words": f"{kind}: {KINDS[kind].in_words()}", "color": KINDS[kind].color}
 
 
 def _ms(seconds: float) -> float:

@@ -74,20 +74,20 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
         formulas.scale("gradients", parts, f"{parts} passes")
     if settings.get("repair") == "exact":  # a sum for each replica, whoever computes it
         formulas.scale("gradients", replicas, f"{replicas} sums")
-    if run.sync_every is not None:
+    topology = settings.get("all_reduce", "library")
+    by_hand = topology not in ("library", "ring")
+    if run.sync_every is not None or by_hand or compress in ("powersgd", "topk"):  # in place of the usual averages
         formulas.pop(("gradients", None), None)
+    if run.sync_every is not None:
         formulas.add_ring("gradients", layout.size("cp"), 1, 2, Size(weights, f"{weights:,} weights"))
         _add_exchanges(formulas, run, weights, replicas, steps)
-    elif (topology := settings.get("all_reduce", "library")) not in ("library", "ring"):
-        formulas.pop(("gradients", None), None)
+    elif by_hand:
         count = _sent_by_hand(topology, rank, holders.size)
         formulas.add("gradients", None, count, f"{count} messages", Size(weights, f"{weights:,} weights"))
     elif compress == "powersgd":
-        formulas.pop(("gradients", None), None)
         factors = _factors(model.sizes, model.n_layers, settings["powersgd_rank"])
         formulas.add_ring("gradients", holders.size, 1, 2, Size(factors, f"{factors:,} factors"))
     elif compress == "topk":
-        formulas.pop(("gradients", None), None)
         most = Size(int(settings["topk_share"] * weights), f"{settings['topk_share']:g} {TIMES} {weights:,} weights", 8)
         formulas.add("gradients", None, holders.size - 1, f"({holders.size} - 1)", most)
     if settings.get("sequence_parallel"):

@@ -24,6 +24,7 @@ from distlab_planner.memory import share_of_rank
 from distlab_planner.model import Model, Sizes
 from distlab_planner.model_flags import ModelFlags
 from distlab_planner.search import find_layouts
+from distlab_planner.step import WARM_UP
 from distlab_planner.table import Row, milliseconds, table
 from simplellm import command_line
 from simplellm.errors import InputError, require
@@ -37,7 +38,6 @@ MODEL = (  # flags of a run, too
 ).split()
 BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 ALL = "default: all that fit"
-WARM_UP = 3  # steps of a run to verify that do not count
 
 
 @dataclass
@@ -97,11 +97,8 @@ class PlanRequest(ModelFlags):
         require_positive(self, *"ranks global_batch n_layers top".split())
         self.check_model()
         has_tokenizer = self.vocab_size is None or not (self.verify or self.tokenizer)
-        given, advice = (
-            f"--vocab-size {self.vocab_size}",
-            "a run has the vocabulary of its --tokenizer; give that alone",
-        )
-        require(has_tokenizer, f"{given} with {'--verify' if self.verify else '--tokenizer'}: {advice}")
+        given = f"--vocab-size {self.vocab_size} with {'--verify' if self.verify else '--tokenizer'}"
+        require(has_tokenizer, f"{given}: a run has the vocabulary of its --tokenizer; give that alone")
         require(self.verify >= 0, f"--verify {self.verify}: give 0 or more")
         least = f"--steps {self.steps}: the first {WARM_UP} do not count; give {WARM_UP + 2} or more"
         require(self.steps >= WARM_UP + 2, least)

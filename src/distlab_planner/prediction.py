@@ -19,11 +19,10 @@ from distlab_planner.graph import graph_of
 from distlab_planner.layouts import WHOLE_BLOCKS, RunLayout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.model import Model
-from distlab_planner.step import Step, predict
+from distlab_planner.step import WARM_UP, Step, predict
 from distlab_planner.table import milliseconds
 from simplellm.errors import require
 
-WARM_UP = 3  # steps at the beginning of a run that do not count
 # The planner counts these settings, or they are compared with the machine's file.
 COUNTED = (
     "batch_size micro_batches seq_len dmodel num_heads num_kv_heads hidden_dim n_layers tokenizer dtype recompute "

@@ -20,6 +20,7 @@ from distlab_planner.model import NUMBER_BYTES
 from distlab_planner.sent import LOSS_BYTES, sent_bytes
 from distlab_planner.traffic import CollectiveSeconds, RankGroup, in_a_row
 
+WARM_UP = 3  # steps at the beginning of a run that do not count where it is compared with a prediction
 BUCKET_BYTES = 25_000_000  # of gradients: `distlab.parallel.data.BUCKET_BYTES`
 
 

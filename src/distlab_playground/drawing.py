@@ -4,12 +4,10 @@ The colors are those of the lab's figures, which color-blind readers can disting
 """
 
 import html
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distlab.pipeline.actions import Action
 from distlab.pipeline.plan import Plan, Span
 from distlab.reports import style
 
@@ -77,6 +75,32 @@ def rows(
     return _svg(height, about, [*parts, *_axis(end, height, unit)])
 
 
+def stacked(
+    names: Sequence[str],
+    parts: Sequence[Mapping[str, float]],
+    about: str,
+    unit: str,
+    digits: int,
+    end: float | None = None,
+    limit: float | None = None,
+) -> str:
+    """Return a drawing with a row for each name, of parts one after another, and its legend.
+
+    Args:
+        parts: the size of each part of each row, by its words; all rows have the same words.
+        digits: after the point, of the sizes in the tooltips.
+    """
+    colors = dict(zip(parts[0], style.SERIES, strict=False))
+    lines = []
+    for row in parts:
+        at, line = 0.0, list[Bar]()
+        for words, size in row.items():
+            line.append(Bar(at, at + size, colors[words], words, f"{words}: {size:.{digits}f} {unit}"))
+            at += size
+        lines.append(line)
+    return legend(colors) + rows(names, lines, about, unit, end, limit=limit)
+
+
 def legend(colors: Mapping[str, str]) -> str:
     """Return a line with the color of each name, as HTML."""
     swatch = "display:inline-block;width:0.9em;height:0.9em;background:"
@@ -96,18 +120,13 @@ def passes(plan: Plan, names: Sequence[str], played: int | None = None, about: s
 
     def bar(span: Span) -> Bar:
         action, label = span.action, plan.labels[span.action]
-        what = f"{label}: {in_words(type(action))} of micro-batch {action.micro_batch}, stage {action.stage}"
+        what = f"{label}: {action.in_words()} of micro-batch {action.micro_batch}, stage {action.stage}"
         words = f"{what}, {span.start:g} to {span.end:g} ticks"
         return Bar(span.start, span.end, action.color, label, words, 1.0 if action in begun else PLAYED_NOT_YET)
 
     kinds = dict.fromkeys(type(span.action) for _, span in order)
     drawn = rows(names, [[bar(span) for span in line] for line in plan.spans], about, "ticks", plan.makespan, now)
-    return legend({f"{kind.letter}: {in_words(kind)}": kind.color for kind in kinds}) + drawn
-
-
-def in_words(kind: type[Action]) -> str:
-    """Return the name of a kind of action in words: "backward weight"."""
-    return re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).lower()
+    return legend({f"{kind.letter}: {kind.in_words()}": kind.color for kind in kinds}) + drawn
 
 
 def in_order(plan: Plan) -> list[tuple[int, Span]]:

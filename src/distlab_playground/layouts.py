@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 
-from distlab.reports import style
 from distlab_planner.costs import Costs
 from distlab_planner.machine import Machine
 from distlab_planner.memory import RankMemory, held
@@ -29,19 +28,10 @@ def memory(row: Row, model: Model, machine: Machine, optimizer: str) -> list[Ran
 
 def bars(held: list[RankMemory], most_bytes: float) -> str:
     """Return a drawing of the memory of each worker by kind, with a line at the memory that a rank has."""
-    lines = []
-    for of_worker in held:
-        at, line = 0.0, list[drawing.Bar]()
-        for (kind, size), color in zip(asdict(of_worker).items(), style.SERIES, strict=False):
-            words = kind.replace("_", " ")
-            end = at + size / GB
-            line.append(drawing.Bar(at, end, color, words, f"{words}: {size / GB:.2f} GB"))
-            at = end
-        lines.append(line)
+    parts = [{kind.replace("_", " "): size / GB for kind, size in asdict(one).items()} for one in held]
     end = max(most_bytes, *(one.total for one in held)) / GB
     about = "memory that a rank of each worker holds, by kind"
-    drawn = drawing.rows(_names(held), lines, about, "GB", end * 1.02, limit=most_bytes / GB)
-    return drawing.legend({bar.label: bar.color for bar in lines[0]}) + drawn
+    return drawing.stacked(_names(held), parts, about, "GB", 2, end=end * 1.02, limit=most_bytes / GB)
 
 
 def memory_table(held: list[RankMemory]) -> str:

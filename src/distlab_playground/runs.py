@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distlab.reports import style
 from distlab.settings.folders import CONFIG
 from distlab_page.tables import Json
 from distlab_playground import drawing
@@ -24,15 +23,8 @@ def not_computing(spent: Json) -> float:
 
 def time(spent: Json) -> str:
     """Return a drawing of the seconds of each rank, by activity."""
-    lines = []
-    for row in spent["rows"]:
-        at, line = 0.0, list[drawing.Bar]()
-        for words, seconds, color in zip(spent["head"], row, style.SERIES, strict=False):
-            line.append(drawing.Bar(at, at + seconds, color, words, f"{words}: {seconds:.3f} s"))
-            at += seconds
-        lines.append(line)
-    drawn = drawing.rows(spent["ranks"], lines, "seconds of each rank by activity", "s")
-    return drawing.legend(dict(zip(spent["head"], style.SERIES, strict=False))) + drawn
+    parts = [dict(zip(spent["head"], row, strict=True)) for row in spent["rows"]]
+    return drawing.stacked(spent["ranks"], parts, "seconds of each rank by activity", "s", 3)
 
 
 def tables(page: Any) -> Iterator[Json]:

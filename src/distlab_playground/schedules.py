@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from distlab.pipeline.actions import KINDS, Action, ActionCosts, stages_of
-from distlab.pipeline.plan import Plan, Span, in_a_row, simulate
-from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
-from distlab_page.contents import NO_BUBBLE
+from distlab.pipeline.plan import Plan, Span
+from distlab.pipeline.schedules import AUTO, SCHEDULES
+from distlab_page.contents import NO_BUBBLE, simulated
 from distlab_playground import drawing
-from simplellm.errors import InputError, require
+from simplellm.errors import require
 
 ACTION = re.compile(r"([A-Za-z])(\d{1,4})('*)")
 A_LINE = "give a worker's actions on a line, such as F0 F1 B0 B1, or I0 W0 for a backward pass in two parts"
@@ -18,18 +18,9 @@ A_LINE = "give a worker's actions on a line, such as F0 F1 B0 B1, or I0 W0 for a
 
 def bubbles(workers: int, micro_batches: int, steps: int = 1) -> dict[str, float]:
     """Return the mean idle share of each schedule that these sizes can have; equal passes, free messages."""
-    found = {}
-    for name in SCHEDULES:
-        if name == AUTO or name.endswith(".py"):
-            continue
-        try:
-            programs = all_stages(name, workers, micro_batches)
-        except InputError:
-            continue
-        held = stages_per_worker(name)
-        costs = ActionCosts(forward=1 / held, backward=2 / held)
-        found[name] = statistics.fmean(simulate(in_a_row(programs, steps), costs).bubble)
-    return found
+    names = [name for name in SCHEDULES if name != AUTO and not name.endswith(".py")]
+    plans = {name: simulated(name, workers, micro_batches, steps) for name in names}
+    return {name: statistics.fmean(plan.bubble) for name, plan in plans.items() if plan}
 
 
 def verdict(guess: str, bubbles: Mapping[str, float]) -> str:
@@ -78,7 +69,7 @@ def _typed_line(worker: int, line: str) -> list[Action]:
         require(found is not None, f"worker {worker}, {word}: {A_LINE}")
         assert found is not None
         letter, number, primes = found.groups()
-        known = ", ".join(f"{kind} ({drawing.in_words(KINDS[kind])})" for kind in KINDS if kind.isalpha())
+        known = ", ".join(f"{kind} ({KINDS[kind].in_words()})" for kind in KINDS if kind.isalpha())
         require(letter in KINDS, f"worker {worker}, {word}: no such action; there are {known}")
         one = f"worker {worker}, {word}: it holds {len(stages)} stages"
         require(len(primes) < len(stages), f"{one}; name them before a colon, as in 0 3: F0 F0' B0' B0")
@@ -103,7 +94,7 @@ def says(plan: Plan, names: Sequence[str], played: int) -> str:
     place = line.index(span)
     idle = span.start - (line[place - 1].end if place else 0.0)
     needs = [str(need) for need in span.action.needs(len(plan.owners)) if need.stage != span.action.stage]
-    kind = drawing.in_words(type(span.action))
+    kind = span.action.in_words()
     begins = f"At {span.start:g}, {names[worker]} begins {plan.labels[span.action]}, {kind} of micro-batch"
     sentence = f"{begins} {span.action.micro_batch}" + f"; it needs {' and '.join(needs)}" * bool(needs)
     return sentence + (f". It was idle for {idle:g} tick{'s' * (idle != 1)} before." if idle > 1e-9 else ".")

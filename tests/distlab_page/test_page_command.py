@@ -1,6 +1,7 @@
 """The command `page`: it writes a small file quickly, refuses what is no run, and serves this machine only."""
 
 import json
+import re
 import resource
 import sys
 import urllib.error
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.processes import LAUNCH, run
 
+from distlab_page.command import command
 from distlab_page.contents import contents
 from distlab_page.drawing_library import needed_parts
 from distlab_page.records import read
@@ -31,16 +33,17 @@ def test_it_is_made_at_once_and_small(hybrid: Path) -> None:
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) -> None:
+    ended = run(*LAUNCH, "page", tmp_path)
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith(f"# {tmp_path}: this is not a run's folder"), ended.err
+    assert ended.err.count("\n") == 1
     for args, sentence in (
-        ([tmp_path], f"# {tmp_path}: this is not a run's folder"),
-        ([alone, "--to", tmp_path], f"# {tmp_path}: cannot be written (Is a directory)"),
-        ([alone, "--port", "80"], "# --port 80: only --serve listens"),
-        ([alone, "--serve", "--port", "70000"], "# --port 70000: a port is a number"),
+        ([alone, "--to", tmp_path], f"{tmp_path}: cannot be written (Is a directory)"),
+        ([alone, "--port", "80"], "--port 80: only --serve listens"),
+        ([alone, "--serve", "--port", "70000"], "--port 70000: a port is a number"),
     ):
-        ended = run(*LAUNCH, "page", *args)
-        assert (ended.status, ended.out) == (2, "")
-        assert ended.err.startswith(sentence), ended.err
-        assert ended.err.count("\n") == 1
+        with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
+            command(list(map(str, args)))
     (tmp_path / "config.json").write_text((alone / "config.json").read_text())
     (tmp_path / "memory.json").write_text('[{"parameters"')
     with pytest.raises(InputError, match=r"memory.json: this is not a complete record of a run"):

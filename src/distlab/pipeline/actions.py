@@ -5,6 +5,7 @@ An action states what it needs, what it computes, how long it takes and which ac
 """
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,11 @@ class Action(ABC):
 
     def __str__(self) -> str:
         return f"{self.letter}{self.micro_batch}"
+
+    @classmethod
+    def in_words(cls) -> str:
+        """Return the name of this kind in words: "backward weight"."""
+        return re.sub(r"(?<!^)(?=[A-Z])", " ", cls.__name__).lower()
 
     @property
     def results(self) -> list[Result]:

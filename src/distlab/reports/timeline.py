@@ -47,9 +47,9 @@ class Panel:
     deaths: list[tuple[int, float]] = field(default_factory=list)  # rows, and times on the panel's axis
 
 
-def planned_panel(title: str, plan: Plan, unit: str = "ticks") -> Panel:
+def planned_panel(title: str, plan: Plan) -> Panel:
     bars = [Bar(row, s.start, s.end, plan.labels[s.action]) for row, spans in enumerate(plan.spans) for s in spans]
-    return Panel(title, plan.rows, bars, unit)
+    return Panel(title, plan.rows, bars, "ticks")
 
 
 def measured_panel(title: str, trace: Trace) -> Panel:
@@ -212,8 +212,6 @@ def _explain(kinds: Sequence[str]) -> dict[str, Any]:
     for kind in kinds:
         alike.setdefault(_color(kind), []).append(kind)
     return {
-        f"{', '.join(own)}: {re.sub(r'(?<!^)(?=[A-Z])', ' ', KINDS[own[0]].__name__).lower()}"
-        if own[0] in KINDS
-        else own[0]: style.swatch(color)
+        f"{', '.join(own)}: {KINDS[own[0]].in_words()}" if own[0] in KINDS else own[0]: style.swatch(color)
         for color, own in alike.items()
     }
