@@ -13,7 +13,7 @@ from distlab.checkpoints.format import Checkpoint, valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
 from distlab_compare import shares
 from distlab_compare.differences import LATER, ROUNDING, UNSURE, differs_by
-from simplellm.errors import InputError, require
+from simplellm.errors import require
 
 MOMENT = "exp_avg"  # Adam's moving average of the gradients: as wrong as they are
 
@@ -65,12 +65,7 @@ class Saved:
 
 def by_step(run: Path) -> Mapping[int, Saved]:
     """Return a run's intact checkpoints by their steps, in order; none if it has none."""
-    found: dict[int, Saved] = {}
-    try:
-        for checkpoint in valid(run):
-            found[checkpoint.step] = Saved(checkpoint)
-    except InputError:  # there is no other
-        pass
+    found = {checkpoint.step: Saved(checkpoint) for checkpoint in valid(run)}
     return dict(sorted(found.items()))
 
 

@@ -232,16 +232,21 @@ def latest_valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_g
     Raises:
         InputError: there is none.
     """
-    return next(valid(path, say, at_a_glance))
-
-
-def valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_glance: bool = False) -> Iterator[Checkpoint]:
-    """Yield all intact checkpoints, latest first; the arguments are as for `latest_valid`, which takes the first.
-
-    Raises:
-        InputError: no checkpoint is left; the message has all reasons so far.
-    """
     reasons: list[str] = []
+
+    def skip(reason: str) -> None:
+        say(f"skipped a checkpoint: {reason}")
+        reasons.append(reason)
+
+    for checkpoint in valid(path, skip, at_a_glance):
+        return checkpoint
+    raise no_checkpoint(path, reasons)
+
+
+def valid(
+    path: Path, skipped: Callable[[str], object] = lambda _: None, at_a_glance: bool = False
+) -> Iterator[Checkpoint]:
+    """Yield a run's intact checkpoints, latest first; call `skipped` with the damage of each of the others."""
     for found in candidates(path):
         if isinstance(found, Checkpoint):
             problem = found.problem(at_a_glance)
@@ -249,9 +254,7 @@ def valid(path: Path, say: Callable[[str], None] = lambda _: None, at_a_glance: 
                 yield found
                 continue
             found = f"{found.folder.name}: {problem}"
-        say(f"skipped a checkpoint: {found}")
-        reasons.append(found)
-    raise no_checkpoint(path, reasons)
+        skipped(found)
 
 
 def no_checkpoint(path: Path, reasons: Sequence[str]) -> InputError:

@@ -1,6 +1,5 @@
 """A run's checkpoints: the one it resumes from, their contents, and when they are written."""
 
-import contextlib
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -188,16 +187,11 @@ def prepare_checkpoints(settings: ResumableSettings, out: Path) -> dict[str, lis
         if settings.save_every:
             make_room(out)
         return {}
-    found = [latest_valid(settings.resume, say, at_a_glance=True)]
-    found += list(_until_there_is_none(valid(settings.resume, at_a_glance=True)))[1:]
+    latest_valid(settings.resume, say, at_a_glance=True)  # says which newer ones are skipped
+    found = list(valid(settings.resume, at_a_glance=True))
     if settings.save_every and not found[0].is_of_run(out):
         make_room(out)
     return {CANDIDATES: [str(checkpoint.folder.absolute()) for checkpoint in found]}
-
-
-def _until_there_is_none(found: Iterator[Checkpoint]) -> Iterator[Checkpoint]:
-    with contextlib.suppress(InputError):
-        yield from found
 
 
 def _choose(

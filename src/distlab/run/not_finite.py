@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
 from distlab.comm.names import CONTROL, named
+from distlab.comm.together import texts_of_all
 from distlab.run.forward_passes import forward_passes
 from distlab.run.model import ModelParts
 
-NAME_BYTES = 200  # of the message about a rank's tensor
-STAGE = 6  # the first bytes of it are the number of the stage
+STAGE = 6  # the first characters about a rank's tensor are the number of the stage
 
 
 def first_rank(own_loss: float, grid: Grid, ranks: int, device: torch.device) -> str:
@@ -26,11 +26,11 @@ def first_rank(own_loss: float, grid: Grid, ranks: int, device: torch.device) ->
     return f", first on {grid.describe(int(first))}" if first < ranks > 1 else ""
 
 
-def find_in_step(parts: ModelParts, step: int, micro_batches: Sequence[Tensor], device: torch.device) -> str:
+def find_in_step(parts: ModelParts, step: int, micro_batches: Sequence[Tensor]) -> str:
     """Repeat the forward pass of a step, and name the first non-finite tensor; see `find_cause`."""
     name = f"the activations of micro-batch {{}} again, to find what is not finite in step {step}".format
     forward = partial(forward_passes, parts, micro_batches, name, kind=CONTROL)
-    return find_cause(parts.stages, parts.by_stage(), forward, parts.grid, device)
+    return find_cause(parts.stages, parts.by_stage(), forward, parts.grid)
 
 
 def find_cause(
@@ -38,7 +38,6 @@ def find_cause(
     parameters: Iterable[tuple[int, str, Tensor]],
     forward: Callable[[], object],
     grid: Grid,
-    device: torch.device,
 ) -> str:
     """Name the first non-finite tensor. All ranks must call this function; the result is the same on all of them.
 
@@ -50,7 +49,7 @@ def find_cause(
     broken = [(stage, name) for stage, name, parameter in parameters if not parameter.isfinite().all()]
     found = [(stage, f"parameter {name}, since the previous update") for stage, name in broken]
     found += outputs_not_finite(stages, forward)
-    names = _tell_all(found, device)
+    names = _tell_all(found)
     culprits = [rank for rank, name in enumerate(names) if name]
     if not culprits:
         return "all parameters and activations are finite, only the loss is not"
@@ -58,7 +57,7 @@ def find_cause(
     return _sentence(names, culprit, grid)
 
 
-def find_gradient(parameters: Iterable[tuple[int, str, Tensor]], grid: Grid, device: torch.device) -> str:
+def find_gradient(parameters: Iterable[tuple[int, str, Tensor]], grid: Grid) -> str:
     """Name the first gradient that is not finite, in the same words on all ranks; all of them must call this.
 
     The order is the backward pass's: the last parameter of the last stage first, and among ranks the smallest.
@@ -66,21 +65,17 @@ def find_gradient(parameters: Iterable[tuple[int, str, Tensor]], grid: Grid, dev
     """
     gradients = [(stage, name, parameter.grad) for stage, name, parameter in parameters if parameter.grad is not None]
     broken = [(stage, f"gradient of {name}") for stage, name, grad in gradients if not grad.isfinite().all()]
-    names = _tell_all(broken[::-1], device)
+    names = _tell_all(broken[::-1])
     culprits = [rank for rank, name in enumerate(names) if name]
     if not culprits:
         return "no parameter has a gradient that is not finite"
     return _sentence(names, max(culprits, key=lambda rank: (names[rank][:STAGE], -rank)), grid)
 
 
-def _tell_all(found: Sequence[tuple[int, str]], device: torch.device) -> list[str]:
+def _tell_all(found: Sequence[tuple[int, str]]) -> list[str]:
     """Return each rank's first tensor that is not finite, after the number of its stage; "" for a rank without one."""
-    letters = "".join(f"{stage:06}{what}" for stage, what in found[:1]).encode()[:NAME_BYTES]
-    own = torch.tensor([*letters.ljust(NAME_BYTES, b"\0")], dtype=torch.uint8, device=device)
-    told = own.new_empty(dist.get_world_size(), NAME_BYTES)
-    with named("the first non-finite tensor of each rank", CONTROL):
-        dist.all_gather(list(told.unbind()), own)
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in told.tolist()]
+    own = "".join(f"{stage:0{STAGE}}{what}" for stage, what in found[:1])
+    return texts_of_all(own, "the first non-finite tensor of each rank")
 
 
 def _sentence(names: Sequence[str], culprit: int, grid: Grid) -> str:

@@ -234,7 +234,7 @@ class TrainingRun(Run[TrainSettingsT]):
             return super()._why_not_finite(step, own_loss)
         from distlab.run.not_finite import find_in_step
 
-        return f": {find_in_step(self._parts, step, self._batch.chunk(self.settings.micro_batches), self.device)}"
+        return f": {find_in_step(self._parts, step, self._batch.chunk(self.settings.micro_batches))}"
 
     def clip(self, optimizer: Optimizer) -> None:
         """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
@@ -267,7 +267,7 @@ class TrainingRun(Run[TrainSettingsT]):
         if not math.isfinite(norm):
             from distlab.run.not_finite import find_gradient
 
-            cause = find_gradient(self._parts.by_stage(), self.grid, self.device)
+            cause = find_gradient(self._parts.by_stage(), self.grid)
             raise NotFiniteError(f"the norm of the gradients of step {step} is {norm}: {cause}{self._lr_hint}")
         clip([parameter.grad for parameter in parameters if parameter.grad is not None], norm, most)
 

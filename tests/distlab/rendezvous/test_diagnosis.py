@@ -264,7 +264,7 @@ class Overflowing(nn.Module):
 
 def find_in(net: nn.Module) -> str:
     parameters = [(0, *named) for named in net.named_parameters()]
-    return find_cause({0: net}, parameters, lambda: net(torch.full((1, 2), 1e10)), Grid(0, {}), torch.device("cpu"))
+    return find_cause({0: net}, parameters, lambda: net(torch.full((1, 2), 1e10)), Grid(0, {}))
 
 
 def test_the_first_output_that_is_not_finite_is_named() -> None:
