@@ -18,7 +18,7 @@ from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
 from simplellm.errors import InputError
 
-TIMEOUT, LONG = 1.5, 2.5  # seconds
+TIMEOUT, LONG = 1.5, 2.0  # seconds
 
 # A run of which one rank is slow: `SLOW` is "<rank> <what it does> ...".
 SLOW_RANK = f"""
@@ -85,12 +85,12 @@ def test_a_resume_may_take_one_rank_longer_than_the_timeout(slow: str, saved: Pa
     assert len(losses(out)) == 2
 
 
-def at_work(rank: int, port: int, ends: str) -> str:
-    """Two ranks at work, of which rank 1 ends in some way while rank 0 is far from done."""
+def at_work(rank: int, port: int, ends: str, seconds: float = 3) -> str:
+    """Two ranks at work, of which rank 1 ends in some way while rank 0 is far from done: it takes so many seconds."""
 
     def work() -> str:
         if rank == 0:
-            time.sleep(3)
+            time.sleep(seconds)
         elif ends == "an error":
             raise OSError("no room")
         elif ends != "well":
@@ -109,8 +109,9 @@ def at_work(rank: int, port: int, ends: str) -> str:
 
 
 def test_all_ranks_leave_together_and_an_error_is_its_own_ranks() -> None:
-    assert run_ranks(2, at_work, free_port(), "well") == ["rank 0 is done", "rank 1 is done"]
-    assert run_ranks(2, at_work, free_port(), "an error") == ["rank 0 is done", "no room"]
+    """They wait for longer than their timeout."""
+    assert run_ranks(2, at_work, free_port(), "well", 1.5) == ["rank 0 is done", "rank 1 is done"]
+    assert run_ranks(2, at_work, free_port(), "an error", 1.5) == ["rank 0 is done", "no room"]
 
 
 @pytest.mark.parametrize("ends", ["killed", "stopped"])
