@@ -65,6 +65,9 @@ class RankStep:
         """Return the names of the tensors of a kind, "gradient", "weights" or "share.0", in the model's order."""
         return [key.removeprefix(f"{kind}.") for key in self._parts if key.startswith(f"{kind}.")]
 
+    def has(self, kind: str, name: str) -> bool:
+        return f"{kind}.{name}" in self._parts
+
     def part(self, kind: str, name: str) -> Part:
         key = f"{kind}.{name}"
         return Part(self._file.get_tensor(key), *self._parts[key])
@@ -115,7 +118,7 @@ class Records:
     def parts(self, step: int, kind: str, name: str) -> Iterator[tuple[int, Part]]:
         """Yield each rank that holds a part of a tensor, and the part."""
         for rank, records in enumerate(self.ranks(step)):
-            if name in records.names(kind):
+            if records.has(kind, name):
                 yield rank, records.part(kind, name)
 
     def whole(self, step: int, kind: str, name: str) -> Tensor:
@@ -126,6 +129,8 @@ class Records:
         """
         parts = [part for _, part in self.parts(step, kind, name)]
         require(bool(parts), f"{self.run}: no rank has recorded {name} in step {step}")
+        if parts[0].is_whole:
+            return parts[0].flat.view(parts[0].whole)
         whole = torch.zeros(parts[0].whole)
         is_there = torch.zeros_like(whole, dtype=torch.bool)
         for part in reversed(parts):

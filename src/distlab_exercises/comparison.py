@@ -166,7 +166,7 @@ class Comparison(Pair):
 
     def expect_shared_out(self) -> None:
         """Raise `Wrong` if a rank's optimizer updates more than its share of the weights."""
-        size = sum(part.flat.numel() for part in self._weights_of(0, self.other))
+        size = sum(part.flat.numel() for part in _weights_of(self.other, 0).values())
         share = -(-size // self.trial.replicas)
         for report in self.reports:
             told = f"the optimizer on {self.describe(report.rank)} updates {report.facts['updated']:,} weights"
@@ -202,7 +202,7 @@ class Comparison(Pair):
         trial = self.trial
         n, stages, slices = (trial.layout.get(name, 1) for name in ("dp", "pp", "tp"))
         replica = self.reports[: len(self.reports) // n]
-        weights = sum(part.flat.nbytes for report in replica for part in self._weights_of(report.rank, self.run))
+        weights = sum(part.flat.nbytes for one in replica for part in _weights_of(self.run, one.rank).values())
         activations = trial.batch_size * self.facts["sequence_bytes"]  # those of a replica between two blocks
         needed = {}
         if n > 1:
@@ -212,7 +212,8 @@ class Comparison(Pair):
         if slices > 1:  # two all-reduces forward and two backward in each block
             all_reduces = 4 * self.facts["blocks"]
             are_unnamed = any(set(COLLECTIVES) & set(report.facts["sent"][-2]) for report in self.reports)
-            if n == 1 and are_unnamed and self._splits_embedding():
+            of_embedding = [part for name, part in _weights_of(self.run, 0).items() if "embed_tokens" in name]
+            if n == 1 and are_unnamed and not all(part.is_whole for part in of_embedding):
                 all_reduces += 2  # after the embedding and back from the head, which then have no name either
             needed["activations of layers"] = n * stages * 2 * (slices - 1) * activations * all_reduces
         kinds: dict[str, tuple[str, ...]] = {
@@ -229,16 +230,6 @@ class Comparison(Pair):
             found[what] = sum(by_kind), least
         return found
 
-    @staticmethod
-    def _weights_of(rank: int, run: Records) -> list[Part]:
-        records = run.ranks(0)[rank]
-        return [records.part("weights", name) for name in records.names("weights")]
-
-    def _splits_embedding(self) -> bool:
-        records = self.run.ranks(0)[0]
-        names = [name for name in records.names("weights") if "embed_tokens" in name]
-        return any(not records.part("weights", name).is_whole for name in names)
-
     def remarks(self, sent: dict[str, tuple[int, int]]) -> list[str]:
         """Return improvements to a right solution."""
         found = [
@@ -250,6 +241,12 @@ class Comparison(Pair):
         if self.trial.replicas > 1 and averages and not any(report.facts["overlaps"] for report in self.reports):
             found.append("gradients are sent after the backward pass; sent during it, they take no time of their own")
         return found
+
+
+def _weights_of(run: Records, rank: int) -> dict[str, Part]:
+    """Return a rank's parts of the initial weights, by name."""
+    records = run.ranks(0)[rank]
+    return {name: records.part("weights", name) for name in records.names("weights")}
 
 
 def _near(a: Tensor, b: Tensor) -> Tensor:
