@@ -91,6 +91,7 @@ def join_late(settings: RunSettings, script: Path) -> Joined:
     shared = rendezvous.ranks_store(settings.timeout, store)
     decided = json.loads(shared.read("verdict")["verdict"])["decided"]
     places = rendezvous.read_places(store, layout_size(settings.layout))
+    devices.pick_device_type("cuda" if places[rank].gpus else "cpu")  # as the rank before this one
     grid = Grid(rank, settings.layout, settings.held)
     devices.pick_device_type(settings.device, len(devices.local_ranks(places, rank)))
     set_up(grid, places, settings)

@@ -109,6 +109,27 @@ def test_only_ranks_that_share_a_gpu_over_gloo_have_few_queues(
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
 
 
+ONE_GPU = """
+import os
+import torch
+from distlab.machine.devices import pick_device_type
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+pick_device_type("auto")
+print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("by_launcher", "by_rank", "queues"), [("", "CUDA_VISIBLE_DEVICES=1", "32"), ("CUDA_VISIBLE_DEVICES=0", "", "None")]
+)
+def test_a_rank_that_is_given_a_gpu_by_itself_has_many_queues(by_launcher: str, by_rank: str, queues: str) -> None:
+    """As by `torchrun --virtual-local-rank`; ranks that see the one GPU of their launcher share it."""
+    launcher = f'env -u CUDA_VISIBLE_DEVICES -u CUDA_DEVICE_MAX_CONNECTIONS LOCAL_WORLD_SIZE=2 {by_launcher} sh -c "$0"'
+    command = f"{by_rank} {sys.executable} -c '{ONE_GPU}'; exit $?"  # `sh` stays, as the rank's parent
+    ended = run("sh", "-c", launcher, command)
+    assert (ended.status, ended.out.strip()) == (0, queues), ended.err
+
+
 def test_a_run_on_the_cpu_never_opens_a_gpu(tmp_path: Path) -> None:
     """Not even through a library that it calls, on a machine that has one."""
     open_gpu = "def open_gpu(*_): raise AssertionError('a GPU was opened')"

@@ -1,6 +1,7 @@
 """Ranks that would read different files, or run different code, do not begin."""
 
 import importlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from support.chapters import MODEL, load
 from support.processes import LAB, free_port, run_ranks
 
 from distlab.run import joining
-from distlab.run.joining import identities, join
+from distlab.run.joining import identities, join, join_late
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, parse
 from distlab.settings.replicas import DataParallelSettings
@@ -196,6 +197,26 @@ def test_all_ranks_read_the_revision_that_rank_0_has(data: str, tmp_path: Path) 
     assert told[:2] == ["abc", "abc"]
     assert told[2].startswith("--data tinystories: ")
     assert "its revision abc is not cached: HF_HUB_OFFLINE is set" in told[2]
+
+
+@pytest.mark.parametrize(("gpus", "device_type"), [(["x"], "cuda"), ([], "cpu")])
+def test_a_spare_computes_on_the_device_of_the_rank_before_it(
+    gpus: list[str], device_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AskedError(Exception):
+        pass
+
+    def note(name: str) -> str:
+        raise AskedError(name)
+
+    store = dist.HashStore()
+    store.set("verdict", '{"decided": {}}')
+    for rank in range(3):
+        store.set(f"place/{rank}", json.dumps(["here", gpus]))
+    monkeypatch.setattr("distlab.rendezvous.ranks.open_store", lambda *_: store)
+    monkeypatch.setattr("distlab.machine.devices.pick_device_type", note)
+    with pytest.raises(AskedError, match=device_type):
+        join_late(parse(DataParallelSettings(), "", ["1", "--world-size", "3"]), LAB / DAPPLE)
 
 
 @pytest.mark.parametrize(("address", "here"), [("localhost", 3), ("10.0.0.9", 1)])
