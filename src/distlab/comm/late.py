@@ -36,6 +36,8 @@ class LateNumber:
             if isinstance(transfer, Pending):
                 transfer.follow()
                 self._waiting = transfer.waiting
+            elif transfer is not None:
+                transfer.wait()
             self._copy = copied_to_host(self._number), passed()
 
     def has_arrived(self) -> bool:

@@ -169,6 +169,29 @@ def test_a_rank_alone_reads_a_number_that_it_has_left_without_a_wait_for_later_w
     assert late.read() == 6
 
 
+class WorkOfAnotherBackend(dist.Work):
+    """An all-reduce that brings 6 when it is waited for."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        super().__init__()
+        self._number = number
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: object = None) -> bool:
+        self._number.fill_(6)
+        return True
+
+
+@pytest.mark.usefixtures("gpu", "copies_on_the_side")
+def test_a_number_of_another_backend_is_copied_when_it_is_there() -> None:
+    number = torch.tensor(2.0).as_subclass(OnGPU)
+    late = LateNumber(number, WorkOfAnotherBackend(number))
+    late.leave()
+    assert late.read() == 6
+
+
 @pytest.mark.usefixtures("copies_on_the_side")
 def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch names a wait for the number that does not end."""
