@@ -6,6 +6,7 @@ A `dist.all_reduce` of a script is named after its operation and the line of the
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
+import typing_extensions
 
 CONTROL = "control"  # the ledger's column for messages that are not part of training
 
@@ -26,7 +28,9 @@ class Name(NamedTuple):
 
 _name: ContextVar[Name | None] = ContextVar("name", default=None)
 _kind: ContextVar[str | None] = ContextVar("kind", default=None)  # replaces all others
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+# Code between a script and here; the last two wrap functions of torch that are deprecated.
+FOLDERS = Path(torch.__file__).parent, Path(__file__).parents[1]
+LIBRARIES = ("<", *map(str, FOLDERS), typing_extensions.__file__, str(warnings.__file__))
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import typing_extensions
 from support.processes import free_port, join, meeting_of, process_group, run_ranks
 from torch import nn
 from torch.distributed import ReduceOp
@@ -18,7 +19,7 @@ from distlab.axes.grid import Grid
 from distlab.collectives.algorithms import allreduce_ring
 from distlab.comm.context import Options, Transport, context_of
 from distlab.comm.group import all_gather_single, empty, open_queues, reduce_scatter_single
-from distlab.comm.names import counted_as, named
+from distlab.comm.names import counted_as, line_of_script, named
 from distlab.comm.waits import TrafficError
 
 
@@ -285,6 +286,14 @@ def test_a_wait_of_a_plain_script_is_named_by_operation_peers_and_line(call: str
     found = re.fullmatch(expected, sentence)
     assert found, sentence
     assert float(found[1]) >= 0.3
+
+
+def test_a_deprecated_function_of_torch_is_named_by_the_line_that_calls_it() -> None:
+    program = compile("\n\nLINE = function()", "/home/someone/plain.py", "exec")
+    names: dict[str, object] = {"function": typing_extensions.deprecated("as in torch")(line_of_script)}
+    with pytest.warns(DeprecationWarning, match="as in torch"):
+        exec(program, names)  # noqa: S102
+    assert names["LINE"] == "plain.py line 3"
 
 
 def test_the_librarys_name_replaces_operation_and_line() -> None:
