@@ -30,7 +30,12 @@ def named_runs(runs: list[str]) -> list[tuple[str, Path]]:
     return [(name or (path.name if uses[path.name] == 1 else str(path)), path) for name, path in pairs]
 
 
-def read_step_trace(run: Path) -> Trace:
+def named_traces(runs: list[str]) -> list[tuple[str, Trace]]:
+    """Return the name and trace of each run; `InputError` if one has no trace, or none of a step."""
+    return [(name, _read_trace(run)) for name, run in named_runs(runs)]
+
+
+def _read_trace(run: Path) -> Trace:
     path = run / "trace.json" if run.is_dir() else run
     trace = read_chrome(path)
     require(bool(trace.steps()), f"{path}: no step came after the last repair, so there is none to draw")

@@ -17,10 +17,10 @@ from distlab_figures.records import (
     column,
     moving_average,
     named_runs,
+    named_traces,
     places,
     read_collectives,
     read_metrics,
-    read_step_trace,
 )
 from simplellm.errors import InputError, require
 
@@ -103,7 +103,7 @@ def timelines(png: Png, runs: NamedTraces, /, compact: bool = False) -> None:
     Args:
         compact: draw many schedules on one axis of time, each measured step as a whole under its plan.
     """
-    traces = [(name, read_step_trace(run)) for name, run in named_runs(runs)]
+    traces = named_traces(runs)
     if compact:
         draw_schedules(png, traces)
     else:
@@ -112,7 +112,7 @@ def timelines(png: Png, runs: NamedTraces, /, compact: bool = False) -> None:
 
 def memory(png: Png, runs: NamedTraces, /) -> None:
     """The activations that each stage keeps during a step of each run."""
-    traces = [(name, read_step_trace(run)) for name, run in named_runs(runs)]
+    traces = named_traces(runs)
     figure, grid = style.subplots(3.6, 1, len(traces), squeeze=False, sharey=True)
     curves: dict[str, Any] = {}
     has_kept = False
@@ -159,8 +159,9 @@ def expert_loads(png: Png, runs: NamedRuns, /, layer: int = 0, title: str | None
         layer: number of the layer among those of the rank that wrote the records.
         title: title of the figure.
     """
-    figure, grid = style.subplots(3.2, 1, len(named_runs(runs)), squeeze=False, sharey=True)
-    for axes, (name, run) in zip(grid[0], named_runs(runs), strict=True):
+    named = named_runs(runs)
+    figure, grid = style.subplots(3.2, 1, len(named), squeeze=False, sharey=True)
+    for axes, (name, run) in zip(grid[0], named, strict=True):
         records = read_metrics(run)
         try:
             loads = [record["expert_loads"][layer] for record in records]
@@ -208,7 +209,7 @@ def ring_steps(png: Png, runs: NamedTraces, /) -> None:
 
     Medians over layers and steps, so that few interruptions by other programs count.
     """
-    traces = [(name, read_step_trace(run)) for name, run in named_runs(runs)]
+    traces = named_traces(runs)
     figure, grid = style.subplots(2.6, 1, len(traces), squeeze=False, sharey=True)
     legend: dict[str, Any] = {}
     for axes, (name, trace) in zip(grid[0], traces, strict=True):
@@ -279,9 +280,7 @@ def collectives(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> None
             if all(row["predicted_seconds"] for row in curve):
                 predicted = [row["predicted_seconds"] for row in curve]
                 axes.plot(sizes, predicted, ":", color=color)
-        axes.set(title=operation, xscale="log", yscale="log")
-        axes.xaxis.set_major_formatter(style.units("B"))
-        axes.yaxis.set_major_formatter(style.units("s"))
+        _set_logarithmic(axes, title=operation)
     [curves["predicted"]] = axes.plot([], [], ":", color=style.INK)
     style.legend(figure, {name: curves[name] for name in (*colors, "predicted") if name in curves})
     figure.supxlabel("size of the tensor, or of all its parts")
@@ -302,8 +301,13 @@ def shared_memory(png: Png, run: Annotated[Path, tyro.conf.Positional], /) -> No
     for (topology, name), color in zip(names.items(), style.SERIES, strict=False):
         curve = [(row["size_bytes"], row["measured_seconds"]) for row in rows if row["topology"] == topology]
         [curves[name]] = axes.plot(*zip(*curve, strict=True), "o-", color=color)
-    axes.set(xscale="log", yscale="log", xlabel="size of the tensor")
-    axes.xaxis.set_major_formatter(style.units("B"))
-    axes.yaxis.set_major_formatter(style.units("s"))
+    _set_logarithmic(axes, xlabel="size of the tensor")
     style.legend(figure, curves)
     style.save(figure, png)
+
+
+def _set_logarithmic(axes: Any, **texts: str) -> None:
+    """Make the axes logarithmic, in bytes and seconds."""
+    axes.set(xscale="log", yscale="log", **texts)
+    axes.xaxis.set_major_formatter(style.units("B"))
+    axes.yaxis.set_major_formatter(style.units("s"))

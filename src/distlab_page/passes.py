@@ -124,7 +124,7 @@ def _ms(seconds: float) -> float:
 def time_spent(run: Records) -> Json | None:
     """Return what each rank did in its steps; with a trace, also three factors of efficiency."""
     rows: list[tuple[float, ...]]
-    head: tuple[str, ...]
+    head: tuple[str, ...] = ("computing", "waiting for messages", "in collectives")
     if run.trace is not None:
         rows = [_spent(run.trace, rank) for rank in range(len(run.trace.ranks))]
         head = ("computing", "waiting", "sending", "other work")
@@ -133,18 +133,11 @@ def time_spent(run: Records) -> Json | None:
             which = "the last step of the trace"
         caption, source = f"Seconds in {which}, by rank", "trace.json"
     elif run.ledger:
-        rows = [
-            (r["seconds"] - r["waited_seconds"], r["waited_seconds"] - r["collective_seconds"], r["collective_seconds"])
-            for r in run.ledger
-        ]
-        head = ("computing", "waiting for messages", "in collectives")
+        rows = [_activities(account) for account in run.ledger]
         caption, source = "Seconds in all steps, by rank", "ledger.json"
     elif run.metrics and "waited_seconds" in run.metrics[0]:
-        whole, waited, collective = (
-            sum(record[name] for record in run.metrics) for name in ("seconds", "waited_seconds", "collective_seconds")
-        )
-        rows = [(whole - waited, waited - collective, collective)]
-        head = ("computing", "waiting for messages", "in collectives")
+        counted = "seconds", "waited_seconds", "collective_seconds"
+        rows = [_activities({name: sum(record[name] for record in run.metrics) for name in counted})]
         caption, source = f"Seconds in all steps of {run.reporter} ({run.why_alone})", "metrics.jsonl"
     else:
         return None
@@ -152,6 +145,12 @@ def time_spent(run: Records) -> Json | None:
     shown = table(caption, ("rank", *head), ((name, *row) for name, row in zip(names, rows, strict=True)))
     factors = efficiency(run.trace) if run.trace else None
     return {"ranks": names, "head": head, "rows": rows, "source": source, "table": shown, "factors": factors}
+
+
+def _activities(record: Json) -> tuple[float, float, float]:
+    """Return the seconds that a rank computed, waited for messages, and was in collectives, from a record."""
+    waited, in_collectives = record["waited_seconds"], record["collective_seconds"]
+    return record["seconds"] - waited, waited - in_collectives, in_collectives
 
 
 def _spent(trace: Trace, rank: int) -> tuple[float, float, float, float]:

@@ -68,9 +68,8 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
         return costs.seconds(action, threads.get(action, 1)) + machine.message_seconds * messages
 
     def message(sender: int, receiver: int) -> tuple[float, float]:
-        ways = on_hosts.message, on_hosts.carrying
-        size_bytes = costs.stage_message_bytes
-        return ways[0](sender, receiver, size_bytes), ways[1](sender, receiver, size_bytes)
+        way = sender, receiver, costs.stage_message_bytes
+        return on_hosts.message(*way), on_hosts.carrying(*way)
 
     hosts = None
     if machine.slowdown or on_hosts.per_host > machine.cores_per_host or threads:

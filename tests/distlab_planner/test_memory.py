@@ -14,8 +14,10 @@ from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.stages import build_stage
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RECOMPUTE, RunLayout, default_split
+from distlab_planner.measuring import build
 from distlab_planner.memory import held, process_bytes
 from distlab_planner.model import Dtype
+from simplellm.llama import LLamaStage
 from simplellm.losses import causalLLMLoss
 
 ROWS, MICRO_BATCHES = 2, 3
@@ -69,6 +71,14 @@ def test_weights_are_those_of_the_model() -> None:
     counts = held(Costs(CLUSTER, MODEL, layout), 0)
     assert counts.parameters == counts.gradients == sum(p.nbytes for p in net.parameters())
     assert counts.optimizer_state == 2 * counts.parameters
+
+
+def test_slices_that_are_measured_have_the_parameters_of_the_plan() -> None:
+    mixture = replace(SIZES, experts=2, shared_experts=1, qk_norm=True)
+    for sizes, tp in itertools.product((SIZES, mixture), (1, 2)):
+        net = build(LLamaStage, sizes, 1, tp, torch.device("cpu"))
+        trained = [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
+        assert trained == [one.numbers for one in sizes.parameters("block", tp)], (sizes, tp)
 
 
 def test_a_process_needs_what_it_holds_and_the_gradient_of_the_logits_and_what_its_allocator_keeps() -> None:
