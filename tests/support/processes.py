@@ -1,5 +1,6 @@
 """Real processes for tests: the ranks of a world, and commands, each with a deadline after which it is killed."""
 
+import fcntl
 import functools
 import gc
 import io
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -34,22 +36,35 @@ from distlab_exercises.forked import forked
 
 LAB = Path(__file__).resolve().parents[2]
 LAUNCH = sys.executable, "-m", "distlab.launch"
-# Below those that the kernel hands out, and --master-port's default; each of pytest's workers has its own.
-PORTS = range(
-    10_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
-    29_000,
-    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
-)
-_next_ports = itertools.islice(itertools.cycle(PORTS), random.SystemRandom().randrange(len(PORTS)), None)
+PORTS = range(10_000, 29_000)  # below those that the kernel hands out, and --master-port's default
+PORTS_OF_A_PROCESS = 250
+
+
+@functools.cache
+def own_ports() -> "itertools.cycle[int]":
+    """Ports that no other process of any tests on this machine takes: it locks a file, until it and its forks end.
+
+    Without the lock, another process could be given a port before the rank that is to listen there does.
+    """
+    blocks = range(PORTS.start, PORTS.stop, PORTS_OF_A_PROCESS)
+    for first in random.SystemRandom().sample(blocks, len(blocks)):
+        lock = os.open(f"{tempfile.gettempdir()}/lab-ports-{first}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+        else:
+            return itertools.cycle(range(first, first + PORTS_OF_A_PROCESS))
+    raise AssertionError(f"other processes have locked all of {PORTS}")
 
 
 def free_port() -> int:
     """A port at which nothing listens: another each time, and none that the kernel gives to a socket meanwhile."""
-    for port in itertools.islice(_next_ports, len(PORTS)):
+    for port in itertools.islice(own_ports(), PORTS_OF_A_PROCESS):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("localhost", port))
             return port
-    raise AssertionError(f"no port of {PORTS} is free")
+    raise AssertionError("none of this process's ports is free")
 
 
 @functools.cache
