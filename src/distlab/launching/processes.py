@@ -135,7 +135,12 @@ class Ranks:
 
     def kill(self, rank: int) -> None:
         """End a rank that cannot go on; this is not a failure."""
-        process = self.processes.pop(rank)
+        self._kill(self.processes.pop(rank))
+
+    def kill_spare(self, number: int) -> None:
+        self._kill(self._spares.pop(number))
+
+    def _kill(self, process: Process) -> None:
         _send(signal.SIGKILL, process)
         process.wait()
 

@@ -85,6 +85,7 @@ class Repairs:
             while len(self._idle) < len(places) <= len(self._idle) + self._unused:
                 self._start_spare()
             if len(places) > len(self._idle):
+                self._end_spares_of(unit)
                 continue
             for rank in places:
                 number = self._idle.pop(0)
@@ -94,6 +95,14 @@ class Repairs:
         self._is_ready = self._is_ready or self._arbiter.are_ready(self._ranks.processes)
         while self._is_ready and self._unused and len(self._idle) < len(self._units[0]):
             self._start_spare()
+
+    def _end_spares_of(self, unit: Sequence[int]) -> None:
+        """End the spares that take places in a unit: without a spare for another of its ranks, they would never do."""
+        for number, rank in list(self._taking.items()):
+            if rank in unit:
+                self._ranks.kill_spare(number)
+                del self._taking[number]
+                self._vacant.append(rank)
 
     def _start_spare(self) -> None:
         """Start one more spare; if that is impossible, the run goes on without."""

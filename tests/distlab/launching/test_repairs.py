@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distlab.launching.repairs import Repairs
-from distlab.rendezvous.survivors import FINISHED, NEWS, READY, Arbiter, News, Survivor
+from distlab.rendezvous.survivors import FINISHED, NEWS, PLACE, READY, Arbiter, News, Survivor
 from simplellm.errors import InputError
 
 
@@ -33,6 +33,9 @@ class FakeRanks:
 
     def exited_spares(self) -> dict[int, int]:
         return {}
+
+    def kill(self, rank: int) -> None:
+        del self.processes[rank]
 
     def environment_of(self, own: dict[str, str]) -> dict[str, str]:
         return own
@@ -96,3 +99,27 @@ def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.Captu
     assert asked == [1, 2]
     sentence = "# spare 2 cannot be started: Cannot allocate memory; the run goes on, and no more spares are started\n"
     assert capfd.readouterr().err == sentence
+
+
+def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None:
+    ranks, store, killed = FakeRanks(), Store(), list[int]()
+    exited: dict[int, int] = {}
+    ranks.kill_spare = killed.append  # type: ignore[attr-defined]
+    ranks.exited_spares = lambda: exited  # type: ignore[method-assign]
+    ranks.processes |= {2: object(), 3: object()}
+    settings: Any = SimpleNamespace(layout={"dp": 2, "tp": 2}, why_lost=lambda _: "")
+    repairs = Repairs(settings, spares=2)
+    repairs.begin(ranks, store, [{}] * 4)  # type: ignore[arg-type]
+    store.update({f"{READY}/{rank}": "" for rank in range(4)})
+    repairs.look()
+    del ranks.processes[3]
+    ranks.failures[3], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [3]
+    repairs.look()
+    assert {f"{PLACE}/1", f"{PLACE}/2"} <= store.keys(), "one for each of the two slices"
+    store[f"{READY}/newcomer1"] = ""
+    exited[2] = 1
+    repairs.look()
+    exited.clear()
+    repairs.look()
+    assert killed == [1]
+    assert sorted(ranks.processes) == [0, 1]
