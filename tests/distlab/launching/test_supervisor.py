@@ -108,7 +108,8 @@ def test_half_a_record_is_none(tmp_path: Path) -> None:
         assert failure.timestamp >= before
 
 
-def test_a_rank_that_does_not_react_ends_in_seconds(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_react_ends_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.launching.processes.SECONDS_TO_END", 1)
     ignores = """
 if os.environ["RANK"] == "3":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -16,8 +16,6 @@ from support.hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, wh
 from support.processes import Ended, Started, finish, parent, process_of, start, steps_taken, wait_for
 from support.terminals import fork_launcher
 
-from distlab.launching.nodes import SECONDS_OF_SILENCE
-
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -148,12 +146,15 @@ def test_a_killed_launcher_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: P
         kill_all(*hosts)
 
 
-def test_a_stopped_launcher_ends_the_other_host(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_a_stopped_launcher_ends_the_other_host(
+    hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 4.0)
     nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
         wait_for_steps(tmp_path)
         os.kill(launcher_on(hosts[0], 0), signal.SIGSTOP)
-        end = finish(nodes[1], SECONDS_OF_SILENCE + SECONDS_TO_END)
+        end = finish(nodes[1], SECONDS_TO_END)
         assert end.status == 1
         sentence = "# the launcher of another machine, node 0, has exited or can no longer be reached"
         assert end.err.splitlines()[-1] == sentence
