@@ -89,7 +89,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return InOrder(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         from support.scheduling import put_in_order
