@@ -43,6 +43,10 @@ def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
         k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         grouped = False
     is_causal = mask is None and q.shape[2] == k.shape[2]
+    if is_causal and q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.requires_grad:
+        from simplellm.attention_blocks import CausalAttention
+
+        return CausalAttention.apply(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped)
 
 

@@ -9,7 +9,7 @@ On the CPU, the private kernels behind `F.scaled_dot_product_attention` are call
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.nn import functional as F
 
 Mask = Tensor | Literal["causal"] | None
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+# Up to this width of a head, the kernel's backward pass is faster in float32 than in bfloat16, also with instructions
+# for bfloat16: on a Xeon with AMX, 256 tokens in heads of 48 take 0.6 of the time, 128 tokens 0.2, 768 the same.
+WIDEST_IN_FLOAT32 = 64
 
 
 def attention_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -52,11 +55,29 @@ def attention_block_backward(
     """
     if q.device.type != "cpu" or not hasattr(torch.ops.aten, _KERNEL):
         return plain_backward(grad, q, k, v, out, total, mask)
-    kernel = getattr(torch.ops.aten, f"{_KERNEL}_backward")
+    kernel, dtype = getattr(torch.ops.aten, f"{_KERNEL}_backward"), q.dtype
+    if q.shape[-1] <= WIDEST_IN_FLOAT32:
+        grad, q, k, v = (_wide(part) for part in (grad, q, k, v))
     grads: tuple[Tensor, Tensor, Tensor] = kernel(
         grad, q, k, v, out.to(q.dtype), total, 0.0, _is_causal(mask), attn_mask=_as_bias(mask, q)
     )
-    return grads
+    return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
+
+
+class CausalAttention(torch.autograd.Function):
+    """Attention of each query to the keys up to its own place, with the backward pass of `attention_block_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, total = attention_block(q, k, v, "causal")
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, total = ctx.saved_tensors
+        return attention_block_backward(grad, q, k, v, out, total, "causal")
 
 
 def plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:

@@ -198,10 +198,11 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     # A head's halves are the two coordinates ("rotate-half"). Views avoid the usual concatenation and negation.
-    y = x * cos  # float32
-    # CUDA's kernels round to bfloat16 while writing; a CPU's would copy first.
+    # CUDA's kernels convert from and to bfloat16 while they read and write; each of a CPU's would copy first.
+    wide = x if x.is_cuda else x.to(torch.promote_types(x.dtype, cos.dtype))
+    y = wide * cos  # float32
     rotated = torch.empty_like(x) if x.is_cuda and x.dtype != y.dtype else y
-    (first, second), (y_first, y_second) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+    (first, second), (y_first, y_second) = wide.chunk(2, dim=-1), y.chunk(2, dim=-1)
     rotated_first, rotated_second = rotated.chunk(2, dim=-1)
     torch.addcmul(y_first, second, sin, value=-direction, out=rotated_first)
     torch.addcmul(y_second, first, sin, value=direction, out=rotated_second)

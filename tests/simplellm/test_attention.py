@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from simplellm.attention import attend_to_earlier
 from simplellm.attention_blocks import (
+    WIDEST_IN_FLOAT32,
     Mask,
     attention_block,
     attention_block_backward,
@@ -47,3 +49,21 @@ def test_a_block_has_the_output_and_the_gradients_of_the_formulas(mask: Mask, ke
         results.append((*taken, out, *backward(grad, q, k, v, out, total, mask)))
     for own, expected in zip(*results, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("width", [WIDEST_IN_FLOAT32, WIDEST_IN_FLOAT32 + 16])
+def test_attention_in_bfloat16_has_nearly_the_gradients_of_the_formulas(width: int, key_heads: int) -> None:
+    """Also where its backward pass computes in float32: the results are rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(2, heads, 40, width, generator=generator).bfloat16() for heads in (4, key_heads, key_heads, 4)
+    )
+    narrow = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend_to_earlier(*narrow)
+    found = torch.autograd.grad(out, narrow, grad)
+    wide_out, total = plain_forward(q.float(), k.float(), v.float(), "causal")
+    wide = plain_backward(grad.float(), q.float(), k.float(), v.float(), wide_out, total, "causal")
+    for own, expected in zip((out, *found), (wide_out, *wide), strict=True):
+        assert own.dtype == torch.bfloat16
+        torch.testing.assert_close(own.float(), expected, rtol=0.02, atol=0.03)
