@@ -9,6 +9,7 @@
 
 import argparse
 import os
+import signal
 from datetime import timedelta
 
 import torch
@@ -17,18 +18,25 @@ import torch.distributed as dist
 import distlab  # noqa: F401  # registers the backend "lab"
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("rank", type=int, nargs="?", help="of this process, 0 or 1; launch.sh and torchrun set it")
+parser.add_argument("rank", type=int, nargs="?", choices=(0, 1), help="of this process; launch.sh and torchrun set it")
 parser.add_argument("--deadlock", action="store_true", help="all ranks send first, and wait for each other")
 args = parser.parse_args()
 if (args.rank is None) != ("RANK" in os.environ):
     parser.error("give the rank, 0 or 1; under launch.sh and torchrun, leave it out")
 if args.rank is not None:
-    os.environ.update(RANK=str(args.rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    os.environ.update(RANK=str(args.rank), WORLD_SIZE="2", MASTER_ADDR="localhost")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also ends a rank that waits inside torch
+    print(f"# rank {args.rank} waits until rank {1 - args.rank} is there: start it in another terminal", flush=True)
 if os.environ["WORLD_SIZE"] == "1":
     parser.error("--world-size 1: a rank cannot send to itself; give at least 2")
 
 # Waits until all ranks are there. No wait may take longer than the timeout.
-dist.init_process_group("lab", timeout=timedelta(seconds=10 if args.deadlock else 120))
+try:
+    dist.init_process_group("lab", timeout=timedelta(seconds=10 if args.deadlock else 120))
+except dist.DistError as error:  # such as a missing rank, or two processes with the rank 0
+    why = f"the ranks could not meet at port {os.environ['MASTER_PORT']} ({str(error).splitlines()[0]})"
+    parser.exit(2, f"# {why}: start each rank once, or put MASTER_PORT=29501 before each command\n")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 after, before = (rank + 1) % world_size, (rank - 1) % world_size
 print(f"rank {rank} of {world_size}: hello", flush=True)

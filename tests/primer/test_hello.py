@@ -1,6 +1,10 @@
 """The first program: started in each way, and its deadlock."""
 
+import signal
+import socket
+
 import pytest
+from support.processes import free_port, wait_for
 from support.terminals import fork_launcher, fork_python
 
 SCRIPT = "primer/hello.py"
@@ -27,7 +31,30 @@ def test_sends_that_wait_for_each_other_are_told_with_their_lines() -> None:
     assert (ended.out + ended.err).count("(hello.py line ") == 2
 
 
-def test_a_missing_rank_is_asked_for() -> None:
-    ended = fork_python(SCRIPT).finish()
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [((), "give the rank"), (("2",), "argument rank: invalid choice: 2 (choose from 0, 1)")],
+)
+def test_a_rank_that_is_missing_or_wrong(arguments: tuple[str, ...], sentence: str) -> None:
+    ended = fork_python(SCRIPT, *arguments).finish()
     assert ended.status == 2
-    assert "give the rank" in ended.err
+    assert sentence in ended.err
+
+
+def test_rank_0_started_twice_is_told_in_a_sentence_and_ctrl_c_ends_the_one_that_waits() -> None:
+    port = str(free_port())
+    first = fork_python(SCRIPT, "0", MASTER_PORT=port)
+    assert wait_for(lambda: is_taken(port))
+    second = fork_python(SCRIPT, "0", MASTER_PORT=port).finish()
+    assert second.status == 2
+    assert f"# the ranks could not meet at port {port} (" in second.err.splitlines()[-1]
+    assert "Traceback" not in second.err
+    first.send_signal(signal.SIGINT)
+    ended = first.finish(10)
+    assert ended.status == -signal.SIGINT
+    assert ended.out == "# rank 0 waits until rank 1 is there: start it in another terminal\n"
+
+
+def is_taken(port: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", int(port))) == 0
