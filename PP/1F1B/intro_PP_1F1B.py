@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm.group import open_queues
 from distlab.comm.names import named
 from distlab.pipeline.stages import build_stage
 from distlab.run.main import main
@@ -75,11 +74,6 @@ def train(run: TrainingRun[PipelineSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    # On one computer, messages between neighbors go through memory that both share, instead of sockets.
-    element = torch.empty((), device=run.device)
-    message_bytes = args.batch_size // args.micro_batches * args.seq_len * args.dmodel * element.itemsize
-    for direction in (range(run.world_size), range(run.world_size)[::-1]):
-        open_queues(direction, message_bytes, element)
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
