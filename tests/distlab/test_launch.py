@@ -282,6 +282,7 @@ def test_a_port_in_use_is_named_by_the_launcher_and_by_rank_0(tmp_path: Path) ->
     [
         (GA, ["3"], "rank 3: --world-size 3 has the ranks 0 to 2"),
         (GA, [], "no rank given: --world-size 3 has the ranks 0 to 2"),
+        (GA, ["x"], "Error parsing RANK: 'x' is not a whole number"),
         ("primer/intro.py", ["1"], "rank 1: one process has the ranks 0 to 0"),
         ("primer/intro.py", ["--device", "cuda"], "--device cuda"),
     ],
@@ -291,6 +292,14 @@ def test_a_wrong_value_in_a_terminal(script: str, flags: list[str], sentence: st
     assert ended.status == 2
     assert sentence in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.err
+    assert "which runs now" not in ended.out
+
+
+def test_a_script_says_which_one_runs_in_its_place(tmp_path: Path) -> None:
+    flags = [*TINY, "--steps", "1", "--world-size", "1", "--out", tmp_path]
+    ended = fork_python(GA, "0", *flags, "--compress", "topk").finish()
+    assert ended.status == 0
+    assert ended.out.startswith("# these flags are those of intro_DP_buckets.py, which runs now\n")
 
 
 def test_a_rank_that_is_missing_is_waited_for_until_the_timeout(tmp_path: Path) -> None:

@@ -40,10 +40,12 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         silence_torch_warnings()
         if started_by_torchrun() and isinstance(defaults, WorldSize):
             defaults.world_size = int(os.environ["WORLD_SIZE"])
+        names = getattr(work, "__globals__", {})
         try:
             settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
+            if REFUSAL in names and os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has its terminal
+                say(f"these flags are those of {script.name}, which runs now")
         except InputError as error:
-            names = getattr(work, "__globals__", {})
             more, refusal = names.get("MORE"), error
             if isinstance(error, FlagError):  # the sentence on a value, of an earlier script, says more
                 refusal = names.get(REFUSAL) or error
@@ -83,8 +85,6 @@ def warn_of_other_checkout(script: Path) -> None:
 
 def become(script: Path, refusal: InputError | None) -> NoReturn:
     """Run another script instead, with the same flags."""
-    if os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has its own terminal
-        say(f"these flags are those of {script.name}, which runs now")
     sys.argv[0] = str(script)
     runpy.run_path(sys.argv[0], {REFUSAL: refusal}, run_name="__main__")
     leave(0)
