@@ -127,7 +127,7 @@ def race(run: Run[RaceSettings]) -> None:
         say(f"{what:<40} {result:>13,} {meant - result:>13,} {seconds:>8.2f}")
         return meant - result
 
-    say(f"{count} processes or threads add 1, {repeats:,} times each: {meant:,} is meant")
+    say(f"{count} processes or threads add 1, {repeats:,} times each: {meant:,} is right")
     say(f"{'':<40} {'result':>13} {'lost':>13} {'seconds':>8}")
 
     for _ in range(3):  # to show that the result differs each time
@@ -148,10 +148,8 @@ def race(run: Run[RaceSettings]) -> None:
     plain = Number()
     seconds = side_by_side(THREADS, add, [(plain, repeats)] * count, args.timeout)
     if not report("threads, one number", plain.value, seconds):
-        say(
-            "luck: CPython since 3.10 changes threads where a loop turns back or a function is called, not between this"
-        )
-        say("read and this write; no promise, and without its global lock it may. With a call in between:")
+        say("CPython since 3.10 switches threads only where a loop jumps back or a function is called, so not within")
+        say("this update. Nothing guarantees that. With a call in between:")
     plain = Number()
     seconds = side_by_side(THREADS, add_by_call, [(plain, repeats)] * count, args.timeout)
     report("threads, one number, a call in between", plain.value, seconds)
