@@ -25,8 +25,8 @@ from mpi_wrapper import Communicator
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
-from simplellm.command_line import one_sentence
 from simplellm.errors import InputError
+from simplellm.usage_errors import one_sentence
 
 Array = NDArray[Any]
 

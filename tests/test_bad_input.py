@@ -65,5 +65,5 @@ def test_bad_input_ends_with_a_sentence() -> None:
 @pytest.mark.parametrize("flag", ["--out", "--data", "--master-addr"])
 def test_a_name_that_is_not_utf8_is_refused(flag: str) -> None:
     name = os.fsdecode(b"/tmp/s\xff")  # as Python reads it from a command line
-    with pytest.raises(InputError, match=f"^{flag} is no valid text in the terminal's encoding; give UTF-8$"):
+    with pytest.raises(InputError, match=f"^{flag} is not valid text in the terminal's encoding; give UTF-8$"):
         parse(dataclasses.replace(defaults_of("primer/intro.py")), "", [flag, name])

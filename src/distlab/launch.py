@@ -15,6 +15,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 import ast
+import difflib
 import importlib.util
 import re
 import shlex
@@ -116,9 +117,17 @@ def find_script(name: str) -> tuple[Path, list[str]]:
         is_there = (LAB / script).exists()
         require(is_there, f"{name}: {script} is not in {LAB}; launch a script by its path, or use the lab's checkout")
         return LAB / script, flags
+    require(not name.startswith("-"), f"{name}: give a topology or a script first, then its flags")
     is_script = Path(name).is_file() and name.endswith(".py")
-    require(is_script, f"{name}: no such topology or script; there are {', '.join(TOPOLOGIES)}")
+    require(is_script, f"{name}: no such topology or script; {suggestion(name)}")
     return Path(name), []
+
+
+def suggestion(name: str) -> str:
+    """Return what may have been meant: the topology with a similar name or with that script; else all names."""
+    like = difflib.get_close_matches(name.lower().replace("_", "-"), TOPOLOGIES, n=3, cutoff=0.75)
+    like = [each for each, command in TOPOLOGIES.items() if Path(command.split()[0]).name == Path(name).name] or like
+    return f"did you mean {' or '.join(like)}?" if like else f"there are {', '.join(TOPOLOGIES)}"
 
 
 def become_mpirun(script: Path, args: list[str]) -> NoReturn:

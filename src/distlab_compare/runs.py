@@ -173,7 +173,7 @@ class Pair:
         elif before is not None and (found := shares.fit(part.flat, [right, before])) and abs(found[0] - 1) < 0.05:
             mistake = Mistake("not-cleared", "also contains the gradient of the step before")
         else:
-            mistake = Mistake("other", "is no multiple of the other run's")
+            mistake = Mistake("other", "is not a multiple of the other run's")
         return Mistake(mistake.name, mistake.sentence, shown or f" ({_percent(part.flat, right)} away)")
 
     def shares_of(self, step: int, name: str, part: Part) -> list[list[Tensor]]:

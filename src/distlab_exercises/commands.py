@@ -183,7 +183,7 @@ def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
     """Return the files among paths, and the files below folders that solve an exercise or have the name of `wanted`."""
     found: list[Path] = []
     for path in paths:
-        require(path.exists(), f"{path}: does not exist")
+        require(path.exists(), f"{path}: there is no such file; ./launch.sh exercise NAME writes one")
         inside = [] if path.is_dir() else [path]
         for file in (file for file in handed_in(path) if file.path.suffix == ".py"):
             if file.exercise is not None or (wanted is not None and file.path.name == wanted.file_name):

@@ -185,7 +185,7 @@ def read_machine(path: Path) -> Machine:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is no JSON: {error}"
+        reason = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
         raise InputError(
             f"{path}: cannot be read ({reason}); python -m distlab.calibrate {path} writes one for this computer"
         ) from None

@@ -9,7 +9,6 @@ if __name__ == "__main__":
 import contextlib
 import io
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
@@ -51,6 +50,8 @@ def read(cli: Callable[[], RequestT]) -> RequestT:
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
+        from simplellm.usage_errors import one_sentence
+
         raise FlagError(one_sentence(errors.getvalue())) from None
 
 
@@ -66,21 +67,3 @@ def _wide_enough() -> Iterator[None]:
         os.environ.pop("COLUMNS", None)
         if before is not None:
             os.environ["COLUMNS"] = before
-
-
-def one_sentence(panel: str) -> str:
-    """Return the text of tyro's panel as one sentence, without title and frame ("-" in a plain terminal)."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in panel.splitlines()]
-    text = " ".join([line for line in lines if line.strip("-")][1:])
-    text = re.split(r" ?(?:For full helptext|Argument helptext:)", text)[0]
-    if missing := re.fullmatch(r"Missing from [^:]*: (.*) \(required\)", text):
-        entries = [re.fullmatch(r"(--\S+ [A-Z]+|[\w|-]+) (.*)", each) for each in missing[1].split(" (required) ")]
-        named = [f"{entry[1]} ({entry[2]})" for entry in entries if entry]
-        if len(named) == len(entries):
-            text = f"missing: {', '.join(named)}"
-    for of_python, plain in (
-        (r"invalid literal for int\(\) with base 10: (.*)", r"\1 is no whole number"),
-        (r"could not convert string to float: (.*)", r"\1 is no number"),
-    ):
-        text = re.sub(of_python, plain, text)
-    return f"{text} (--help lists the flags)"

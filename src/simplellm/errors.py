@@ -156,4 +156,4 @@ def open_streams() -> None:
 def require_text(text: str, argument: str) -> None:
     """Raise `InputError` for the value of an argument that is not text in the terminal's encoding."""
     is_text = not any("\ud800" <= character <= "\udfff" for character in text)  # Python's characters for other bytes
-    require(is_text, f"{argument} is no valid text in the terminal's encoding; give UTF-8", argument)
+    require(is_text, f"{argument} is not valid text in the terminal's encoding; give UTF-8", argument)

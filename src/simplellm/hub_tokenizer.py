@@ -36,7 +36,7 @@ class HubTokenizer:
         self.version: str = __version__
         fields = json.loads(content)
         if not isinstance(fields, dict) or "model" not in fields:
-            raise ValueError("it is no tokenizer.json")
+            raise ValueError("it is not a tokenizer.json")
         added = fields.pop(KEY, None)
         try:
             self._tokenizer = Tokenizer.from_str(json.dumps(fields))

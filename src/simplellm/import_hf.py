@@ -76,7 +76,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is no JSON ({error}); copy the file again") from None
+        raise InputError(f"{path}: is not JSON ({error}); copy the file again") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: is a JSON {type(content).__name__}, not an object; copy the file again")
     return content
@@ -317,7 +317,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: is no whole safetensors file ({error}); copy the file again") from None
+        raise InputError(f"{path}: is not a complete safetensors file ({error}); copy the file again") from None
 
 
 def _parameters(

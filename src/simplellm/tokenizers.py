@@ -126,7 +126,7 @@ def _load(path: Path) -> tuple[Any, str]:
     wanted = "give the path of a SentencePiece model (.model), or leave it out for the shipped one"
     try:
         if path.is_fifo() or path.is_char_device():  # reading it might never end
-            raise InputError(f"tokenizer {path}: is no file; {wanted}", "tokenizer")
+            raise InputError(f"tokenizer {path}: is not a file; {wanted}", "tokenizer")
         model = path.read_bytes()
     except FileNotFoundError:
         raise InputError(f"tokenizer {path}: there is no such file; {wanted}", "tokenizer") from None
@@ -143,13 +143,13 @@ def _load(path: Path) -> tuple[Any, str]:
             raise
         except (ValueError, LookupError, TypeError, RecursionError):
             raise InputError(
-                f"tokenizer {path}: is no tokenizer.json that can be read; {wanted}", "tokenizer"
+                f"tokenizer {path}: is not a tokenizer.json that can be read; {wanted}", "tokenizer"
             ) from None
     try:
         # SentencePiece accepts an empty file as a model, and fails later.
         return SentencePieceProcessor(model_proto=model or b"?"), f"{digest} {sentencepiece.__version__}"
     except RuntimeError:
-        raise InputError(f"tokenizer {path}: is no SentencePiece model; {wanted}", "tokenizer") from None
+        raise InputError(f"tokenizer {path}: is not a SentencePiece model; {wanted}", "tokenizer") from None
 
 
 def is_json(content: bytes) -> bool:

@@ -132,7 +132,7 @@ def write(settings: Settings) -> None:
     # Reads every document, so that an error in the last one is found before training.
     documents = sum(bool(text.strip()) for text in source.read(0))
     require(documents > 0, f"data {data}: the file holds no document; give one with text in it", "data")
-    require(is_free or _is_tokenizer(out), f"out {out}: is a file that is no tokenizer; give a new path", "out")
+    require(is_free or _is_tokenizer(out), f"out {out}: is a file that is not a tokenizer; give a new path", "out")
     model = train(training_text(data, settings.generated), vocab_size)
     unfinished = out.with_name(f"{out.name}.unfinished")
     try:

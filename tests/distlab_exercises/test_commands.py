@@ -69,7 +69,7 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("hint dp-ga 9", "dp-ga has the hints 1 to 3"),
         ("hint dp-ga x", "./launch.sh hint: argument number"),
         ("check", "./launch.sh check: the following arguments are required"),
-        ("check nothing.py", "nothing.py: does not exist"),
+        ("check nothing.py", "nothing.py: there is no such file; ./launch.sh exercise NAME writes one"),
         ("check other.py", "does not say which exercise it solves; give --exercise, one of dp-ga"),
         ("check other/intro_DP_GA.py", "other/intro_DP_GA.py: dp-gaa: no such exercise"),
         ("check empty", "has no file of an exercise"),

@@ -25,7 +25,7 @@ OBSERVED = {
     "labels": "the loss of step 0 is another one",
     "documents": "is no combination of the 2 ranks' gradients",
     "accumulation": "weighs its parts wrongly: it has rank 0's micro-batch 0 once, rank 0's micro-batch 1 0.813 times",
-    "shared_weight": "mlp.gate_proj.weight and 5 other parameters on all ranks is no multiple of the right one",
+    "shared_weight": "mlp.gate_proj.weight and 5 other parameters on all ranks is not a multiple of the right one",
     "resume": "step 2: rank 0 has the sequences of rank 0 in step 1, not its own",
     "seeds": "before step 0: the slices of model.layers.0.mlp.gate_proj.weight on rank 0 and rank 1 are equal",
 }

@@ -79,7 +79,7 @@ def test_what_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\); python -m distlab.calibrate"):
         read_machine(path)
     path.write_text('{"name": "a"')
-    with pytest.raises(InputError, match=r"cannot be read \(it is no JSON: .*\); python -m distlab.calibrate"):
+    with pytest.raises(InputError, match=r"cannot be read \(it is not JSON: .*\); python -m distlab.calibrate"):
         read_machine(path)
     path.write_text('{"name": "a"}')
     with pytest.raises(InputError, match="device is missing"):

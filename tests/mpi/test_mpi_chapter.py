@@ -165,7 +165,7 @@ def test_ending_the_launcher_leaves_no_rank_behind(sent: signal.Signals, tmp_pat
     ("flags", "sentence"),
     [
         ("--test_case foo", "# --test_case foo: give one of all, allreduce, allgather"),
-        ("--seed x", "# Error parsing --seed: 'x' is no whole number"),
+        ("--seed x", "# Error parsing --seed: 'x' is not a whole number"),
         ("--seed -1", "# --seed -1: give 0 or more"),
         ("--nope 3", "# Unrecognized options: --nope, 3"),
     ],

@@ -39,4 +39,4 @@ def test_an_error_names_arguments_and_on_a_command_line_flags(capsys: pytest.Cap
         open_source("data/data.txt", "train", 0)
     assert caught.value.with_flags().startswith("--data data/data.txt: there is no such file")
     assert status_of(lambda: require_text("\udcff", "prompt")) == 2
-    assert capsys.readouterr().err.startswith("# --prompt is no valid text")
+    assert capsys.readouterr().err.startswith("# --prompt is not valid text")

@@ -244,20 +244,20 @@ def test_damaged_files(folder: Path) -> None:
     content = weights.read_bytes()
     for damaged in (content[: len(content) // 2], content[:100], b"", b"\xff" * 200):
         weights.write_bytes(damaged)
-        assert refusal(folder).startswith("DIR/model.safetensors: is no whole safetensors file (")
+        assert refusal(folder).startswith("DIR/model.safetensors: is not a complete safetensors file (")
     for damaged in (config.read_bytes()[:50], b"\xff\xfe"):
         config.write_bytes(damaged)
-        assert refusal(folder).startswith("DIR/config.json: is no JSON (")
+        assert refusal(folder).startswith("DIR/config.json: is not JSON (")
     config.write_text("[]")
     assert refusal(folder) == "DIR/config.json: is a JSON list, not an object; copy the file again"
 
 
 def test_files_that_are_not_there(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(b"{}")
-    assert refusal(folder) == "DIR/tokenizer.model: is no SentencePiece model that can be read; copy the file again"
+    assert refusal(folder) == "DIR/tokenizer.model: is not a SentencePiece model that can be read; copy the file again"
     (folder / "tokenizer.model").unlink()
     (folder / "tokenizer.json").write_text('{"model": "none"}')
-    assert refusal(folder) == "DIR/tokenizer.json: is no tokenizer that can be read; copy the file again"
+    assert refusal(folder) == "DIR/tokenizer.json: is not a tokenizer that can be read; copy the file again"
     (folder / "tokenizer.json").unlink()
     assert refusal(folder).startswith("DIR/tokenizer.model: there is no such file; the lab reads SentencePiece models")
     shutil.copyfile(SHIPPED_MODEL, folder / "tokenizer.model")

@@ -68,7 +68,7 @@ def test_the_prompt() -> None:
     assert str(error.value) == (
         f"prompt is of {len(ids)} tokens: the model reads {len(ids)} at most, story included; give a shorter one"
     )
-    with pytest.raises(InputError, match="prompt is no valid text in the terminal's encoding; give UTF-8"):
+    with pytest.raises(InputError, match="prompt is not valid text in the terminal's encoding; give UTF-8"):
         prompt_ids("a\udcff", SHIPPED, 10)
 
 

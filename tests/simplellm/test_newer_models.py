@@ -263,7 +263,7 @@ def test_a_tokenizer_json_is_a_tokenizer(tokenizer_json: Path, tmp_path: Path) -
     assert SPTokenizer(read_llama(folder).tokenizer).vocab_size == 320
     for content in (b'{"model": 3}', b'{"model": ', b'{"model": {"type": "Magic"}}'):
         (tmp_path / "bad.json").write_bytes(content)
-        with pytest.raises(InputError, match=r"tokenizer .*bad.json: is no tokenizer.json that can be read; give the"):
+        with pytest.raises(InputError, match=r"tokenizer .*bad.json: is not a tokenizer.json that can be read; give"):
             SPTokenizer(tmp_path / "bad.json")
 
 

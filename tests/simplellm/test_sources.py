@@ -157,21 +157,21 @@ WANTED = r"give sample, tinystories, or the path of a \.txt, \.jsonl or \.parque
         (
             "bad.jsonl",
             b"Once upon a time\n",
-            r'line 1 is no JSON object with a string "text"; every line',
+            r'line 1 is not a JSON object with a string "text"; every line',
         ),
-        ("cut.jsonl", b'\n{"text": "a', "line 2 is no JSON object"),
-        ("list.jsonl", b"[1, 2]\n", "line 1 is no JSON object"),
-        ("string.jsonl", b'"text"\n', "line 1 is no JSON object"),
-        ("story.jsonl", b'{"story": "a"}\n', "line 1 is no JSON object"),
-        ("number.jsonl", b'{"text": 7}\n', "line 1 is no JSON object"),
-        ("half.jsonl", b'{"text": "\\ud83d"}\n', "line 1 is no JSON object"),
-        ("deep.jsonl", b"[" * 100_000, "line 1 is no JSON object"),
+        ("cut.jsonl", b'\n{"text": "a', "line 2 is not a JSON object"),
+        ("list.jsonl", b"[1, 2]\n", "line 1 is not a JSON object"),
+        ("string.jsonl", b'"text"\n', "line 1 is not a JSON object"),
+        ("story.jsonl", b'{"story": "a"}\n', "line 1 is not a JSON object"),
+        ("number.jsonl", b'{"text": 7}\n', "line 1 is not a JSON object"),
+        ("half.jsonl", b'{"text": "\\ud83d"}\n', "line 1 is not a JSON object"),
+        ("deep.jsonl", b"[" * 100_000, "line 1 is not a JSON object"),
         (
             "bad.parquet",
             b"PAR1 nonsense PAR1",
-            r"is broken or no Parquet file \(.*\); give a \.parquet",
+            r"is broken or not a Parquet file \(.*\); give a \.parquet",
         ),
-        ("empty.parquet", b"", "is broken or no Parquet file"),
+        ("empty.parquet", b"", "is broken or not a Parquet file"),
     ],
 )
 def test_bad_files_are_found_at_the_start(tmp_path: Path, name: str, content: bytes | None, sentence: str) -> None:
@@ -244,7 +244,7 @@ def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4 : len(content) // 2] = bytes(len(content) // 2 - 4)
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"^data \S+: is broken or no Parquet file"):
+    with pytest.raises(InputError, match=r"^data \S+: is broken or not a Parquet file"):
         TinyStories(TOKENIZER, data=str(path))
 
 
@@ -252,7 +252,7 @@ def test_a_bad_line_further_on_is_named_when_it_is_reached(tmp_path: Path) -> No
     path = write_documents(tmp_path / "stories.jsonl")
     with path.open("a") as file:
         file.write("oops\n")
-    with pytest.raises(InputError, match="line 46 is no JSON object"):
+    with pytest.raises(InputError, match="line 46 is not a JSON object"):
         list(islice(documents(path), 50))
 
 

@@ -107,7 +107,7 @@ def test_a_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(InputError) as error:
         SPTokenizer(path)
     assert str(error.value) == (
-        f"tokenizer {path}: is no SentencePiece model; "
+        f"tokenizer {path}: is not a SentencePiece model; "
         "give the path of a SentencePiece model (.model), or leave it out for the shipped one"
     )
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
 def test_a_model_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "half.model"
     path.write_bytes(SHIPPED_MODEL.read_bytes()[:30_000])
-    with pytest.raises(InputError, match="is no SentencePiece model"):
+    with pytest.raises(InputError, match="is not a SentencePiece model"):
         SPTokenizer(path)
 
 

@@ -95,7 +95,7 @@ def test_files_that_cannot_work_are_refused(stories: Path, tmp_path: Path) -> No
     out.write_text("an earlier one")
     bad.write_text('{"text": "a"}\n{"txt": 3}\n')
     empty.write_text(" \n")
-    assert f"{bad}: line 2 is no JSON object" in refusal(Settings(str(bad), out))
+    assert f"{bad}: line 2 is not a JSON object" in refusal(Settings(str(bad), out))
     no_text = f"--data {empty}: the file holds no document; give one with text in it"
     assert refusal(Settings(str(empty), out)) == no_text
     missing = f"--data {tmp_path}/no.txt: there is no such file; give a .txt, .jsonl or .parquet file"
@@ -113,6 +113,6 @@ def test_a_file_that_is_no_tokenizer_is_not_replaced(content: bytes, tmp_path: P
     out, stories = tmp_path / "out", tmp_path / "stories.txt"
     stories.write_text("Once upon a time there was a dog. It slept.\n\n" * 20)
     out.write_bytes(content)
-    sentence = f"--out {out}: is a file that is no tokenizer; give a new path"
+    sentence = f"--out {out}: is a file that is not a tokenizer; give a new path"
     assert refusal(Settings(str(stories), out, 300)) == sentence
     assert out.read_bytes() == content

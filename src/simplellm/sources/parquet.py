@@ -66,4 +66,4 @@ def _parquet(path: Path) -> Iterator[Any]:
     except UnicodeDecodeError:
         raise unusable(path, 'the column "text" is not UTF-8; give a file in UTF-8') from None
     except (ArrowException, OSError) as error:
-        raise unusable(path, f"is broken or no Parquet file ({first_line(error)}); {wanted}") from error
+        raise unusable(path, f"is broken or not a Parquet file ({first_line(error)}); {wanted}") from error

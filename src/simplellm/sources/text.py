@@ -74,7 +74,7 @@ class JsonLines(Source):
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             raise unusable(
                 self._path,
-                f'line {line_number} is no JSON object with a string "text"; '
+                f'line {line_number} is not a JSON object with a string "text"; '
                 'every line is to be like {"text": "Once upon a time, ..."}',
             ) from None
         return str(text)
