@@ -77,7 +77,7 @@ def name_gradient(
             of = (
                 "no combination of the micro-batches' gradients"
                 if micro_batches > 1
-                else "no multiple of the right one"
+                else "not a multiple of the right one"
             )
         return Mistake("other", f"is {of}: other numbers went into it")
     ratios = [found[r * micro_batches : (r + 1) * micro_batches] for r in range(replicas)]

@@ -239,7 +239,7 @@ def _tokenizer(folder: Path, vocab_size: int, rows: int) -> tuple[SPTokenizer, P
         if "pip install" in str(error):
             raise InputError(f"{path}: {error}") from None
         kind = "SentencePiece model" if path.suffix == ".model" else "tokenizer"
-        raise InputError(f"{path}: is no {kind} that can be read; copy the file again") from None
+        raise InputError(f"{path}: is not a {kind} that can be read; copy the file again") from None
     if rows != vocab_size or tokenizer.vocab_size > vocab_size:
         wanted = f"it must be the number of pieces of {path.name}, {tokenizer.vocab_size}"
         wanted += "" if rows == tokenizer.vocab_size else f", or more, and {EMBEDDING} has {rows} rows"
