@@ -23,16 +23,10 @@ from distlab.pipeline.activations import MicroBatch, Stage
 from distlab_planner.collective_probes import seconds_in_turn
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
 from distlab_planner.model import PARTS, ModelPart, Sizes
+from simplellm.blocks import Attention
 from simplellm.compiler import Compiler
-from simplellm.llama import (
-    MLP,
-    Attention,
-    LLama,
-    LLamaFirstStage,
-    LLamaLastStage,
-    LLamaPart,
-    LLamaStage,
-)
+from simplellm.layers import MLP
+from simplellm.llama import LLama, LLamaFirstStage, LLamaLastStage, LLamaPart, LLamaStage
 from simplellm.losses import causalLLMLoss
 
 BLOCKS = 2  # of the stage whose passes are measured

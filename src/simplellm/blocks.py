@@ -52,10 +52,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
         if cache is None and attend is attend_to_earlier:
-            return through_compiler(Attention._compute, self, x, cos, sin)
-        return self._compute(x, cos, sin, cache, attend)
+            return through_compiler(Attention.compute, self, x, cos, sin)
+        return self.compute(x, cos, sin, cache, attend)
 
-    def _compute(
+    def compute(
         self,
         x: Tensor,
         cos: Tensor,
@@ -114,10 +114,10 @@ class Block(nn.Module):
         attend: Attend = attend_to_earlier,
     ) -> Tensor:
         if cache is None and attend is attend_to_earlier and isinstance(self.mlp, MLP):
-            return through_compiler(Block._compute, self, x, cos, sin)
-        return self._compute(x, cos, sin, cache, attend)
+            return through_compiler(Block.compute, self, x, cos, sin)
+        return self.compute(x, cos, sin, cache, attend)
 
-    def _compute(
+    def compute(
         self,
         x: Tensor,
         cos: Tensor,

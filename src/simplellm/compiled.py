@@ -39,13 +39,3 @@ def through_compiler(function: Callable[..., Tensor], *arguments: Any) -> Tensor
     if has_weights and weight_gradients is not None and weight_gradients.defers:
         return function(*arguments)
     return _compiler(function, *arguments)
-
-
-def can_compile(function: Callable[..., Tensor], *arguments: Any) -> bool:
-    """Return whether a function calls modules that have no hooks, such as collectives, and whose weights have none."""
-    modules = [argument for argument in arguments if isinstance(argument, nn.Module)]
-    # The hooks of a method's own module are outside of the method.
-    own = [module for module in modules if getattr(type(module), function.__name__, None) is function]
-    called = (module for outer in modules for module in outer.modules() if module not in own)
-    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in called)
-    return not has_hooks and not any(p._backward_hooks for module in modules for p in module.parameters())

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from simplellm import mixed_precision
-from simplellm.compiled import applied, can_compile
+from simplellm.blocks import Attention, Block, logits
+from simplellm.compiled import PartToCompile, applied
+from simplellm.layers import MLP, RMSNorm, rotary_tables
+from simplellm.llama import LLamaPart
 
 
 class Compiler:
@@ -62,6 +65,45 @@ class Compiler:
             self._functions[function] = torch.compile(function, fullgraph=True, dynamic=False, options=_options())
         _in_thread(lambda: _rehearse(self._functions[function], arguments))
         self._known.add(key)
+
+
+def can_compile(function: Callable[..., Tensor], *arguments: Any) -> bool:
+    """Return whether a function calls modules that have no hooks, such as collectives, and whose weights have none."""
+    modules = [argument for argument in arguments if isinstance(argument, nn.Module)]
+    # The hooks of a method's own module are outside of the method.
+    own = [module for module in modules if getattr(type(module), function.__name__, None) is function]
+    called = (module for outer in modules for module in outer.modules() if module not in own)
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in called)
+    return not has_hooks and not any(p._backward_hooks for module in modules for p in module.parameters())
+
+
+def parts_of_model(model: LLamaPart, batch: int, seq: int, is_whole: bool = True) -> list[PartToCompile]:
+    """Return the parts that a forward pass in training on activations (batch, seq, dmodel) compiles.
+
+    `is_whole` says whether these are whole sequences, whose attention is compiled. Parts with sizes that depend on the
+    tokens, such as experts, are not among them.
+    """
+    device, found = next(model.parameters()).device, list[PartToCompile]()
+    shape = batch, seq, model.options["dmodel"]
+    x = torch.empty(shape, dtype=model.residual, device=device, requires_grad=True)
+    tables = rotary_tables(model.ctx_size, model.head_dim, model.rope_theta, device, model.rope_scaling)
+    cos, sin = (table[:seq] for table in tables)
+    sees_all = is_whole and model.document_end is None and model.recompute != "except-attention"
+    for block in list(model.model.layers.values())[:1]:
+        attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
+        is_usual = isinstance(block, Block) and isinstance(mlp, MLP) and sees_all
+        if is_usual and can_compile(Block.compute, block):
+            found.append((Block.compute, (block, x, cos, sin)))
+            continue
+        dtype = next(module.dtype for module in block.modules() if isinstance(module, RMSNorm))
+        h = x.detach().to(dtype).requires_grad_()
+        if isinstance(attention, Attention) and sees_all:
+            found.append((Attention.compute, (attention, h, cos, sin)))
+        if isinstance(mlp, MLP):
+            found.append((MLP.compute, (mlp, h)))
+    if model.has_head:
+        found.append((logits, (model.model.norm, model.lm_head, x)))
+    return [(function, arguments) for function, arguments in found if can_compile(function, *arguments)]
 
 
 def name_of(function: Callable[..., Tensor]) -> str:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from simplellm.attention import SequencePart, attend_to_earlier
-from simplellm.blocks import Attention, Block, logits
-from simplellm.compiled import PartToCompile, can_compile, through_compiler
+from simplellm.blocks import Block, logits
+from simplellm.compiled import through_compiler
 from simplellm.errors import InputError
 from simplellm.initial_weights import InitialWeights, initialize
-from simplellm.layers import MLP, ROPE_THETA, Linear, RMSNorm, rotary_tables
+from simplellm.layers import ROPE_THETA, Linear, RMSNorm, rotary_tables
 from simplellm.options import BLOCK_BY_BLOCK, Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class LLamaPart(nn.Module):
             self.options |= mixture.options
         self.ctx_size = ctx_size
         self.head_dim = head_dim or dmodel // num_heads
-        self.rope_theta, self._rope_scaling = rope_theta, scaling
+        self.rope_theta, self.rope_scaling = rope_theta, scaling
         self.document_end = document_end
         self.recompute, self.residual, self._dtype = recompute, residual, dtype
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -207,7 +207,7 @@ class LLamaPart(nn.Module):
         """
         if part is None and cache is None:
             part = self.part_of(x)
-        tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device, self._rope_scaling)
+        tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, x.device, self.rope_scaling)
         start = cache[0].length if cache else 0
         end = start + x.shape[1]
         if end > self.ctx_size:
@@ -264,34 +264,6 @@ class LLamaPart(nn.Module):
         assert self.model.norm is not None
         assert self.lm_head is not None
         return through_compiler(logits, self.model.norm, self.lm_head, x)
-
-    def parts_to_compile(self, batch: int, seq: int, is_whole: bool = True) -> list[PartToCompile]:
-        """Return the parts that a forward pass in training on activations (batch, seq, dmodel) compiles.
-
-        `is_whole` says whether these are whole sequences, whose attention is compiled. Parts with sizes that depend on
-        the tokens, such as experts, are not among them.
-        """
-        device, found = next(self.parameters()).device, list[PartToCompile]()
-        shape = batch, seq, self.options["dmodel"]
-        x = torch.empty(shape, dtype=self.residual, device=device, requires_grad=True)
-        tables = rotary_tables(self.ctx_size, self.head_dim, self.rope_theta, device, self._rope_scaling)
-        cos, sin = (table[:seq] for table in tables)
-        sees_all = is_whole and self.document_end is None and self.recompute != "except-attention"
-        for block in list(self.model.layers.values())[:1]:
-            attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
-            is_usual = isinstance(block, Block) and isinstance(mlp, MLP) and sees_all
-            if is_usual and can_compile(Block._compute, block):
-                found.append((Block._compute, (block, x, cos, sin)))
-                continue
-            dtype = next(module.dtype for module in block.modules() if isinstance(module, RMSNorm))
-            h = x.detach().to(dtype).requires_grad_()
-            if isinstance(attention, Attention) and sees_all:
-                found.append((Attention._compute, (attention, h, cos, sin)))
-            if isinstance(mlp, MLP):
-                found.append((MLP.compute, (mlp, h)))
-        if self.has_head:
-            found.append((logits, (self.model.norm, self.lm_head, x)))
-        return [(function, arguments) for function, arguments in found if can_compile(function, *arguments)]
 
     def new_cache(self) -> "list[LayerCache]":
         """Return an empty cache of keys and values for each layer, for generating text without gradients."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from simplellm import attention, layers, llama, mixed_precision
+from simplellm import attention, blocks, layers, mixed_precision
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage, LLamaStage
 from simplellm.losses import causalLLMLoss
@@ -280,7 +280,7 @@ def test_bfloat16_is_mixed_precision(native: bool, residual: torch.dtype, monkey
     ids = tokens()
     seen = set()
     for module in mixed.modules():
-        if isinstance(module, nn.Linear | llama.MLP | llama.Attention):
+        if isinstance(module, nn.Linear | layers.MLP | blocks.Attention):
             module.register_forward_hook(lambda _, inputs, output: seen.add((inputs[0].dtype, output.dtype)))
     stream = set()
     for block in mixed.model.layers.values():

@@ -20,7 +20,7 @@ from distlab.run.starting import Joined
 from distlab.run.terminal import say
 from distlab.settings.training import TrainSettings
 from simplellm.compiled import PartToCompile
-from simplellm.compiler import Compiler, key_of, name_of
+from simplellm.compiler import Compiler, key_of, name_of, parts_of_model
 from simplellm.errors import InputError, require
 from simplellm.llama import LLamaPart
 from simplellm.losses import loss_to_compile
@@ -93,7 +93,7 @@ def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool
     is_whole = parts.grid.axis("cp").size == 1
     for net in nets:
         if with_weights:
-            yield from net.parts_to_compile(batch, seq, is_whole)
+            yield from parts_of_model(net, batch, seq, is_whole)
         vocab_size = net.options["vocab_size"]
         if is_whole and net.lm_head is not None and len(net.lm_head.weight) == vocab_size:  # not a slice of it
             yield loss_to_compile(batch, seq, vocab_size, net.lm_head.weight.device)
