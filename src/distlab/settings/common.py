@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 import tyro
 
 from distlab.axes.layout import Layout, layout_flags, layout_size
-from distlab.checkpoints import FOLDER
 from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line
 from simplellm.errors import FlagError, InputError, as_flag, require, require_text
@@ -203,18 +202,9 @@ class ResumableSettings(RunSettings):
         """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run."""
         if self.resume is None and (self.out is None or not has_folders(self.out)):
             return
-        from distlab.checkpoints.format import has_checkpoints, in_the_way, latest_valid, numbered
+        from distlab.settings.resuming import check_folders
 
-        resumed, out = None, self.out
-        if self.resume is not None:
-            resumed = latest_valid(self.resume, at_a_glance=True)
-            self.check_checkpoint(resumed)
-        if out is not None and has_checkpoints(out):
-            is_own = resumed is not None and resumed.is_of_run(out)
-            require(is_own, f"--out {out}: has checkpoints of another run; give another folder, or --resume {out}")
-        elif out is not None and self.save_every:
-            for path in numbered(out / FOLDER).values():
-                raise in_the_way(out, path)
+        check_folders(self)
 
 
 @dataclass

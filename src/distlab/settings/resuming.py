@@ -2,16 +2,17 @@
 
 import hashlib
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from distlab.axes.layout import replicas_in
-from distlab.checkpoints.format import Checkpoint, checksum
+from distlab.axes.layout import layout_flags, layout_size, replicas_in
+from distlab.checkpoints import FOLDER
+from distlab.checkpoints.format import Checkpoint, checksum, has_checkpoints, in_the_way, latest_valid, numbered
 from distlab.settings.resume import ResumePolicy, marked
 from simplellm.errors import InputError, as_flag, require
-from simplellm.tokenizers import SHIPPED_MODEL
+from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 
 def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -60,6 +61,61 @@ def check_checkpoint(settings: Any, checkpoint: Checkpoint) -> None:
     given = "the one that comes with the lab" if tokenizer == SHIPPED_MODEL else given
     require(is_same, f"{flag}: it was trained with another tokenizer than {given}")
     check_data(checkpoint, settings.data_identity)
+
+
+def saved_of_llama(settings: Any, saved: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Complete `saved_values` for a run that trains the lab's Llama."""
+    values, model = dict(saved), checkpoint.record["model"]
+    values.setdefault("seq_len", min(settings.seq_len, model["ctx_size"]))  # an imported model has no settings
+    values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
+    if values.get("batch_size", 0) % max(1, values.get("micro_batches", settings.micro_batches)):
+        del values["batch_size"]  # from a different layout, with a different number of micro-batches
+    if not checkpoint.has_tokenizer(SHIPPED_MODEL):
+        values["tokenizer"] = checkpoint.tokenizer
+    return values
+
+
+def check_llama(settings: Any, checkpoint: Checkpoint) -> None:
+    """Complete `check_checkpoint` for a run that trains the lab's Llama."""
+    flag, model = f"--resume {settings.resume}", checkpoint.record["model"]
+    can_have = hasattr(settings, "experts") or not model.get("experts")
+    require(can_have, f"{flag}: its model has experts; resume it with a script that has --experts (ep or 5d)")
+    num_kv_heads = settings.num_kv_heads or settings.num_heads
+    require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
+    most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(settings.tokenizer).vocab_size
+    require(
+        settings.seq_len <= most, f"{flag}: its model reads {most} tokens at most, not --seq-len {settings.seq_len}"
+    )
+    require(has == reads, f"{flag}: its model has {has} tokens but its tokenizer has {reads}")
+    same_ranks = settings.per_rank_optimizer_state and settings.layout == checkpoint.layout
+    ranks, advice = layout_size(checkpoint.layout), f"the same script and {layout_flags(checkpoint.layout)}"
+    sentence = f"each of its {ranks} ranks kept {settings.optimizer}'s moments of its own gradients, which cannot "
+    sentence += f"be used in another layout; resume with {advice}"
+    require(same_ranks or not checkpoint.per_rank_optimizer_state, f"{flag}: {sentence}")
+
+
+def lr_remarks(settings: Any, checkpoint: Checkpoint) -> list[str]:
+    """Return the line to print if the resumed run has another length and the learning rate falls until its end."""
+    before = checkpoint.record["settings"].get("steps", settings.steps)
+    if settings.lr_schedule == "constant" or before == settings.steps:
+        return []
+    lrs = [replace(settings, steps=steps).learning_rate(checkpoint.step) for steps in (before, settings.steps)]
+    sentence = f"the learning rate now falls until step {settings.steps:,}, not {before:,}"
+    return [f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"]
+
+
+def check_folders(settings: Any) -> None:
+    """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run."""
+    resumed, out = None, settings.out
+    if settings.resume is not None:
+        resumed = latest_valid(settings.resume, at_a_glance=True)
+        settings.check_checkpoint(resumed)
+    if out is not None and has_checkpoints(out):
+        is_own = resumed is not None and resumed.is_of_run(out)
+        require(is_own, f"--out {out}: has checkpoints of another run; give another folder, or --resume {out}")
+    elif out is not None and settings.save_every:
+        for path in numbered(out / FOLDER).values():
+            raise in_the_way(out, path)
 
 
 def _check_architecture(settings: Any, checkpoint: Checkpoint) -> None:
