@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from turns import each
 
-from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import InputError, require
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tables import print_head, print_row
 from torch import Tensor, nn
+from turns import each
 
 from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
@@ -27,7 +28,6 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import in_a_row, simulate
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages
 from distlab.reports.trace import Trace, merge, write_chrome
-from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.deferred_gradients import DeferredWeightGradients
 from simplellm.errors import require

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distlab.run.progress import each
+from turns import each
+
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings
 from distlab_planner.machine import Machine, read_machine, write_machine

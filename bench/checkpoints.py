@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from lab_runs import run
 from tables import print_head, print_row
+from turns import each
 
-from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import require
 

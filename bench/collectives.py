@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from ranks import group_over_gloo, run_ranks
 from tables import milliseconds, print_head, print_row
-from turns import quartiles_of_ratios, require_quartiles
+from turns import each, quartiles_of_ratios, require_quartiles
 
 from distlab.collectives.ring import allreduce_ring
 from distlab.comm.group import empty
-from distlab.run.progress import each
 from distlab_planner.collective_model import LIBRARY, bytes_of_a_message, operations, predict_collective, whole_numbers
 from distlab_planner.collective_probes import Probes, seconds_in_turn
 from simplellm import command_line

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bubble import SEQ, WIDTH, SleepingStage
 from ranks import run_ranks
 from tables import print_head, print_row
-from turns import seconds_in_turn
+from turns import each, seconds_in_turn
 
 from distlab.axes.grid import Grid
 from distlab.pipeline.actions import Programs, stages_of
@@ -20,7 +20,6 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.rerouting import reroute
 from distlab.pipeline.schedules import all_stages
-from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import require
 

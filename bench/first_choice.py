@@ -18,9 +18,8 @@ from calibrations import machine_of, sizes_of
 from layout_runs import Case, measure, undisturbed
 from planner import BATCH, MODELS
 from tables import print_head, print_row
-from turns import quartiles_of_ratios, require_quartiles
+from turns import each, quartiles_of_ratios, require_quartiles
 
-from distlab.run.progress import each
 from distlab_planner.layouts import Choices, RunLayout
 from distlab_planner.machine import Machine
 from distlab_planner.model import Model

@@ -18,7 +18,8 @@ from tables import per_second, print_head, print_row
 from turns import quartiles_of_ratios
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from distlab.run.progress import each
+from turns import each
+
 from primer.tell_story import Settings as Story
 from primer.tell_story import tell
 from simplellm import command_line

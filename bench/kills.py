@@ -30,12 +30,12 @@ from typing import Literal
 
 from lab_runs import LAB
 from tables import print_head, print_row
+from turns import each
 
 from distlab.axes.layout import layout_size
 from distlab.checkpoints.format import Checkpoint, candidates
 from distlab.launch import find_script
 from distlab.launching.start import read_script_for
-from distlab.run.progress import each
 from simplellm import command_line
 
 SHAPE = "--data sample --device cpu --dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24".split()

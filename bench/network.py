@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from turns import each
 
 from distlab.parallel.division import encoded_bytes
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports import style
-from distlab.run.progress import each
 from simplellm.llama import CausalLLama, LLama
 from simplellm.tokenizers import SPTokenizer
 

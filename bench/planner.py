@@ -18,8 +18,8 @@ from typing import Annotated
 import tyro
 from calibrations import CALIBRATIONS, machine_of
 from layout_runs import Case, Record, hybrid_script, measure, undisturbed
+from turns import each
 
-from distlab.run.progress import each
 from distlab.settings.common import parse
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout

@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tables import print_head, print_row
+from turns import each
 
 from distlab.pipeline.schedules import all_stages
-from distlab.run.progress import each
 from simplellm import command_line
 
 BENCH = Path(__file__).resolve().parent

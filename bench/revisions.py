@@ -17,9 +17,8 @@ from typing import Annotated
 import tyro
 from lab_runs import LAB, run
 from tables import milliseconds, print_head, print_row, range_of
-from turns import results_in_turn
+from turns import each, results_in_turn
 
-from distlab.run.progress import each
 from simplellm import command_line
 from simplellm.errors import require
 

@@ -27,11 +27,11 @@ import tyro
 from network import LAB, Layout, running
 
 from distlab.reports import style
-from distlab.run.progress import each
 
 sys.path.insert(0, str(LAB / "tests"))
 
 from support.hosts import two_hosts_with_a_link, why_not
+from turns import each
 
 SEQUENCES, SEQ_LEN = 4, 64  # of the global batch
 MODEL = (

@@ -2,15 +2,18 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from distlab.run.progress import each
-from simplellm.errors import require
+import torch.distributed as dist
+
+from distlab.run.progress import Progress
+from simplellm.errors import require, tell
 
 Name = TypeVar("Name")
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
+ItemT = TypeVar("ItemT")
 
 
 class Ratio(NamedTuple):
@@ -104,3 +107,12 @@ def quartiles_of_ratios(numerators: Sequence[float], denominators: Sequence[floa
 def require_quartiles(flag: str, turns: int, least: int = 2) -> None:
     """Raise `InputError` for a flag that asks for too few turns to have quartiles."""
     require(turns >= least, f"{flag} {turns}: quartiles need at least {least}")
+
+
+def each(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
+    """Yield the items, and print on stderr (on rank 0 only) how long the remaining ones will take."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    progress = Progress(len(items), tell if is_first else lambda _: None, what=what, warms_up=False)
+    for item in items:
+        yield item
+        progress.advance()

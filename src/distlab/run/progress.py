@@ -1,21 +1,15 @@
 """Progress of long work: as plain lines, and in a status line."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
-
-import torch.distributed as dist
+from collections.abc import Callable
 
 from distlab.run.terminal import StatusLine
-from simplellm.errors import tell
 
 SECONDS_TO_ESTIMATE = 2.0  # minimum time of several steps for a first estimate
 SECONDS_OF_ONE = 10.0  # after this time, a single step is enough
 FEW_STEPS = 20  # up to this number, the rate is over all steps
 SECONDS_BETWEEN_LINES = 60.0
 SECONDS_BETWEEN_REDRAWS = 0.2
-
-ItemT = TypeVar("ItemT")
 
 
 class Progress:
@@ -87,15 +81,6 @@ class Progress:
             parts += [self._speed(rate)] if self._speed else []
             parts.append(f"about {human_time((self._total - self._done) / rate)} left")
         return ", ".join(parts)
-
-
-def each(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
-    """Yield the items, and print on stderr (on rank 0 only) how long the remaining ones will take."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    progress = Progress(len(items), tell if is_first else lambda _: None, what=what, warms_up=False)
-    for item in items:
-        yield item
-        progress.advance()
 
 
 def human_time(seconds: float) -> str:

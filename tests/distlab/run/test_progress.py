@@ -17,12 +17,10 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 
 import pytest
-import torch.distributed as dist
 from support.processes import LAB
 from support.terminals import fork_python
 
-from distlab.run import progress
-from distlab.run.progress import Progress, each, human_time
+from distlab.run.progress import Progress, human_time
 from distlab.run.terminal import RankOutput
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
@@ -120,20 +118,6 @@ def test_nothing_is_said_of_work_that_is_done_at_once() -> None:
     steps = Steps(50)
     steps.take(50, seconds=0.03)
     assert steps.said == {}
-
-
-def test_each_tells_how_many_are_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(progress, "SECONDS_TO_ESTIMATE", 0)
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0)
-    assert list(each("abcdef", "letters")) == list("abcdef")
-    out, err = capsys.readouterr()
-    assert err == (
-        "# about 0 s for the remaining 3 letters\n# 4 of 6 letters, about 0 s left\n# 5 of 6 letters, about 0 s left\n"
-    )
-    assert not out
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    assert list(each("abcdef", "letters")) == list("abcdef")
-    assert capsys.readouterr() == ("", ""), "rank 0 says it"
 
 
 # --------------------------------------------------------------------------------------------------------- a real run
