@@ -3,7 +3,7 @@
 import sys
 
 from distlab.subcommands import run_subcommand
-from simplellm.errors import status_of
+from simplellm.exit_status import status_of
 
 if __name__ == "__main__":
     raise SystemExit(status_of(lambda: run_subcommand("calibrate", sys.argv[1:])))

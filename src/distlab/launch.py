@@ -29,7 +29,8 @@ from distlab.machine.limits import BINDING, binding
 from distlab.machine.processes import leave
 from distlab.run.commands import LAB, LAUNCHER
 from distlab.subcommands import FUNCTIONS, SUBCOMMANDS, run_subcommand
-from simplellm.errors import InputError, require, status_of
+from simplellm.errors import InputError, require
+from simplellm.exit_status import status_of
 
 TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "quickstart": "DP/gradient_aggr/intro_DP_GA.py --world-size 2 --batch-size 2 --dmodel 128 --num-heads 4 "

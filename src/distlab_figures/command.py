@@ -26,7 +26,7 @@ import tyro
 
 from distlab_figures import diagrams, runs
 from simplellm.command_line import read
-from simplellm.errors import status_of
+from simplellm.exit_status import status_of
 
 FIGURES = (
     runs.losses,

@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-from simplellm.errors import FlagError, status_of
+from simplellm.errors import FlagError
 
 RequestT = TypeVar("RequestT")
 LEAST_COLUMNS = 40
@@ -23,6 +23,8 @@ LEAST_COLUMNS = 40
 
 def run(work: Callable[[RequestT], int | None], request: type[RequestT], description: str | None) -> NoReturn:
     """Read the command line as a `request`, do the work, and exit with the status from `status_of`."""
+    from simplellm.exit_status import status_of
+
     raise SystemExit(status_of(as_command(work, request, description)))
 
 

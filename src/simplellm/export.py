@@ -139,6 +139,6 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 if __name__ == "__main__":  # an earlier name of the command; the command is in distlab because it needs runs
     from distlab.exchange.export import command
-    from simplellm.errors import status_of
+    from simplellm.exit_status import status_of
 
     raise SystemExit(status_of(command))

@@ -384,6 +384,6 @@ def _widened(path: Path, name: str, tensor: Tensor, shape: Shape) -> Tensor:
 
 if __name__ == "__main__":  # an earlier name of the command; the command is in distlab because it needs runs
     from distlab.exchange.import_hf import command
-    from simplellm.errors import status_of
+    from simplellm.exit_status import status_of
 
     raise SystemExit(status_of(command))

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from simplellm.errors import InputError, require_text, status_of
+from simplellm.errors import InputError, require_text
+from simplellm.exit_status import status_of
 from simplellm.options import check_heads
 from simplellm.sources import open_source
 

@@ -15,7 +15,8 @@ from typing import Any
 from distlab.launching.forks import Forked, ForkServer, handlers_later
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import is_stopped
-from simplellm.errors import TOO_MANY_PROCESSES, InputError
+from simplellm.errors import InputError
+from simplellm.exit_status import TOO_MANY_PROCESSES
 
 SECONDS_STOPPED = 1.0  # after which a stopped rank is killed, if the others can go on without it
 SECONDS_TO_END = 4.0  # after SIGTERM, when a rank has failed; a stopped process does not react to it

@@ -19,7 +19,8 @@ from distlab.run.handing_over import ChangedError
 from distlab.run.logs import human_bytes
 from distlab.run.loss_sum import NotFiniteError
 from distlab.run.terminal import RankOutput, say
-from simplellm.errors import InputError, about_system, tell
+from simplellm.errors import InputError, tell
+from simplellm.exit_status import about_system
 
 if TYPE_CHECKING:
     from distlab.rendezvous.notices import NoticeBoard

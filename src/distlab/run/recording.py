@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from distlab.checkpoints.slices import Slice, as_held
 from distlab.settings.folders import RECORDED
-from simplellm.errors import InputError, about_system, require
+from simplellm.errors import InputError, require
+from simplellm.exit_status import about_system
 
 MOST_BYTES = 4 << 30  # that a rank writes
 

@@ -23,7 +23,7 @@ from distlab.machine.processes import started_by_torchrun
 from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, RunSettings
 from distlab.settings.folders import RECORDED, Claim, check_out, is_run, new_folder
-from simplellm.errors import InputError, about_system, require
+from simplellm.errors import InputError, require
 
 
 @dataclass
@@ -142,6 +142,8 @@ def connect(
             pg_options=options,
         )
     except (dist.DistError, RuntimeError) as error:
+        from simplellm.exit_status import about_system
+
         if told := about_system(error):
             raise InputError(f"rank {grid.rank} could not connect to all other ranks: {told}") from error
         from distlab.comm.waits import TrafficError, reason
