@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.processes import LAB
 
-MOST_FILES, MOST_LINES = 61, 6960
+MOST_FILES, MOST_LINES = 61, 6760
 
 COUNT = """
 import os, runpy, sys
@@ -27,12 +27,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_a_reader_of_one_process_meets_few_files(tmp_path: Path) -> None:
-    """Code that only several ranks or rarer flags need must not be imported."""
+    """Code that only several ranks or rarer flags need must not be imported; the stories are not encoded yet."""
     flags = "--steps 2 --data sample --dmodel 32 --n-layers 1 --seq-len 32 --num-heads 2".split()
     command = [sys.executable, "-c", COUNT, "primer/intro.py", *flags, "--out", str(tmp_path / "run")]
-    ended = subprocess.run(
-        command, cwd=LAB, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(LAB / "src")}
-    )
+    env = {**os.environ, "PYTHONPATH": str(LAB / "src"), "SIMPLELLM_CACHE": str(tmp_path)}
+    ended = subprocess.run(command, cwd=LAB, capture_output=True, text=True, timeout=60, env=env)
     assert ended.returncode == 0, ended.stderr
     lines = [int(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("file ")]
     assert len(lines) > 20, "the files were not counted"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from distlab.axes.layout import layout_flags, layout_size
 from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
 from distlab.settings.resume import ResumePolicy
@@ -182,48 +181,28 @@ class TrainSettings(ResumableSettings):
         return [f"the learning rate {' and then '.join(parts)}"] if parts else []
 
     def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
-        before = checkpoint.record["settings"].get("steps", self.steps)
-        if self.lr_schedule == "constant" or before == self.steps:
-            return []
-        lrs = [replace(self, steps=steps).learning_rate(checkpoint.step) for steps in (before, self.steps)]
-        sentence = f"the learning rate now falls until step {self.steps:,}, not {before:,}"
-        return [f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"]
+        from distlab.settings.resuming import lr_remarks
+
+        return lr_remarks(self, checkpoint)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         return learning_rate(step, self.steps, self.lr, self.warmup_steps, self.lr_schedule, self.min_lr)
 
     def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
-        values, model = super().saved_values(checkpoint), checkpoint.record["model"]
-        values.setdefault("seq_len", min(self.seq_len, model["ctx_size"]))  # an imported model has no settings
-        values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
-        if values.get("batch_size", 0) % max(1, values.get("micro_batches", self.micro_batches)):
-            del values["batch_size"]  # from a different layout, with a different number of micro-batches
-        if not checkpoint.has_tokenizer(SHIPPED_MODEL):
-            values["tokenizer"] = checkpoint.tokenizer
-        return values
+        from distlab.settings.resuming import saved_of_llama
+
+        return saved_of_llama(self, super().saved_values(checkpoint), checkpoint)
 
     def mixture_options(self) -> dict[str, Any]:
         """Return the keyword arguments of models in `simplellm.llama` that a mixture of experts adds."""
         return {}
 
     def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
-        from distlab.settings.resuming import require_same
+        from distlab.settings.resuming import check_llama
 
         super().check_checkpoint(checkpoint)
-        flag, model = f"--resume {self.resume}", checkpoint.record["model"]
-        can_have = hasattr(self, "experts") or not model.get("experts")
-        require(can_have, f"{flag}: its model has experts; resume it with a script that has --experts (ep or 5d)")
-        num_kv_heads = self.num_kv_heads or self.num_heads
-        require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
-        most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(self.tokenizer).vocab_size
-        require(self.seq_len <= most, f"{flag}: its model reads {most} tokens at most, not --seq-len {self.seq_len}")
-        require(has == reads, f"{flag}: its model has {has} tokens but its tokenizer has {reads}")
-        same_ranks = self.per_rank_optimizer_state and self.layout == checkpoint.layout
-        ranks, advice = layout_size(checkpoint.layout), f"the same script and {layout_flags(checkpoint.layout)}"
-        sentence = f"each of its {ranks} ranks kept {self.optimizer}'s moments of its own gradients, which cannot "
-        sentence += f"be used in another layout; resume with {advice}"
-        require(same_ranks or not checkpoint.per_rank_optimizer_state, f"{flag}: {sentence}")
+        check_llama(self, checkpoint)
 
     def check(self) -> None:
         super().check()
@@ -254,7 +233,7 @@ class TrainSettings(ResumableSettings):
         sentence = "the model has no end-of-document piece (eos); give one that has"
         require(has_end, f"--tokenizer {self.tokenizer}: {sentence}")
         _ = self.prediction  # raises `InputError` if the planner cannot predict this run
-        if self.data not in ("auto", "tinystories"):
+        if self.data not in ("auto", "sample", "tinystories"):  # a file may be unreadable or empty
             for split in ("train", "validation") if self.eval_every else ("train",):
                 next(open_source(self.data, split, self.seed).documents(0))
 
