@@ -27,7 +27,7 @@ from support.bad_inputs.texts import data, tokenizers
 from support.bad_inputs.trials import Outcome, can_be_nobody, import_before_forks, run, shown
 from support.processes import before_forks, run_ranks
 
-from distlab.settings.folders import temporary_folder
+from distlab.launching.local_ranks import temporary_folder
 
 KINDS: dict[Callable[[random.Random, int, Path], Iterator[BadInput]], int] = {  # and their shares, in percent
     flags: 20,

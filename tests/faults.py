@@ -25,9 +25,9 @@ from typing import Any
 from support.chapters import load
 from support.processes import LAB, free_port, run_ranks
 
+from distlab.launching.local_ranks import temporary_folder
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
-from distlab.settings.folders import temporary_folder
 from distlab_compare.command import Request, compare
 
 STEPS = 4

@@ -20,8 +20,9 @@ import tyro
 
 from distlab.axes.layout import layout_flags, replicas_in
 from distlab.checkpoints import LLAMA
+from distlab.launching.command import lab_command
 from distlab.launching.start import read_script
-from distlab.run.commands import LAB, lab_command
+from distlab.run.commands import LAB
 from distlab.run.logs import METRICS
 from distlab.run.steps import STOP_AFTER
 from distlab.settings.common import RunSettings, as_flag, as_json, shown_as

@@ -21,10 +21,10 @@ import torch
 
 from distlab.comm.recorder import COMPUTE
 from distlab.launch import launch
+from distlab.launching.command import lab_command
 from distlab.machine import devices
 from distlab.machine.compilers import require_compiler
 from distlab.reports.trace import read_chrome
-from distlab.run.commands import lab_command
 from distlab.run.main import main
 from distlab.run.model import build_optimizer
 from distlab.run.run import Run

@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from distlab.launching.command import lab_command
 from distlab.machine.limits import asked_threads
 from distlab.parallel.division import Kind
 from distlab.pipeline.schedules import AUTO, schedule_names
-from distlab.run.commands import LAUNCHER, lab_command
+from distlab.run.commands import LAUNCHER
 from distlab.run.terminal import counted
 from distlab.settings.common import as_flag, require_positive, shown_as
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, Choices, Shard

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.run.commands import LAB, LAUNCHER, lab_command
+from distlab.launching.command import lab_command
+from distlab.run.commands import LAB, LAUNCHER
 from distlab.subcommands import FUNCTIONS
 from distlab_page.records import Records
 from distlab_page.records import read as read_records

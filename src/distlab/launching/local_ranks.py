@@ -3,9 +3,11 @@
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,14 +20,13 @@ from distlab.launching.processes import SECONDS_TO_END, RankFailure
 from distlab.launching.repairs import Repairs
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
 from distlab.machine.compilers import import_compiler
-from distlab.machine.limits import memory_kills
+from distlab.machine.memory_limits import memory_kills
 from distlab.machine.processes import require_open_files
 from distlab.rendezvous.store import StoreError
 from distlab.run.commands import LAUNCHED_AS, NOTE_OF_FOLDER
 from distlab.run.logs import LAUNCHER_LOG
 from distlab.run.terminal import Terminal
 from distlab.settings.common import RunSettings
-from distlab.settings.folders import temporary_folder
 from distlab.settings.replicas import RepairFlag
 from simplellm.errors import InputError, tell
 
@@ -137,3 +138,13 @@ def root_cause(failures: Mapping[int, RankFailure], grid: Grid) -> tuple[int, st
         told = failure.record["message"]
         sentence = told if failure.record.get("names_rank") else f"{who} failed: {told}"
     return max(1, failure.status), sentence, is_cause
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder that is deleted at the end of the context; unlike `TemporaryDirectory`, not when a fork ends."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

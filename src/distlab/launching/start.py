@@ -16,7 +16,7 @@ from distlab.checkpoints.format import latest_valid
 from distlab.launching.launcher_flags import assign_ranks, read_flags, refuse_to_tell
 from distlab.launching.local_ranks import count_threads, run_ranks
 from distlab.launching.programs import ProgramSettings
-from distlab.machine.limits import memory_bytes
+from distlab.machine.memory_limits import memory_bytes
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.terminal import say
 from distlab.settings.common import MOST_RANKS, RunSettings, parse

@@ -1,4 +1,4 @@
-"""The cores, threads and memory that this process may use: by variables, or by Linux's control groups.
+"""The cores and threads that this process may use: by variables, or by Linux's control groups.
 
 Without torch, because a plan also needs them.
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 # The limits of the container or service that this process is in, of either version.
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")  # lines of an ID, controllers ("" in version 2), and a path below those of GROUPS
-KILLS = Path("/proc/vmstat")
 # Variables with which OpenMP binds the threads of a process to cores, from the first core on.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
@@ -39,30 +38,10 @@ def binding() -> list[str]:
 
 def cpu_quota() -> float:
     """Return the cores' worth of time that this process may use, its groups' lowest limit; infinite without one."""
-    return min(map(_quota_of, _folders("cpu")), default=math.inf)
+    return min(map(_quota_of, groups_of("cpu")), default=math.inf)
 
 
-def memory_bytes() -> float:
-    """Return the memory of this machine, or its groups' lowest limit."""
-    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
-    for file in (folder / name for folder in _folders("memory") for name in ("memory.max", "memory.limit_in_bytes")):
-        with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
-            limits.append(float(int(file.read_text())))
-    return min(limits)
-
-
-def memory_kills() -> int:
-    """Return how many processes of this group, or of this machine, the system has killed for memory; 0 if unknown."""
-    names = "memory.events", "memory.oom_control"  # of version 2 and 1
-    for file in [*(folder / name for folder in _folders("memory") for name in names), KILLS]:
-        with contextlib.suppress(OSError, ValueError):
-            counts = dict(line.split() for line in file.read_text().splitlines())
-            if "oom_kill" in counts:
-                return int(counts["oom_kill"])
-    return 0
-
-
-def _folders(controller: str) -> Iterator[Path]:
+def groups_of(controller: str) -> Iterator[Path]:
     """Yield the groups of this process for a controller, from the innermost to the outermost that is visible.
 
     In a container the path may be the host's: then only its end, or no part of it, exists below the mount.

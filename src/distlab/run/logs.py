@@ -69,6 +69,8 @@ class RunLog:
         if self._writes:
             path = self._out / METRICS
             if continue_at is not None:
+                from distlab.run.earlier_records import keep_records
+
                 keep_records(path, before=continue_at)
             self._metrics = path.open("w" if continue_at is None else "a")
             if self._new_tensorboard is not None:  # `purge_step` drops the records of steps that will be repeated
@@ -140,6 +142,8 @@ class RunLog:
         self._recent = deque((record for record in self._recent if record["step"] < step), maxlen=2)
         self._writes = writes
         if writes:
+            from distlab.run.earlier_records import keep_records
+
             if self._metrics is not None:
                 self._metrics.close()
             path = self._out / METRICS
@@ -241,22 +245,6 @@ def tensorboard_writer() -> "type[SummaryWriter]":
 def remove_records_of_the_end(out: Path) -> None:
     for name in AT_THE_END:
         (out / name).unlink(missing_ok=True)
-
-
-def keep_records(path: Path, before: int) -> None:
-    """Atomically reduce a run's `metrics.jsonl` to the complete lines of steps before `before`."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = path.with_suffix(".kept")
-    kept.write_bytes(b"".join(line for line in lines if line.endswith(b"\n") and _is_before(line, before)))
-    kept.replace(path)
-
-
-def _is_before(line: bytes, step: int) -> bool:
-    """Return whether a line is the record of an earlier step; a power cut may leave a line that is not a record."""
-    try:
-        return bool(json.loads(line)["step"] < step)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return False
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -6,10 +6,7 @@ import itertools
 import json
 import os
 import re
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -98,16 +95,6 @@ def _lock(descriptor: int) -> bool:
     except OSError:
         pass
     return True
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is deleted at the end of the context; unlike `TemporaryDirectory`, not when a fork ends."""
-    folder = tempfile.mkdtemp()
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def new_folder(parent: Path) -> Path:

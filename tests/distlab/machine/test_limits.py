@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.machine import limits
+from distlab.machine import limits, memory_limits
 from distlab.machine.limits import asked_threads, cores
 
 pytestmark = pytest.mark.quick
@@ -16,7 +16,7 @@ V1_ROOT = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(limits, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(limits, "OWN", tmp_path / "own")
-    monkeypatch.setattr(limits, "KILLS", tmp_path / "vmstat")
+    monkeypatch.setattr(memory_limits, "KILLS", tmp_path / "vmstat")
     return tmp_path
 
 
@@ -72,9 +72,9 @@ def test_cores_are_at_most_those_of_the_quota(
     ],
 )
 def test_what_was_killed_for_memory_is_counted(own: str, files: dict[str, str], groups: Path) -> None:
-    assert limits.memory_kills() == 0
+    assert memory_limits.memory_kills() == 0
     write(groups, own, files)
-    assert limits.memory_kills() == 3
+    assert memory_limits.memory_kills() == 3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from distlab.comm.context import context_of
-from distlab.run.logs import RunLog, human_bytes, keep_records
+from distlab.run.earlier_records import keep_records
+from distlab.run.logs import RunLog, human_bytes
 from distlab.run.terminal import RankOutput
 
 pytestmark = pytest.mark.quick
