@@ -23,11 +23,12 @@ from simplellm.attention import SequencePart, attend_to_earlier
 from simplellm.blocks import Block, logits
 from simplellm.compiled import through_compiler
 from simplellm.errors import InputError
-from simplellm.initial_weights import InitialWeights, initialize
+from simplellm.initial_weights import initialize
 from simplellm.layers import ROPE_THETA, Linear, RMSNorm, rotary_tables
 from simplellm.options import BLOCK_BY_BLOCK, Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
 
 if TYPE_CHECKING:
+    from simplellm.absent_weights import InitialWeights
     from simplellm.cache import LayerCache
 
 
@@ -89,6 +90,7 @@ class LLamaPart(nn.Module):
 
     has_embedding: ClassVar[bool] = False
     has_head: ClassVar[bool] = False
+    initial: "InitialWeights | None" = None
 
     def __init__(
         self,
@@ -181,8 +183,11 @@ class LLamaPart(nn.Module):
                 norm = RMSNorm(dmodel, norm_eps, dtype)
             self.model = _Decoder(embed_tokens, layers, norm)
             self.lm_head = Linear(dmodel, vocab_size, bias=False) if self.has_head else None
-        self.initial = InitialWeights(self, seed, device) if without_weights else None
-        if self.initial is None:
+        if without_weights:
+            from simplellm.absent_weights import InitialWeights
+
+            self.initial = InitialWeights(self, seed, device)
+        else:
             initialize(self, seed)
 
     def _stage_of_rank(self) -> int:
