@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,7 +79,8 @@ DEFAULTS = CalibrateSettings()
 def calibrate(run: Run[CalibrateSettings]) -> None:
     """Measure, and write the file on rank 0."""
     args, device = run.settings, run.device
-    sizes, local, counts = args.sizes, run.joined.local_ranks, run.joined.ranks_of_hosts
+    sizes, local = args.sizes, run.joined.local_ranks
+    counts = [*Counter(place.host for place in run.joined.places).values()]  # of ranks, by host
     number = "give each host the same number"
     require(len(set(counts)) == 1, f"the hosts have {' and '.join(map(str, counts))} ranks: {number}")
     slowdown = measuring.measure_slowdown(sizes, run.rank, local, device, min(0.1, args.seconds / 50))

@@ -100,15 +100,6 @@ def pick_backend(name: str, places: Sequence[Place]) -> str:
     return name if name != "auto" else "gloo" if shared else "nccl"
 
 
-def check_transport(name: str, places: Sequence[Place]) -> None:
-    """Raise `InputError` if `--transport shared` is requested and the ranks are not on the CPU of one host."""
-    other = next((rank for rank, place in enumerate(places) if place.host != places[0].host), None)
-    hosts = "" if other is None else f"ranks 0 and {other} are on {places[0].host} and {places[other].host}"
-    require(name != "shared" or other is None, f"--transport shared: {hosts}, which have no memory in common; use auto")
-    on_gpu = "--transport shared: this run computes on GPUs, and only ranks on the CPU share memory; use auto"
-    require(name != "shared" or not any(place.gpus for place in places), on_gpu)
-
-
 def tf32_override() -> str | None:
     """Return the environment variable that makes float32 products use TF32 (10 bits of fraction); None if not set."""
     names = "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"

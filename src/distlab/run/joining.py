@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from distlab.run.starting import Joined, connect, decide, identity, set_up
 from distlab.settings.common import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.settings.folders import Claim
 from distlab.settings.resuming import content_of
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 PACKAGES = Path(__file__).parents[1], Path(simplellm.__file__).parent  # every rank runs their code
 
@@ -57,7 +57,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
     def decide_all() -> dict[str, Any]:
         places = rendezvous.read_places(store, size)
         backend = devices.pick_backend(settings.backend, places)
-        devices.check_transport(settings.transport, places)
+        check_transport(settings.transport, places)
         decided, claim = decide(settings, script)
         claims.append(claim)
         return {"backend": backend, **decided}
@@ -153,3 +153,12 @@ def _end(error: TrafficError) -> NoReturn:
         Failure.of(error).end()
     finally:
         leave(1)
+
+
+def check_transport(name: str, places: Sequence[devices.Place]) -> None:
+    """Raise `InputError` if `--transport shared` is requested and the ranks are not on the CPU of one host."""
+    other = next((rank for rank, place in enumerate(places) if place.host != places[0].host), None)
+    hosts = "" if other is None else f"ranks 0 and {other} are on {places[0].host} and {places[other].host}"
+    require(name != "shared" or other is None, f"--transport shared: {hosts}, which have no memory in common; use auto")
+    on_gpu = "--transport shared: this run computes on GPUs, and only ranks on the CPU share memory; use auto"
+    require(name != "shared" or not any(place.gpus for place in places), on_gpu)

@@ -27,7 +27,6 @@ from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import Claim, write_config
 from distlab.settings.resume import ResumePolicy, marked
-from distlab.settings.training import page_writer
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -311,4 +310,6 @@ class Run(Generic[SettingsT]):
                 for command in next_commands(self.settings, self.out, saved):
                     say(command)
             if getattr(self.settings, "page", False):
+                from distlab.settings.beside import page_writer
+
                 say(f"the run as a page: {page_writer()(self.out, has_ended=True)}")

@@ -3,7 +3,6 @@
 import os
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,11 +44,6 @@ class Joined:
     def local_ranks(self) -> int:
         """Number of ranks on this host."""
         return len(devices.local_ranks(self.places, self.grid.rank))
-
-    @property
-    def ranks_of_hosts(self) -> list[int]:
-        """Number of ranks of each host."""
-        return list(Counter(place.host for place in self.places).values())
 
 
 def identity(settings: RunSettings) -> tuple[int, int]:

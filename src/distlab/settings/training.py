@@ -5,10 +5,9 @@ parallelism at once in `hybrid`.
 """
 
 import functools
-import importlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,7 +17,7 @@ import tyro
 from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
 from distlab.settings.resume import ResumePolicy
-from simplellm.errors import InputError, require, require_package
+from simplellm.errors import require
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -30,26 +29,6 @@ if TYPE_CHECKING:
 LRSchedule = Literal["constant", "cosine", "linear"]
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
-
-
-def planner_prediction() -> Any:
-    """Return the planner's class `Prediction`; `InputError` without the planner, which nothing else here needs."""
-    try:
-        return importlib.import_module("distlab_planner.prediction").Prediction
-    except ModuleNotFoundError as error:
-        if error.name != "distlab_planner":
-            raise
-        raise InputError("--machine needs the package distlab_planner, which is not installed") from None
-
-
-def page_writer() -> Callable[..., Path]:
-    """Return the function that writes a run's page; `InputError` if its package or plotly is not installed."""
-    require_package("plotly", "--page")
-    try:
-        write: Callable[..., Path] = importlib.import_module("distlab_page").write
-        return write
-    except ModuleNotFoundError:
-        raise InputError("--page needs the package distlab_page, which is not installed") from None
 
 
 @dataclass
@@ -170,6 +149,8 @@ class TrainSettings(ResumableSettings):
             return None
         sentence = f"--machine {self.machine}: there is no such file; python -m distlab.calibrate FILE writes one"
         require(os.path.isfile(self.machine), sentence)
+        from distlab.settings.beside import planner_prediction
+
         return planner_prediction().of(self, self.machine)
 
     def _lr_remarks(self) -> list[str]:
@@ -228,6 +209,8 @@ class TrainSettings(ResumableSettings):
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
         require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
         if self.page:
+            from distlab.settings.beside import page_writer
+
             page_writer()
         has_end = SPTokenizer(self.tokenizer).eos_id >= 0
         sentence = "the model has no end-of-document piece (eos); give one that has"

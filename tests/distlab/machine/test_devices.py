@@ -17,7 +17,6 @@ from torch.torch_version import TorchVersion
 from distlab.machine.devices import (
     SHARE_GPUS,
     Place,
-    check_transport,
     cores,
     local_ranks,
     pick_backend,
@@ -26,6 +25,7 @@ from distlab.machine.devices import (
     threads_per_rank,
 )
 from distlab.machine.network import patient_threads
+from distlab.run.joining import check_transport
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from simplellm.errors import InputError
