@@ -131,12 +131,6 @@ class LLamaPart(nn.Module):
             first_layer = self._stage_of_rank() * n_layers
         if padding_idx is not None and padding_idx < 0:
             padding_idx = None  # SentencePiece's "no such token"; nn.Embedding would count from the end
-        if self.has_embedding or self.has_head:
-            _check_vocabulary(vocab_size, padding_idx)
-        _check_sizes(dmodel, num_heads, num_kv_heads, hidden_dim, n_layers, ctx_size, dtype, head_dim)
-        if n_layers == 0 and self.has_embedding and self.has_head:
-            raise InputError("n_layers 0 leaves no model: it must be at least 1")
-
         self.options: dict[str, Any] = {
             "vocab_size": vocab_size,
             "dmodel": dmodel,
@@ -149,6 +143,11 @@ class LLamaPart(nn.Module):
             "rope_theta": rope_theta,
             "norm_eps": norm_eps,
         }
+        if self.has_embedding or self.has_head:
+            _check_vocabulary(vocab_size, padding_idx)
+        _check_sizes(self.options, dtype, head_dim)
+        if n_layers == 0 and self.has_embedding and self.has_head:
+            raise InputError("n_layers 0 leaves no model: it must be at least 1")
         scaling = RopeScaling.of(rope_scaling)
         unusual = {
             "head_dim": None if head_dim == dmodel / num_heads else head_dim,
@@ -320,27 +319,11 @@ def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:
         raise InputError(f"padding_idx {padding_idx} is not a token: it must be below vocab_size {vocab_size}")
 
 
-def _check_sizes(
-    dmodel: int,
-    num_heads: int,
-    num_kv_heads: int,
-    hidden_dim: int,
-    n_layers: int,
-    ctx_size: int,
-    dtype: torch.dtype,
-    head_dim: int | None,
-) -> None:
-    least = {
-        "dmodel": (dmodel, 1),
-        "num_heads": (num_heads, 1),
-        "num_kv_heads": (num_kv_heads, 1),
-        "hidden_dim": (hidden_dim, 1),
-        "n_layers": (n_layers, 0),
-        "ctx_size": (ctx_size, 1),
-    }
-    for name, (value, smallest) in least.items():
-        if value < smallest:
-            raise InputError(f"{name} {value} is too small: it must be at least {smallest}")
-    check_heads(dmodel, num_heads, num_kv_heads, head_dim)
+def _check_sizes(options: Mapping[str, Any], dtype: torch.dtype, head_dim: int | None) -> None:
+    for name in ("dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size"):
+        smallest = 0 if name == "n_layers" else 1
+        if options[name] < smallest:
+            raise InputError(f"{name} {options[name]} is too small: it must be at least {smallest}")
+    check_heads(options["dmodel"], options["num_heads"], options["num_kv_heads"], head_dim)
     if dtype not in (torch.float32, torch.bfloat16):
         raise InputError(f"dtype {str(dtype).removeprefix('torch.')} is not supported: use float32 or bfloat16")
