@@ -18,6 +18,7 @@ from support.terminals import fork_launcher, fork_python
 from distlab.launch import find_script, launch
 from distlab.launching.launcher_flags import assign_ranks, read_flags
 from distlab.launching.start import read_script
+from distlab.machine.devices import Place
 from distlab.settings.hybrid import HybridSettings
 from distlab_planner import calibrate, plan, search
 from distlab_planner.costs import Costs
@@ -110,7 +111,7 @@ def test_another_name_of_a_schedule_gives_the_same_plan(capsys: pytest.CaptureFi
 
 
 def test_hosts_with_different_numbers_of_ranks_are_not_calibrated() -> None:
-    joined = SimpleNamespace(local_ranks=2, ranks_of_hosts=[2, 1])
+    joined = SimpleNamespace(local_ranks=2, places=[Place("A"), Place("A"), Place("B")])
     run: Any = SimpleNamespace(settings=calibrate.DEFAULTS, device=None, joined=joined)
     with pytest.raises(InputError, match="the hosts have 2 and 1 ranks: give each host the same number"):
         calibrate.calibrate(run)
