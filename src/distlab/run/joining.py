@@ -91,9 +91,9 @@ def join_late(settings: RunSettings, script: Path) -> Joined:
     shared = rendezvous.ranks_store(settings.timeout, store)
     decided = json.loads(shared.read("verdict")["verdict"])["decided"]
     places = rendezvous.read_places(store, layout_size(settings.layout))
-    devices.pick_device_type("cuda" if places[rank].gpus else "cpu")  # as the rank before this one
+    of_rank_before = "cuda" if places[rank].gpus else "cpu"
+    devices.pick_device_type(of_rank_before, len(devices.local_ranks(places, rank)))
     grid = Grid(rank, settings.layout, settings.held)
-    devices.pick_device_type(settings.device, len(devices.local_ranks(places, rank)))
     set_up(grid, places, settings)
     context = connect(settings, Grid(0, {}), [places[rank]], dist.HashStore(), "gloo")
     context.describe = lambda _: grid.describe(rank)

@@ -206,8 +206,8 @@ def test_a_spare_computes_on_the_device_of_the_rank_before_it(
     class AskedError(Exception):
         pass
 
-    def note(name: str) -> str:
-        raise AskedError(name)
+    def note(name: str, ranks_here: int) -> str:
+        raise AskedError(name, ranks_here)
 
     store = dist.HashStore()
     store.set("verdict", '{"decided": {}}')
@@ -215,7 +215,7 @@ def test_a_spare_computes_on_the_device_of_the_rank_before_it(
         store.set(f"place/{rank}", json.dumps(["here", gpus]))
     monkeypatch.setattr("distlab.rendezvous.ranks.open_store", lambda *_: store)
     monkeypatch.setattr("distlab.machine.devices.pick_device_type", note)
-    with pytest.raises(AskedError, match=device_type):
+    with pytest.raises(AskedError, match=rf"\('{device_type}', 3\)"):
         join_late(parse(DataParallelSettings(), "", ["1", "--world-size", "3"]), LAB / DAPPLE)
 
 
