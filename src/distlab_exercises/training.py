@@ -31,6 +31,7 @@ from simplellm.documents import document_ids
 from simplellm.errors import require
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import next_token_loss
+from simplellm.sources import open_source
 from simplellm.tokenizers import SPTokenizer
 
 STEPS, LR = 3, 0.5
@@ -247,5 +248,6 @@ def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, tri
 
 
 def prepare() -> None:
-    """Read the generator's stories once, so that forks need not do it again."""
+    """Read settings and the generator's stories once, so that forks need not do it again."""
     settings_for(0, TrainSettings(), TrainSettings, MODEL | TRAINING)
+    next(open_source("sample", "train", 0).documents(0))

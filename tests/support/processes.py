@@ -33,6 +33,7 @@ from distlab.rendezvous.ranks import open_store
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
 from distlab_exercises.forked import forked
+from simplellm.sources import open_source
 
 LAB = Path(__file__).resolve().parents[2]
 LAUNCH = sys.executable, "-m", "distlab.launch"
@@ -48,7 +49,11 @@ def own_ports() -> "itertools.cycle[int]":
     """
     blocks = range(PORTS.start, PORTS.stop, PORTS_OF_A_PROCESS)
     for first in random.SystemRandom().sample(blocks, len(blocks)):
-        lock = os.open(f"{tempfile.gettempdir()}/lab-ports-{first}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = Path(tempfile.gettempdir(), f"lab-ports-{first}")
+        with suppress(FileExistsError):
+            file.touch(exist_ok=False)
+            file.chmod(0o444)  # other users lock it, too
+        lock = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -85,6 +90,7 @@ def before_forks() -> None:
     code_of_packages(PACKAGES)
     revision()
     parse(TrainSettings(), "", ["--data", "sample"])
+    next(open_source("sample", "train", 0).documents(0))
 
 
 def collect_before_a_fork() -> None:
