@@ -19,6 +19,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
     [
         # The launcher's own flags, and names.
         ("dp-gaa", "dp-gaa: no such topology or script; did you mean dp-ga?"),
+        ("calibrat", "calibrat: no such topology or script; did you mean calibrate?"),
         ("--steps 3 dp-ga", "--steps: give a topology or a script first, then its flags"),
         ("intro_TP.py", "intro_TP.py: no such topology or script; did you mean tp?"),
         ("data-parallel", "data-parallel: no such topology or script; there are quickstart, hello, primer, dp-ga"),

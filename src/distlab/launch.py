@@ -125,8 +125,9 @@ def find_script(name: str) -> tuple[Path, list[str]]:
 
 
 def suggestion(name: str) -> str:
-    """Return what may have been meant: the topology with a similar name or with that script; else all names."""
-    like = difflib.get_close_matches(name.lower().replace("_", "-"), TOPOLOGIES, n=3, cutoff=0.75)
+    """Return what may have been meant: topologies with that script, or similar names; else all topologies."""
+    names = [*TOPOLOGIES, *FUNCTIONS]
+    like = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=3, cutoff=0.75)
     like = [each for each, command in TOPOLOGIES.items() if Path(command.split()[0]).name == Path(name).name] or like
     return f"did you mean {' or '.join(like)}?" if like else f"there are {', '.join(TOPOLOGIES)}"
 

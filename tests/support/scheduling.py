@@ -41,7 +41,7 @@ class InOrder(LoadScopeScheduling):
 def list_of_alone() -> Path:
     """The file in which each worker names the tests that are alone, as the scheduler sees no marks.
 
-    (The groups of xdist 3.8 are in attributes that pytest 9.2 does not have: all were silently ignored.)
+    (With pytest 9.2, the groups of xdist 3.8 are silently ignored: it looks for them in attributes that are gone.)
     """
     return Path(os.environ[LOCK] + ".alone")
 
