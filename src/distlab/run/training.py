@@ -42,7 +42,7 @@ class TrainingRun(Run[TrainSettingsT]):
     _outer: "OuterState | None" = None
     _step: int  # the current one
     _line = ""  # the last one with a loss
-    _loss_under_way: LossSum | None = None  # with `--clip-norm`, between `log` and `clip`
+    _loss_under_way: LossSum | None = None  # with `--clip-norm`, between `log` and `clip` or the update
     _batch: Tensor  # its token ids
 
     @property
@@ -168,8 +168,8 @@ class TrainingRun(Run[TrainSettingsT]):
         Before each step, the optimizer's learning rate is set.
 
         Raises:
-            InputError: the run is to be saved, resumed or validated, or its learning rate changes, but the script has
-                not called `track`.
+            InputError: the run is to be saved, resumed, validated or compiled, or its learning rate changes, but the
+                script has not called `track`.
         """
         args, compiler, has_tracked = self.settings, None, self._optimizer is not None
         changes = args.warmup_steps or args.lr_schedule != "constant"
@@ -276,7 +276,7 @@ class TrainingRun(Run[TrainSettingsT]):
 
         With `--report-every N`, the ranks add it up only after every N-th step; the records of other steps have no
         loss. Call this before the update, which a non-finite loss prevents or, with `--run-on`, undoes. With
-        `--clip-norm`, `clip` waits for the loss and prints it.
+        `--clip-norm`, `clip` waits for the loss and prints it, or the update, if the script does not call `clip`.
         """
         late = self.running_on
         if late is not None:
