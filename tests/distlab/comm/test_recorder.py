@@ -25,4 +25,4 @@ def test_a_rank_that_loses_its_core_while_it_reads_the_clocks(monkeypatch: pytes
     before = time_of_day()
     recorder.add(COMPUTE, "F0", time.perf_counter())
     (event,) = recorder.events
-    assert event.end == pytest.approx(before, abs=0.005)
+    assert before - 0.005 < event.end < time_of_day() + 0.005
