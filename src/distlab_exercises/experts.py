@@ -94,13 +94,13 @@ def try_passage(solution: Solution) -> list[str]:
     rows, grad = torch.randn(2, int(counts.sum()), WIDTH, generator=generator).unbind()
     leaf = rows.clone().requires_grad_()
     outputs = solution.function(leaf, counts, compute)
-    if outputs.shape == rows.shape:
-        outputs.backward(grad)
+    with where(f"rank {rank}"):  # at once, as there is no backward pass with another shape, for which the others wait
+        told = f"the outputs are {tuple(outputs.shape)}, and should be {tuple(rows.shape)}: one for each row"
+        expect(outputs.shape == rows.shape, "shape", told)
+    outputs.backward(grad)
     run.close()
     factor = factors.repeat_interleave(counts).unsqueeze(1)
     with where(f"rank {rank}"):
-        told = f"the outputs are {tuple(outputs.shape)}, and should be {tuple(rows.shape)}: one for each row"
-        expect(outputs.shape == rows.shape, "shape", told)
         told = "some rows have met an expert that is not theirs, or their outputs are not in their order"
         expect(torch.allclose(outputs, rows * factor), "wrong-rows", told)
         told = "the rows have no gradient: backward must return it, in the order of the rows that were sent"

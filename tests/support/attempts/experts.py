@@ -21,6 +21,17 @@ ATTEMPTS = [
         "an expert that is not theirs",
         changes=(("compute(arrived[order],", "compute(arrived,"),),
     ),
+    Attempt(
+        "ep-exchange",
+        "shape",
+        "rank 1: the outputs are (1, 4), and should be (0, 4)",  # only on the rank that has no rows
+        changes=(
+            (
+                "outputs[order.argsort()], received, sent)",
+                "outputs[order.argsort()], received, sent) if len(rows) else rows.new_zeros(1, 4)",
+            ),
+        ),
+    ),
     Attempt("ep-backward", "", "also of a rank that has none"),
     Attempt("ep-backward", "scaled", "9 times as large", changes=((BACK, f"dist.get_world_size() * {BACK}"),)),
     Attempt("ep-permutation", "", "also if there are none", body="return order.argsort()"),
