@@ -1,7 +1,6 @@
 """The state that a rank's process groups share: the ledger, the trace, the names of waits, the hosts of the ranks."""
 
 import contextlib
-import json
 import os
 import weakref
 from collections import Counter
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from distlab.comm.recorder import Ledger, Recorder
 from distlab.machine import devices
 from distlab.machine.devices import Place, cores
-from simplellm.errors import InputError, say
+from simplellm.errors import say
 
 if TYPE_CHECKING:
     from distlab.comm.waits import Wait, Waits
@@ -26,10 +25,6 @@ Group = dist.ProcessGroup | None  # None: all ranks
 Transport = Literal["auto", "shared", "gloo"]
 # With "auto", smaller tensors go over gloo: they are not worth a mapping, and on several hosts gloo is as fast.
 SMALLEST_SHARED_BYTES, SMALLEST_OF_HOSTS_BYTES = 1_000, 250_000
-
-
-class NotShared(Exception):
-    """The ranks cannot share memory; all of them raise this."""
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Context:
     shares_memory: bool = False  # whether this rank shares memory with others
     groups: "weakref.WeakSet[ContextGroup]" = field(default_factory=weakref.WeakSet)
     observers: list[Callable[[Any], object]] = field(default_factory=list)  # called with each `Pending` that starts
-    _has_remarked: bool = False  # that memory cannot be shared
+    has_remarked: bool = False  # that memory cannot be shared
 
     def __post_init__(self) -> None:
         if (previous := self.options.previous) is not None:
@@ -123,14 +118,6 @@ class Context:
         here = self.hosts.of_ranks.count(self.hosts.of_ranks[self.rank])
         return here * (self.options.threads or torch.get_num_threads()) <= cores()
 
-    def share_less(self, error: NotShared, is_first: bool) -> None:
-        """Raise `InputError` if the transport is "shared"; else continue over gloo: the first rank remarks on it."""
-        if self.options.transport == "shared":
-            raise InputError(f"--transport shared: {error}; use --transport gloo") from None
-        if is_first and not self._has_remarked:
-            self._has_remarked = True
-            self.options.remark(f"{error}; what these ranks cannot share goes over gloo instead")
-
     def abandon(self) -> None:
         """Close the connections of all groups (`ContextGroup.abandon`)."""
         for group in list(self.groups):
@@ -169,7 +156,7 @@ def first_context(made: Any, options: Options | None) -> Context:
     if asked.timeout_seconds is None:
         asked.timeout_seconds = made.timeout.total_seconds()
     if asked.places is None:
-        from distlab.machine.network import own_place
+        from distlab.machine.network import exchange_places, own_place
 
         address = os.environ.get("MASTER_ADDR", "localhost")
         own = own_place("cuda" if torch.cuda.is_available() else "cpu", address)
@@ -178,13 +165,6 @@ def first_context(made: Any, options: Options | None) -> Context:
     hosts = Hosts([place.host for place in asked.places], made.store)
     device = devices.pick_device(asked.places, made.group_rank)
     return Context(made.group_rank, made.group_size, asked, library, hosts, device)
-
-
-def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:
-    """Return every rank's host and GPUs, after waiting until all ranks have reported theirs."""
-    store.set(f"place/{rank}", json.dumps([own.host, own.gpus]))
-    told = store.multi_get([f"place/{other}" for other in range(world_size)])
-    return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
 
 
 def context_of(group: dist.ProcessGroup | None = None) -> Context:

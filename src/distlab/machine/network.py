@@ -3,6 +3,7 @@
 import array
 import fcntl
 import ipaddress
+import json
 import os
 import socket
 import struct
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch.distributed as dist
+
 from distlab.machine.devices import Place, visible_gpus
 
 
@@ -18,6 +21,23 @@ def own_place(device_type: str, master_addr: str) -> Place:
     """Return this rank's host, with the address from which it reaches the master, and the GPUs that it sees."""
     host = f"{socket.gethostname()} ({own_address(master_addr) or 'no route to the master'})"
     return Place(host, visible_gpus(device_type))
+
+
+def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:
+    """Return every rank's host and GPUs, after waiting until all ranks have reported theirs."""
+    report_place(store, rank, own)
+    return read_places(store, world_size)
+
+
+def report_place(store: dist.Store, rank: int, own: Place) -> None:
+    """Put this rank's host and GPUs into the ranks' store."""
+    store.set(f"place/{rank}", json.dumps([own.host, own.gpus]))
+
+
+def read_places(store: dist.Store, world_size: int) -> list[Place]:
+    """Return the hosts and GPUs that all ranks have reported, or will."""
+    told = store.multi_get([f"place/{rank}" for rank in range(world_size)])
+    return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from distlab.machine import network
 from distlab.machine.devices import Place
 from distlab.machine.processes import is_store_in_launcher, started_by_torchrun
 from distlab.rendezvous.store import SharedStore, StoreError, open_bound_store
@@ -89,7 +90,7 @@ def agree(
         f"rank {rank} is taken: another process joined this run with it, and may have exited since; give each rank one "
         "process, and after a failure start all ranks again",
     )
-    shared.set(f"place/{rank}", json.dumps([place.host, place.gpus]))  # first: rank 0 waits for the settings only
+    shared.ask(lambda: network.report_place(store, rank, place))  # first: rank 0 waits for the settings only
     shared.set(f"settings/{rank}", json.dumps(settings))
     if rank > 0:
         try:
@@ -129,9 +130,7 @@ def working(store: dist.Store, rank: int, work: Callable[[], ResultT]) -> Result
 
 def read_places(store: dist.Store, size: int) -> list[Place]:
     """Return the hosts and GPUs of all ranks, by rank; call it once all have joined."""
-    keys = [f"place/{rank}" for rank in range(size)]
-    told = ranks_store(_timeout_of(store), store).ask(lambda: store.multi_get(keys))
-    return [Place(host, tuple(gpus)) for host, gpus in map(json.loads, told)]
+    return ranks_store(_timeout_of(store), store).ask(lambda: network.read_places(store, size))
 
 
 def _timeout_of(store: dist.Store) -> float:

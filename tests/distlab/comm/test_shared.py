@@ -1,5 +1,6 @@
 """Collectives in memory that ranks share: sums to the last bit, order, and what happens when a rank fails."""
 
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -242,6 +243,39 @@ def test_a_tensor_in_shared_memory_and_one_outside_of_it_end_with_a_sentence(
     said = run_ranks(3, give_two_kinds, free_port(), in_place, late, has_slots)
     assert any(re.match(sentence, error) for error in said), said
     assert all(re.search(f"{sentence}|has exited", error) for error in said), said
+
+
+COLLECTIVES: dict[str, Callable[[Tensor, dist.ProcessGroup], object]] = {
+    "all-reduce": lambda own, group: dist.all_reduce(own, group=group),
+    "broadcast": lambda own, group: dist.broadcast(own, 1, group),
+    "all-gather": lambda own, group: all_gather_single(own.repeat(3), own, group),
+    "reduce-scatter": lambda own, group: reduce_scatter_single(own.new_empty(200), own, group=group),
+    "all-to-all": lambda own, group: dist.all_to_all_single(own.clone(), own, group=group),
+    "uneven all-to-all": lambda own, group: dist.all_to_all_single(own.clone(), own, [200] * 3, [200] * 3, group),
+}
+
+
+def give_several_dtypes(rank: int, port: int) -> list[str]:
+    """What ranks say of each collective, of tensors in shared memory and outside, in a group of its own."""
+    said, dtype = [], (torch.float32, torch.float32, torch.float16)[rank]
+    with process_group(rank, 3, port, options=SHARED) as context:
+        context.waits.timeout_seconds = 5
+        for is_in_place, (name, call) in itertools.product([False, True], COLLECTIVES.items()):
+            group = dist.new_group(range(3))
+            own = empty(600, torch.empty(0), group) if is_in_place else torch.ones(600)
+            with pytest.raises(RuntimeError) as caught:
+                call(own.view(dtype)[:600], group)
+            said.append(f"{name}: {caught.value}")
+    return said
+
+
+def test_ranks_that_give_several_dtypes_are_all_told_so() -> None:
+    by_rank = run_ranks(3, give_several_dtypes, free_port())
+    sentence = (
+        "a collective got tensors of different dtypes: rank 0 one of torch.float32 and rank 2 one of torch.float16; "
+        "give it one dtype"
+    )
+    assert by_rank == [[f"{name}: {sentence}" for name in [*COLLECTIVES, *COLLECTIVES]]] * 3
 
 
 def send_with_gaps(rank: int, port: int) -> None:

@@ -16,6 +16,10 @@ from distlab.comm.pending import SharedWork
 from distlab.comm.transports.memory import PLACES, Place, SharedMemory
 from distlab.comm.transports.sums import CHUNK_BYTES, add_in_order, combine_in_order
 
+DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+KINDS = 2 * len(DTYPES)  # of collectives: by the dtype of a rank's tensor, and whether that is in place
+
 
 class Collectives:
     """The collectives of a group in shared memory, which are completed in the order in which they started.
@@ -31,30 +35,43 @@ class Collectives:
         self.asked_for = 0  # this rank has computed its part up to this one, or is about to
         self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
 
-    def begin(self, is_in_place: bool) -> int:
+    def begin(self, dtype: torch.dtype, is_in_place: bool) -> int:
         """Start a collective, and return its number; tell the other ranks of which kind it is on this rank."""
         self.begun += 1
-        if self.memory.kinds:  # otherwise none is in place
-            self.memory.kinds[self.memory.rank][self.begun % PLACES] = 2 * self.begun + is_in_place
+        if self.memory.kinds:  # made with the slots, or with the first tensor in place
+            kind = 2 * CODES[dtype] + is_in_place
+            self.memory.kinds[self.memory.rank][self.begun % PLACES] = KINDS * self.begun + kind
         return self.begun
 
-    def begin_to_make_slots(self) -> None:
+    def begin_to_make_slots(self, dtype: torch.dtype) -> None:
         """Count the making of slots as a collective through them, which it precedes; all ranks call it together."""
-        self.refuse_two_kinds(self.begin(is_in_place=False))
+        self.refuse_two_kinds(self.begin(dtype, is_in_place=False))
 
     def refuse_two_kinds(self, number: int) -> None:
         """Raise `RuntimeError` if of the ranks that have started a collective, some are in place and others are not.
 
         They would wait for each other; whichever starts last finds out.
         """
-        kinds = [of_rank[number % PLACES] for of_rank in self.memory.kinds]
-        through_slots, in_place = 2 * number, 2 * number + 1
-        if through_slots in kinds and in_place in kinds:
+        kinds = self._kinds(number)
+        in_place, elsewhere = ([rank for rank, kind in kinds.items() if kind % 2 == odd] for odd in (1, 0))
+        if in_place and elsewhere:
             raise RuntimeError(
-                f"rank {self._ranks[kinds.index(in_place)]} gave a collective a tensor in memory that the ranks share, "
-                f"rank {self._ranks[kinds.index(through_slots)]} one outside of it; let all ranks give one from "
-                "distlab.comm.group.empty, or none"
+                f"rank {in_place[0]} gave a collective a tensor in memory that the ranks share, rank {elsewhere[0]} "
+                "one outside of it; let all ranks give one from distlab.comm.group.empty, or none"
             )
+
+    def refuse_two_dtypes(self, number: int) -> None:
+        """Raise `RuntimeError` on all ranks if they gave a collective, which all have started, different dtypes."""
+        first_of = {DTYPES[kind // 2]: rank for rank, kind in reversed(self._kinds(number).items())}
+        if len(first_of) > 1:
+            gave = " and ".join(f"rank {rank} one of {dtype}" for dtype, rank in reversed(first_of.items()))
+            raise RuntimeError(f"a collective got tensors of different dtypes: {gave}; give it one dtype")
+
+    def _kinds(self, number: int) -> dict[int, int]:
+        """Return of which kind a collective is on the ranks that have started it; without those far ahead of it."""
+        entries = zip(self._ranks, self.memory.kinds, strict=False)  # there are none before the first memory
+        last = ((rank, of_rank[number % PLACES]) for rank, of_rank in entries)
+        return {rank: kind % KINDS for rank, kind in last if kind // KINDS == number}
 
     def make_room(self, timeout_seconds: float) -> None:
         """Wait, if `PLACES` collectives in place are under way, until all ranks are done with the first of them."""
@@ -73,9 +90,9 @@ class SharedCollective(SharedWork):
     The thread that calls `wait` does all the work: a second thread would need a core.
     """
 
-    def __init__(self, collectives: Collectives, is_in_place: bool) -> None:
+    def __init__(self, collectives: Collectives, dtype: torch.dtype, is_in_place: bool) -> None:
         self._collectives, self._memory = collectives, collectives.memory
-        self._number = collectives.begin(is_in_place)
+        self._number = collectives.begin(dtype, is_in_place)
         collectives.not_done.append(self)
 
     @property
@@ -115,7 +132,7 @@ class InPlace(SharedCollective):
     def __init__(
         self, collectives: Collectives, place: Place, own: Tensor, combine: Callable[[list[Tensor]], object]
     ) -> None:
-        super().__init__(collectives, is_in_place=True)
+        super().__init__(collectives, own.dtype, is_in_place=True)
         self._own, self._combine = own.view(-1), combine
         memory = self._memory
         self._times = memory.ready.sent + 1  # of both signals, until it is done
@@ -126,6 +143,7 @@ class InPlace(SharedCollective):
     def _do_share(self, deadline: float) -> None:
         memory = self._memory
         memory.ready.wait(self._times, deadline)
+        self._collectives.refuse_two_dtypes(self._number)
         places = [(of_rank[self._at], of_rank[self._at + 1]) for of_rank in memory.places]
         self._combine([memory.part(rank, place, self._own) for rank, place in enumerate(places)])
         memory.done.send()

@@ -14,14 +14,19 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from distlab.comm.context import NotShared
+from distlab.comm.context import Context
 from distlab.comm.transports.signals import Channel, Pipes, open_channel
+from simplellm.errors import InputError
 
 ALIGNED_BYTES = 4096  # parts begin at pages
 HUGE_BYTES = 2 << 20  # of a huge page, where pages have 4 kB
 SMALLEST_HUGE_BYTES = HUGE_BYTES // 4  # a smaller part is not worth one
 MADV_COLLAPSE = 25  # of Linux 6.1
 NOT_REACHED = -1  # in place of an error number: another host, user or container
+
+
+class NotShared(Exception):
+    """The ranks cannot share memory; all of them raise this."""
 
 
 class Mapping(mmap.mmap):
@@ -167,3 +172,12 @@ def not_shared(code: int, total_bytes: int) -> NotShared:
     if code == NOT_REACHED:
         return NotShared("a rank cannot open the memory of another, of a different user or container")
     return NotShared(f"no {total_bytes / 1e6:,.1f} MB of shared memory: {os.strerror(code)}")
+
+
+def share_less(context: Context, error: NotShared, is_first: bool) -> None:
+    """Raise `InputError` if the transport is "shared"; else continue over gloo: the first rank remarks on it."""
+    if context.options.transport == "shared":
+        raise InputError(f"--transport shared: {error}; use --transport gloo") from None
+    if is_first and not context.has_remarked:
+        context.has_remarked = True
+        context.options.remark(f"{error}; what these ranks cannot share goes over gloo instead")

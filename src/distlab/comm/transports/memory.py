@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.context import NotShared
-from distlab.comm.transports.mappings import Mapping, Offer, accept, no_offer, not_shared
+from distlab.comm.transports.mappings import Mapping, NotShared, Offer, accept, no_offer, not_shared, share_less
 from distlab.comm.transports.signals import Channel, Signal, close_all
 from distlab.comm.transports.transport import Members, Transport
 from distlab.comm.waits import Wait
@@ -46,7 +45,7 @@ class SharedMemory:
         done: the signal that this rank has computed its part of a collective in place.
         turn: the signal that this rank has put the next piece of a tensor into its slot.
         places: by rank, of its last collectives in place: the numbers of a `Place` for each.
-        kinds: by rank, of its last collectives: a number for each that tells whether it is in place.
+        kinds: by rank, of its last collectives: a number for each that tells its dtype, and whether it is in place.
     """
 
     ready: Signal
@@ -73,6 +72,7 @@ class SharedMemory:
             NotShared, RuntimeError: as in `allocate`.
         """
         parts = self._allocate(2 * SLOT_BYTES, torch.uint8, timeout)
+        self._make_tables(timeout)
         self._slots = [[part[start : start + SLOT_BYTES] for part in parts] for start in (0, SLOT_BYTES)]
 
     def next_slots(self) -> list[Tensor]:
@@ -93,11 +93,14 @@ class SharedMemory:
             RuntimeError: raised by gloo; a rank did not take part.
         """
         own = self._allocate(elements, dtype, timeout)[self.rank]
+        self._make_tables(timeout)
+        return own
+
+    def _make_tables(self, timeout: timedelta) -> None:
         if not self.places:
             tables = [part.numpy().data for part in self._allocate(3 * PLACES, torch.int64, timeout)]
             self.places = [table[: 2 * PLACES] for table in tables]
             self.kinds = [table[2 * PLACES :] for table in tables]
-        return own
 
     def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> list[Tensor]:
         """Return all ranks' parts of a new mapping, as `allocate` does this rank's."""
@@ -178,7 +181,7 @@ class MemoryTransport(Transport, ABC):
             with context.waits.during(Wait("shared memory", "other", self.members.others)):
                 made = make()
         except NotShared as error:
-            context.share_less(error, is_first=any(here[0] == context.rank for here in self.members.by_host))
+            share_less(context, error, is_first=any(here[0] == context.rank for here in self.members.by_host))
             self._can_make = False  # memory that was made before stays shared
             return None
         context.shares_memory = True

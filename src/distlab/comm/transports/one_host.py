@@ -53,8 +53,8 @@ class OneHost(MemoryTransport):
         self._collectives.make_room(self.members.context.waits.timeout_seconds)
         return Carried(InPlace(self._collectives, place, own, combine))
 
-    def _through_slots(self, turns: Iterator[int]) -> Carried:
-        return Carried(slots.ThroughSlots(self._collectives, turns))
+    def _through_slots(self, own: Tensor, turns: Iterator[int]) -> Carried:
+        return Carried(slots.ThroughSlots(self._collectives, own.dtype, turns))
 
     def _has_slots(self, tensor: Tensor) -> bool:
         """Return whether there are slots for the pieces of a tensor, which are made for the first of them."""
@@ -65,11 +65,11 @@ class OneHost(MemoryTransport):
         if is_overlapping.get() or not tensor.is_cpu:
             return False
         if not self._memory.has_slots():
-            self.together(self._make_slots)
+            self.together(lambda: self._make_slots(tensor.dtype))
         return self._memory.has_slots()
 
-    def _make_slots(self) -> None:
-        self._collectives.begin_to_make_slots()
+    def _make_slots(self, dtype: torch.dtype) -> None:
+        self._collectives.begin_to_make_slots(dtype)
         self._memory.make_slots(self.limit)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
@@ -78,14 +78,14 @@ class OneHost(MemoryTransport):
         if place := self._memory.place_of(tensor):
             return self._in_place(place, tensor, lambda parts: combine_share(parts, self._memory.rank, op))
         if self._has_slots(tensor):
-            return self._through_slots(slots.all_reduce(self._memory, tensor.view(-1), op))
+            return self._through_slots(tensor, slots.all_reduce(self._memory, tensor.view(-1), op))
         return None
 
     def broadcast(self, tensor: Tensor, source: int) -> Carried | None:
         if place := self._memory.place_of(tensor):
             return self._in_place(place, tensor, lambda parts: copy_from(parts, source, self._memory.rank))
         if self._has_slots(tensor):
-            return self._through_slots(slots.broadcast(self._memory, tensor.view(-1), source))
+            return self._through_slots(tensor, slots.broadcast(self._memory, tensor.view(-1), source))
         return None
 
     def all_gather(self, output: Tensor, own: Tensor) -> Carried | None:
@@ -96,7 +96,9 @@ class OneHost(MemoryTransport):
 
     def all_gather_list(self, rows: list[Tensor], own: Tensor) -> Carried | None:
         if all(row.numel() == own.numel() for row in rows) and self._has_slots(own):
-            return self._through_slots(slots.all_gather(self._memory, [row.view(-1) for row in rows], own.view(-1)))
+            return self._through_slots(
+                own, slots.all_gather(self._memory, [row.view(-1) for row in rows], own.view(-1))
+            )
         return None
 
     def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried | None:
@@ -105,7 +107,7 @@ class OneHost(MemoryTransport):
         if place := self._memory.place_of(parts):
             return self._in_place(place, parts, lambda of_ranks: add_row(of_ranks, self._memory.rank, own))
         if self._has_slots(parts):
-            return self._through_slots(slots.reduce_scatter(self._memory, own.view(-1), parts))
+            return self._through_slots(parts, slots.reduce_scatter(self._memory, own.view(-1), parts))
         return None
 
     def received_bytes(self, parts: Tensor) -> int | None:
@@ -119,11 +121,11 @@ class OneHost(MemoryTransport):
         if not output_sizes and not own_sizes:
             if not self._has_slots(own):
                 return None
-            return self._through_slots(slots.all_to_all(memory, output.view(size, -1), own.view(size, -1)))
+            return self._through_slots(own, slots.all_to_all(memory, output.view(size, -1), own.view(size, -1)))
         if not self._has_slots_for_any_size(own):
             return None
         received, sent = (
             tensor.split(list(sizes) or [len(tensor) // size] * size)
             for tensor, sizes in ((output, output_sizes), (own, own_sizes))
         )
-        return self._through_slots(slots.uneven_all_to_all(memory, received, sent))
+        return self._through_slots(own, slots.uneven_all_to_all(memory, received, sent))

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.context import NotShared
 from distlab.comm.names import CONTROL, named
 from distlab.comm.pending import SharedWork
-from distlab.comm.transports.mappings import Mapping, Offer, accept, no_offer, not_shared
+from distlab.comm.transports.mappings import Mapping, NotShared, Offer, accept, no_offer, not_shared, share_less
 from distlab.comm.transports.signals import Channel, close_all
 from distlab.comm.transports.transport import Carried, Members, Transport
 
@@ -66,7 +65,7 @@ class Queues(Transport):
             make = offered_queue if is_sender else accepted_queue
             self._queues[link] = make(message_bytes, slots, send, receive)
         except NotShared as error:
-            context.share_less(error, is_first=is_sender)
+            share_less(context, error, is_first=is_sender)
             self._without.add(link)
             return
         context.shares_memory = True

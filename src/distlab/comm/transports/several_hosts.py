@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, Hosts, NotShared
+from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, Hosts
 from distlab.comm.transports.collectives import Collectives, InPlace, combine_share, copy_from
+from distlab.comm.transports.mappings import NotShared
 from distlab.comm.transports.memory import MemoryTransport, Place, SharedMemory, from_rank_0
 from distlab.comm.transports.signals import SECONDS_MORE
 from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes

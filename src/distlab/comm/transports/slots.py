@@ -22,8 +22,8 @@ from distlab.comm.transports.sums import add_in_order, combine_in_order
 class ThroughSlots(SharedCollective):
     """A collective that one of the functions below describes by its turns."""
 
-    def __init__(self, collectives: Collectives, turns: Iterator[int]) -> None:
-        super().__init__(collectives, is_in_place=False)
+    def __init__(self, collectives: Collectives, dtype: torch.dtype, turns: Iterator[int]) -> None:
+        super().__init__(collectives, dtype, is_in_place=False)
         self._turns = turns
         self._awaited: int | None = 0  # a turn that this rank has taken and others may not have; None after the last
         self._error: Exception | None = None  # of the function, which then has ended
@@ -31,6 +31,8 @@ class ThroughSlots(SharedCollective):
     def _do_share(self, deadline: float) -> None:
         while self._awaited is not None:
             self._memory.turn.wait(self._awaited, deadline)
+            if self._awaited:
+                self._collectives.refuse_two_dtypes(self._number)
             if self._error is not None:
                 raise self._error
             try:
