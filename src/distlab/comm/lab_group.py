@@ -34,7 +34,6 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.context import Context, ContextGroup
 from distlab.comm.context import Transport as AskedTransport
-from distlab.comm.gloo import connect
 from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND, Way
@@ -45,8 +44,6 @@ from distlab.comm.transports.queues import Queues
 from distlab.comm.transports.several_hosts import SeveralHosts
 from distlab.comm.transports.transport import Carried, Members, Transport, ring_bytes
 from distlab.comm.waits import Wait, group_key
-from distlab.machine.network import patient_threads
-from distlab.machine.supervision import shut_down
 
 
 class LabGroup(ContextGroup):
@@ -69,7 +66,6 @@ class LabGroup(ContextGroup):
         self._store, self._timeout, self._epoch = store, timeout, 0
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
         self._transport = context.options.transport if transport is None else transport
-        self._sockets: set[tuple[int, int]] = set()  # of gloo, if the group can be abandoned
         self.transports: list[Transport] = []  # none if the ranks have not met
         context.groups.add(self)
         self._open()
@@ -77,33 +73,20 @@ class LabGroup(ContextGroup):
     def _open(self) -> None:
         """Meet the other ranks, and prepare the transports; memory and queues are made on request."""
         self._messages.clear()  # a rank that failed may have sent what no other has received
-        size, library = len(self.ranks), self.context.library
-        store = dist.PrefixStore(f"epoch{self._epoch}", self._store)
-        kinds = dist.ProcessGroup.BackendType
-        with patient_threads():
-            if library == "nccl":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self._timeout
-                self._library: Any = dist.ProcessGroupNCCL(store, self._members.rank, size, options)
-                kind = kinds.NCCL
-            else:
-                check = self.context.options.check
-                self._library, self._sockets = connect(store, self._members.rank, size, self._timeout, check)
-                kind = kinds.GLOO
-        # torch asks for the group's devices to know where the tensors of its object collectives must be.
-        for device in ("cuda",) if library == "nccl" else ("cpu", "cuda"):
-            self._register_backend(torch.device(device), kind, self._library)
         members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.by_host)
-        self._plain = Library(self._library, members, self._timeout)
+        self._plain = Library(members, dist.PrefixStore(f"epoch{self._epoch}", self._store), self._timeout)
+        # torch asks for the group's devices to know where the tensors of its object collectives must be.
+        for device in self._plain.devices:
+            self._register_backend(torch.device(device), self._plain.kind, self._plain.group)
         self.memory: MemoryTransport | None = None
         self.queues: Queues | None = None
         self.transports = [self._plain]  # in the order in which they are asked
         if self._transport != "gloo" and not self.context.is_over_nccl and hosts < members.size:
             self.queues = Queues(members, self)
-            one = hosts == 1
-            self.memory = (
-                OneHost(members, takes_all, self._library) if one else SeveralHosts(members, takes_all, self._name)
-            )
+            if hosts == 1:
+                self.memory = OneHost(members, takes_all, self._plain.group)
+            else:
+                self.memory = SeveralHosts(members, takes_all, self._name)
             self.transports = [self.queues, self.memory, self._plain]
 
     def _name(self) -> str:
@@ -116,10 +99,8 @@ class LabGroup(ContextGroup):
             transport.close()
 
     def abandon(self) -> None:
-        shut_down(self._sockets)
-        self._sockets = set()
-        for transport in self.transports:
-            transport.close()
+        for transport in reversed(self.transports):
+            transport.abandon()
 
     def reopen(self, epoch: int) -> None:
         """Close all transports, and meet again under another epoch of the store.
@@ -276,7 +257,7 @@ class LabGroup(ContextGroup):
         return self._begin(wait, lambda by: by.recv(tensor, src, tag), [tensor], None)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
-        return self._library.recv_anysource(list(tensors), tag)
+        return self._plain.group.recv_anysource(list(tensors), tag)
 
     def _next_message(self, sender: int, receiver: int) -> str:
         """Count a message, and return its name in a trace, which is the same on both ranks."""

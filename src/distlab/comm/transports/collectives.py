@@ -13,12 +13,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.pending import SharedWork
+from distlab.comm.transports.kinds import Kinds
 from distlab.comm.transports.memory import PLACES, Place, SharedMemory
-from distlab.comm.transports.sums import CHUNK_BYTES, add_in_order, combine_in_order
-
-DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
-CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-KINDS = 2 * len(DTYPES)  # of collectives: by the dtype of a rank's tensor, and whether that is in place
+from distlab.comm.transports.sums import CHUNK_BYTES, combine_in_order
 
 
 class Collectives:
@@ -30,7 +27,7 @@ class Collectives:
     """
 
     def __init__(self, memory: SharedMemory, ranks: Sequence[int]) -> None:
-        self.memory, self._ranks = memory, ranks
+        self.memory, self.kinds = memory, Kinds(memory, ranks)
         self.begun = 0
         self.asked_for = 0  # this rank has computed its part up to this one, or is about to
         self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
@@ -38,40 +35,12 @@ class Collectives:
     def begin(self, dtype: torch.dtype, is_in_place: bool) -> int:
         """Start a collective, and return its number; tell the other ranks of which kind it is on this rank."""
         self.begun += 1
-        if self.memory.kinds:  # made with the slots, or with the first tensor in place
-            kind = 2 * CODES[dtype] + is_in_place
-            self.memory.kinds[self.memory.rank][self.begun % PLACES] = KINDS * self.begun + kind
+        self.kinds.tell(self.begun, dtype, is_in_place)
         return self.begun
 
     def begin_to_make_slots(self, dtype: torch.dtype) -> None:
         """Count the making of slots as a collective through them, which it precedes; all ranks call it together."""
-        self.refuse_two_kinds(self.begin(dtype, is_in_place=False))
-
-    def refuse_two_kinds(self, number: int) -> None:
-        """Raise `RuntimeError` if of the ranks that have started a collective, some are in place and others are not.
-
-        They would wait for each other; whichever starts last finds out.
-        """
-        kinds = self._kinds(number)
-        in_place, elsewhere = ([rank for rank, kind in kinds.items() if kind % 2 == odd] for odd in (1, 0))
-        if in_place and elsewhere:
-            raise RuntimeError(
-                f"rank {in_place[0]} gave a collective a tensor in memory that the ranks share, rank {elsewhere[0]} "
-                "one outside of it; let all ranks give one from distlab.comm.group.empty, or none"
-            )
-
-    def refuse_two_dtypes(self, number: int) -> None:
-        """Raise `RuntimeError` on all ranks if they gave a collective, which all have started, different dtypes."""
-        first_of = {DTYPES[kind // 2]: rank for rank, kind in reversed(self._kinds(number).items())}
-        if len(first_of) > 1:
-            gave = " and ".join(f"rank {rank} one of {dtype}" for dtype, rank in reversed(first_of.items()))
-            raise RuntimeError(f"a collective got tensors of different dtypes: {gave}; give it one dtype")
-
-    def _kinds(self, number: int) -> dict[int, int]:
-        """Return of which kind a collective is on the ranks that have started it; without those far ahead of it."""
-        entries = zip(self._ranks, self.memory.kinds, strict=False)  # there are none before the first memory
-        last = ((rank, of_rank[number % PLACES]) for rank, of_rank in entries)
-        return {rank: kind % KINDS for rank, kind in last if kind // KINDS == number}
+        self.kinds.refuse_two_places(self.begin(dtype, is_in_place=False))
 
     def make_room(self, timeout_seconds: float) -> None:
         """Wait, if `PLACES` collectives in place are under way, until all ranks are done with the first of them."""
@@ -107,7 +76,7 @@ class SharedCollective(SharedWork):
             them.asked_for = max(them.asked_for, self._number)
         while them.not_done and them.not_done[0]._number <= self._number:
             first = them.not_done[0]
-            them.refuse_two_kinds(first._number)
+            them.kinds.refuse_two_places(first._number)
             first._do_share(deadline)
             them.not_done.popleft()
         self._wait_for_others(deadline)
@@ -143,7 +112,7 @@ class InPlace(SharedCollective):
     def _do_share(self, deadline: float) -> None:
         memory = self._memory
         memory.ready.wait(self._times, deadline)
-        self._collectives.refuse_two_dtypes(self._number)
+        self._collectives.kinds.refuse_two_dtypes(self._number)
         places = [(of_rank[self._at], of_rank[self._at + 1]) for of_rank in memory.places]
         self._combine([memory.part(rank, place, self._own) for rank, place in enumerate(places)])
         memory.done.send()
@@ -173,21 +142,3 @@ def combine_share(parts: Sequence[Tensor], rank: int, op: ReduceOp.RedOpType, *,
             result.div_(len(parts))
         for other in others if all_get_it else ():
             other.copy_(result)
-
-
-def copy_from(parts: Sequence[Tensor], source: int, rank: int) -> None:
-    """Copy the source's tensor into this rank's."""
-    if source != rank:
-        parts[rank].copy_(parts[source])
-
-
-def add_row(parts: Sequence[Tensor], row: int, total: Tensor) -> None:
-    """Add up a row of all ranks' tensors, (ranks, elements) each, over the ranks in their order (`add_in_order`)."""
-    add_in_order([part.view(len(parts), -1)[row] for part in parts], total.view(-1))
-
-
-def copy_all(parts: Sequence[Tensor], rows: Tensor) -> None:
-    """Copy all ranks' tensors, (elements,) each, into `rows`, some of which may be these tensors."""
-    for row, part in zip(rows, parts, strict=True):
-        if row.data_ptr() != part.data_ptr():
-            row.copy_(part)

@@ -13,35 +13,63 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from distlab.comm.gloo import Sockets, connect
 from distlab.comm.transports.sums import add_in_order, combine_in_order, is_known
 from distlab.comm.transports.transport import Carried, Members, Op, Transport
+from distlab.machine.network import patient_threads
+from distlab.machine.supervision import shut_down
 
 
 class Library(Transport):
-    """A group of gloo or NCCL. `timeout` is of its collectives; NCCL has one for the whole group."""
+    """A group of gloo or NCCL.
 
-    def __init__(self, group: Any, members: Members, timeout: timedelta) -> None:
-        self._group, self._members, self._size, self._timeout = group, members, members.size, timeout
+    Args:
+        members: the ranks, which meet now.
+        store: in which they meet.
+        timeout: of its collectives; NCCL has one for the whole group.
+
+    Attributes:
+        group, kind, devices: torch's group, its type, and the devices whose tensors it carries.
+    """
+
+    def __init__(self, members: Members, store: dist.Store, timeout: timedelta) -> None:
+        self._members, self._size, self._timeout = members, members.size, timeout
         self._is_nccl = members.context.is_over_nccl
+        self._sockets: Sockets = set()  # of gloo, if the group can be abandoned
+        self.group: Any
+        with patient_threads():
+            if self._is_nccl:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self.group = dist.ProcessGroupNCCL(store, members.rank, members.size, options)
+                self.kind, self.devices = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
+            else:
+                check = members.context.options.check
+                self.group, self._sockets = connect(store, members.rank, members.size, timeout, check)
+                self.kind, self.devices = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
+
+    def abandon(self) -> None:
+        shut_down(self._sockets)
+        self._sockets = set()
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried:
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = ReduceOp(op), self._timeout
         carried = self._staged(tensor)
-        return _brought(self._group.allreduce([carried], options), tensor, carried)
+        return _brought(self.group.allreduce([carried], options), tensor, carried)
 
     def broadcast(self, tensor: Tensor, source: int) -> Carried:
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = source, self._timeout
         carried = self._staged(tensor)
-        return _brought(self._group.broadcast([carried], options), tensor, carried)
+        return _brought(self.group.broadcast([carried], options), tensor, carried)
 
     def all_gather(self, output: Tensor, own: Tensor) -> Carried:
         into, carried = self._host_buffer(output), self._staged(own)
         if self._is_nccl:
-            return Carried(self._group._allgather_base(into, carried))
+            return Carried(self.group._allgather_base(into, carried))
         rows = list(into.view(self._size, *own.shape).unbind())
-        return _brought(self._group.allgather([rows], [carried]), output, into)
+        return _brought(self.group.allgather([rows], [carried]), output, into)
 
     def all_gather_list(self, rows: list[Tensor], own: Tensor) -> Carried:
         into = [self._host_buffer(row) for row in rows]
@@ -51,13 +79,13 @@ class Library(Transport):
                 if row is not filled:
                     row.copy_(filled, non_blocking=True)
 
-        return Carried(self._group.allgather([into], [self._staged(own)]), bring)
+        return Carried(self.group.allgather([into], [self._staged(own)]), bring)
 
     def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried:
         if self._is_nccl or not is_known(op):
             options = dist.ReduceScatterOptions()
             options.reduceOp, options.timeout = ReduceOp(op), self._timeout
-            return Carried(self._group._reduce_scatter_base(own.view(-1), parts.view(-1), options))
+            return Carried(self.group._reduce_scatter_base(own.view(-1), parts.view(-1), options))
         carried, into = self._staged(parts), self._host_buffer(own)
         received = torch.empty_like(carried)
 
@@ -70,14 +98,14 @@ class Library(Transport):
             if into is not own:
                 own.copy_(into)
 
-        return Carried(self._group.alltoall_base(received, carried, [], []), combine)
+        return Carried(self.group.alltoall_base(received, carried, [], []), combine)
 
     def received_bytes(self, parts: Tensor) -> int:
         return 0 if self._is_nccl else parts.nbytes
 
     def all_to_all(self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]) -> Carried:
         into, carried = self._host_buffer(output), self._staged(own)
-        work = self._group.alltoall_base(into, carried, list(output_sizes), list(own_sizes))
+        work = self.group.alltoall_base(into, carried, list(output_sizes), list(own_sizes))
         return _brought(work, output, into)._replace(sent_bytes=self._by_host(own, own_sizes))
 
     def _by_host(self, own: Tensor, sizes: Sequence[int]) -> dict[str, int] | None:
@@ -101,26 +129,26 @@ class Library(Transport):
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank, options.timeout = ReduceOp(op), root, self._timeout
         carried = self._staged(tensor)
-        return _brought(self._group.reduce([carried], options), tensor, carried)
+        return _brought(self.group.reduce([carried], options), tensor, carried)
 
     def gather(self, output: Sequence[Sequence[Tensor]], own: Tensor, root: int) -> Carried:
         """Collect all ranks' `own` in the root's `output[0]`."""
         options = dist.GatherOptions()
         options.rootRank, options.timeout = root, self._timeout
-        return Carried(self._group.gather(output, [own], options))
+        return Carried(self.group.gather(output, [own], options))
 
     def scatter(self, own: Tensor, input: Sequence[Sequence[Tensor]], root: int) -> Carried:
         """Give each rank its tensor of the root's `input[0]`."""
         options = dist.ScatterOptions()
         options.rootRank, options.timeout = root, self._timeout
-        return Carried(self._group.scatter([own], input, options))
+        return Carried(self.group.scatter([own], input, options))
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Carried:
-        return Carried(self._group.send([self._staged(tensor)], to, tag))
+        return Carried(self.group.send([self._staged(tensor)], to, tag))
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Carried:
         into = self._host_buffer(tensor)
-        return _brought(self._group.recv([into], source, tag), tensor, into)
+        return _brought(self.group.recv([into], source, tag), tensor, into)
 
     def _host_buffer(self, tensor: Tensor) -> Tensor:
         """Return the tensor if it can be sent; for a CUDA tensor over gloo, pinned host memory of its size."""

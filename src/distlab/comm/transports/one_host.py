@@ -12,9 +12,9 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.context import SMALLEST_SHARED_BYTES
 from distlab.comm.transports import slots
-from distlab.comm.transports.collectives import Collectives, InPlace, add_row, combine_share, copy_all, copy_from
+from distlab.comm.transports.collectives import Collectives, InPlace, combine_share
 from distlab.comm.transports.memory import MemoryTransport, Place, SharedMemory
-from distlab.comm.transports.sums import is_known
+from distlab.comm.transports.sums import add_row, copy_all, copy_from, is_known
 from distlab.comm.transports.transport import Carried, Members, Op, is_overlapping
 from distlab.comm.waits import Wait
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, Hosts
-from distlab.comm.transports.collectives import Collectives, InPlace, combine_share, copy_from
+from distlab.comm.transports.collectives import Collectives, InPlace, combine_share
 from distlab.comm.transports.mappings import NotShared
 from distlab.comm.transports.memory import MemoryTransport, Place, SharedMemory, from_rank_0
 from distlab.comm.transports.signals import SECONDS_MORE
+from distlab.comm.transports.sums import copy_from
 from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
 from distlab.machine.network import patient_threads
 

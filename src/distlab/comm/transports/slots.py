@@ -32,7 +32,7 @@ class ThroughSlots(SharedCollective):
         while self._awaited is not None:
             self._memory.turn.wait(self._awaited, deadline)
             if self._awaited:
-                self._collectives.refuse_two_dtypes(self._number)
+                self._collectives.kinds.refuse_two_dtypes(self._number)
             if self._error is not None:
                 raise self._error
             try:

@@ -116,6 +116,10 @@ class Transport:
     def close(self) -> None:
         """Close this rank's connections to others. The caller must have waited for every operation."""
 
+    def abandon(self) -> None:
+        """Close them whatever is under way, if that is possible."""
+        self.close()
+
 
 def ring_bytes(tensor: Tensor, ranks: int) -> int:
     """Return the bytes that each of `ranks` ranks sends in an all-reduce around a ring."""
