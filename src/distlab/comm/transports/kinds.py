@@ -36,6 +36,8 @@ class Kinds:
 
         They would wait for each other; whichever starts last finds out.
         """
+        if not self._differ(number):
+            return
         kinds = self._of(number)
         in_place, elsewhere = ([rank for rank, kind in kinds.items() if kind % 2 == odd] for odd in (1, 0))
         if in_place and elsewhere:
@@ -46,11 +48,20 @@ class Kinds:
 
     def refuse_two_dtypes(self, number: int) -> None:
         """Raise `RuntimeError` on all ranks if they gave a collective, which all have started, different dtypes."""
-        kinds = self._of(number)
-        first_of = {DTYPES[kind // 2]: rank for rank, kind in reversed(kinds.items())}
+        if not self._differ(number):
+            return
+        first_of = {DTYPES[kind // 2]: rank for rank, kind in reversed(self._of(number).items())}
         if len(first_of) > 1:
             gave = " and ".join(f"rank {rank} one of {dtype}" for dtype, rank in reversed(first_of.items()))
             raise RuntimeError(f"a collective got tensors of different dtypes: {gave}; give it one dtype")
+
+    def _differ(self, number: int) -> bool:
+        """Return quickly whether a rank may have started a collective of another kind than this rank."""
+        entries = [of_rank[number % PLACES] for of_rank in self._memory.kinds]
+        if len(set(entries)) < 2:
+            return False
+        own = entries[self._memory.rank]
+        return any(entry != own and entry // KINDS == number for entry in entries)
 
     def _of(self, number: int) -> dict[int, int]:
         """Return of which kind a collective is on the ranks that have started it, if they are not far ahead of it."""
