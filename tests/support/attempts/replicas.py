@@ -28,6 +28,13 @@ ATTEMPTS = [
         "rank 0 did not wait for",
         MEAN.replace("ReduceOp.SUM", "ReduceOp.AVG, async_op=True"),
     ),
+    Attempt("dp-ga", "steps", "was called in 0 of 3 steps", changes=(("        run.log(step, losses)\n", ""),)),
+    Attempt(
+        "dp-ga",
+        "zero",
+        "no rank trains the parameter model.norm.weight",
+        changes=(("    run.track(", "    net.model.norm.weight.requires_grad_(False)\n    run.track("),),
+    ),
     Attempt(
         "dp-wa",
         "weights-summed",
