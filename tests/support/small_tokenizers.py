@@ -17,6 +17,7 @@ def trained(path: Path, **options: Any) -> Path:
     model = io.BytesIO()
     stories = iter([story(index) for index in range(40)])
     defaults: dict[str, Any] = {"sentence_iterator": stories, "model_type": "bpe", "vocab_size": 600}
+    defaults["num_threads"] = 1  # with more, OpenMP would use them again in forks, which do not have them
     SentencePieceTrainer.train(model_writer=model, minloglevel=2, **defaults | options)
     path.write_bytes(model.getvalue())
     return path
