@@ -34,8 +34,8 @@ if os.environ["WORLD_SIZE"] == "1":
 # Waits until all ranks are there. No wait may take longer than the timeout.
 try:
     dist.init_process_group("lab", timeout=timedelta(seconds=10 if args.deadlock else 120))
-except dist.DistError as error:  # such as a missing rank, or two processes with the rank 0
-    why = f"the ranks could not meet at port {os.environ['MASTER_PORT']} ({str(error).splitlines()[0]})"
+except (dist.DistError, ValueError) as error:  # such as a missing rank, two with the rank 0, or a port abc
+    why = f"the ranks could not meet at port {os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]})"
     parser.exit(2, f"# {why}: start each rank once, or put MASTER_PORT=29501 before each command\n")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 after, before = (rank + 1) % world_size, (rank - 1) % world_size

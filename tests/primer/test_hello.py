@@ -41,6 +41,12 @@ def test_a_rank_that_is_missing_or_wrong(arguments: tuple[str, ...], sentence: s
     assert sentence in ended.err
 
 
+def test_a_port_that_is_no_number_is_told_in_a_sentence() -> None:
+    ended = fork_python(SCRIPT, "0", MASTER_PORT="abc").finish()
+    assert ended.status == 2
+    assert ended.err.startswith("# the ranks could not meet at port abc (")
+
+
 def test_rank_0_started_twice_is_told_in_a_sentence_and_ctrl_c_ends_the_one_that_waits() -> None:
     port = str(free_port())
     first = fork_python(SCRIPT, "0", MASTER_PORT=port)
