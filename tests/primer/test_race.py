@@ -31,16 +31,16 @@ def rows(out: str) -> list[tuple[str, int, int]]:
 
 @pytest.mark.alone
 def test_processes_lose_updates_and_the_cures_do_not(tmp_path: Path) -> None:
-    ended = run_script("primer/race.py", "--repeats", "400000", "--out", tmp_path)
+    ended = run_script("primer/race.py", "--out", tmp_path)  # fewer repeats may end before threads change places
     assert ended.status == 0, ended.err
     assert all(line.startswith("#") for line in ended.out.splitlines())
     *races, lock, own, threads, threads_with_call = rows(ended.out)
     assert [what for what, _, _ in races] == ["processes, one number"] * 3
     assert all(lost > 0 for _, _, lost in races)
     assert len({lost for _, _, lost in races}) > 1, "another number each time"
-    assert all(result + lost == 1_200_000 for _, result, lost in rows(ended.out))
-    assert lock == ("processes, one number, a lock", 1_200_000, 0)
-    assert own == ("processes, a number each, added up", 1_200_000, 0)
+    assert all(result + lost == 3_000_000 for _, result, lost in rows(ended.out))
+    assert lock == ("processes, one number, a lock", 3_000_000, 0)
+    assert own == ("processes, a number each, added up", 3_000_000, 0)
     assert (threads[2] == 0) == HAS_GLOBAL_LOCK
     assert threads_with_call[2] > 0
 
