@@ -1,17 +1,12 @@
-"""Collectives in memory that ranks share: sums to the last bit, order, and what happens when a rank fails."""
+"""Collectives in memory that ranks share: sums to the last bit, and their order."""
 
-import itertools
-import re
 import time
-from collections.abc import Callable
-from functools import partial
-from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, join, meeting_of, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -19,7 +14,6 @@ from distlab.comm.context import Options, Transport
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
 from distlab.comm.transports import collectives, kinds, memory, slots
-from distlab.comm.waits import TrafficError
 from distlab.parallel.data import MyDP
 
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
@@ -220,189 +214,6 @@ def start_many(rank: int, port: int) -> None:
 
 def test_any_number_of_collectives_may_start_before_the_first_is_waited_for() -> None:
     run_ranks(3, start_many, free_port())
-
-
-def give_two_kinds(rank: int, port: int, in_place: int, late: int, has_slots: bool) -> str:
-    """The error of each rank if only one of them gives a tensor in shared memory; the process ends with it."""
-    join(rank, 3, port, options=SHARED)
-    shared, plain = empty(1000, torch.empty(0)), torch.zeros(1000)
-    if has_slots:
-        dist.all_reduce(plain)
-    if rank == late:
-        time.sleep(0.3)
-    with pytest.raises(RuntimeError) as caught:
-        dist.all_reduce(shared if rank == in_place else plain)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("in_place", "late", "has_slots"), [(0, 0, True), (0, 1, True), (1, 0, True), (1, 1, False), (2, 1, False)]
-)
-def test_a_tensor_in_shared_memory_and_one_outside_of_it_end_with_a_sentence(
-    in_place: int, late: int, has_slots: bool
-) -> None:
-    sentence = f"^rank {in_place} gave a collective a tensor in memory that the ranks share, rank [012] one outside"
-    said = run_ranks(3, give_two_kinds, free_port(), in_place, late, has_slots)
-    assert any(re.match(sentence, error) for error in said), said
-    assert all(re.search(f"{sentence}|has exited", error) for error in said), said
-
-
-COLLECTIVES: dict[str, Callable[[Tensor, dist.ProcessGroup], object]] = {
-    "all-reduce": lambda own, group: dist.all_reduce(own, group=group),
-    "broadcast": lambda own, group: dist.broadcast(own, 1, group),
-    "all-gather": lambda own, group: all_gather_single(own.repeat(3), own, group),
-    "reduce-scatter": lambda own, group: reduce_scatter_single(own.new_empty(200), own, group=group),
-    "all-to-all": lambda own, group: dist.all_to_all_single(own.clone(), own, group=group),
-    "uneven all-to-all": lambda own, group: dist.all_to_all_single(own.clone(), own, [200] * 3, [200] * 3, group),
-}
-
-
-def give_several_dtypes(rank: int, port: int) -> list[str]:
-    """What ranks say of each collective, of tensors in shared memory and outside, in a group of its own."""
-    said, dtype = [], (torch.float32, torch.float32, torch.float16)[rank]
-    with process_group(rank, 3, port, options=SHARED) as context:
-        context.waits.timeout_seconds = 5
-        for is_in_place, (name, call) in itertools.product([False, True], COLLECTIVES.items()):
-            group = dist.new_group(range(3))
-            own = empty(600, torch.empty(0), group) if is_in_place else torch.ones(600)
-            with pytest.raises(RuntimeError) as caught:
-                call(own.view(dtype)[:600], group)
-            said.append(f"{name}: {caught.value}")
-    return said
-
-
-def test_ranks_that_give_several_dtypes_are_all_told_so() -> None:
-    by_rank = run_ranks(3, give_several_dtypes, free_port())
-    sentence = (
-        "a collective got tensors of different dtypes: rank 0 one of torch.float32 and rank 2 one of torch.float16; "
-        "give it one dtype"
-    )
-    assert by_rank == [[f"{name}: {sentence}" for name in [*COLLECTIVES, *COLLECTIVES]]] * 3
-
-
-def send_with_gaps(rank: int, port: int) -> None:
-    """Columns, which have gaps between their elements, in shared memory and outside."""
-    with process_group(rank, 2, port, options=SHARED):
-        buffer = empty(6000, torch.empty(0)).view(-1, 2)
-        assert shares(buffer)
-        whole = torch.empty(2, 3000)
-        calls: list[Callable[[Tensor], object]] = [
-            dist.all_reduce,
-            lambda column: dist.broadcast(column, 0),
-            lambda column: all_gather_single(whole, column),
-            lambda column: reduce_scatter_single(column, whole),
-            lambda column: dist.send(column, 1 - rank),
-            lambda column: dist.recv(column, 1 - rank),
-        ]
-        for matrix in (buffer, torch.empty(3000, 2)):
-            matrix.fill_(rank)
-            for call in calls:
-                with pytest.raises(ValueError, match=r"\(3000,\) with strides \(2,\) is not contiguous"):
-                    call(matrix[:, 0])
-            assert (matrix == rank).all()
-
-
-def test_a_tensor_with_gaps_is_refused() -> None:
-    run_ranks(2, send_with_gaps, free_port())
-
-
-def mix_dtypes(rank: int, port: int) -> None:
-    """An output of another dtype than the input, in shared memory and outside."""
-    with process_group(rank, 2, port, options=SHARED):
-        for own in (empty(6000, torch.empty(0)), torch.empty(6000)):
-            own.fill_(rank)
-            wide, half = torch.empty(12_000, dtype=torch.float64), torch.empty(3000, dtype=torch.bfloat16)
-            for call, output in ((all_gather_single, wide), (reduce_scatter_single, half)):
-                with pytest.raises(ValueError, match=r"two dtypes, torch.(float64|bfloat16) and torch.float32"):
-                    call(output, own)
-            assert (own == rank).all()
-
-
-def test_an_output_of_another_dtype_is_refused() -> None:
-    run_ranks(2, mix_dtypes, free_port())
-
-
-def fail(
-    rank: int, port: int, end: Barrier, failing: int, collective: str, is_silent: bool, is_begun: bool
-) -> tuple[str, float]:
-    """What the others say, and after how long, when a rank gives its part or not, and is then silent, or ends."""
-    context = join(rank, 3, port, options=SHARED)
-    parts, plain = empty(300_000, torch.empty(0)).view(3, -1), torch.zeros(3, 1_000_000)
-    dist.broadcast(plain, 0)  # makes the slots
-    begin: dict[str, Callable[[], Any]] = {
-        "all-reduce": partial(dist.all_reduce, parts, async_op=True),
-        "all-reduce through slots": partial(dist.all_reduce, plain, async_op=True),
-        "reduce-scatter": partial(reduce_scatter_single, parts[rank], parts, async_op=True),
-        "all-gather": partial(all_gather_single, parts, parts[rank], async_op=True),
-        "broadcast of rank 1": partial(dist.broadcast, parts, 1, async_op=True),
-    }
-    if is_silent:
-        context.waits.timeout_seconds = 0.5
-    begun = []
-    if rank != failing or is_begun:
-        with named("the gradients of bucket 7", "gradients"):
-            begun.append(begin[collective]())
-    said = "", 0.0
-    if rank != failing:
-        started = time.monotonic()
-        with pytest.raises(TrafficError) as caught:
-            begun[0].wait()
-        said = str(caught.value), time.monotonic() - started
-    elif not is_silent:
-        time.sleep(0.3)  # in which the others begin to wait; then the process ends
-    if is_silent:
-        end.wait(20)
-    return said
-
-
-@pytest.mark.parametrize(
-    ("failing", "collective", "is_begun", "is_silent"),
-    [
-        (0, "all-reduce", False, True),
-        (1, "all-reduce", False, True),
-        (2, "all-gather", True, True),
-        (0, "reduce-scatter", False, False),
-        (1, "reduce-scatter", False, False),
-        (2, "all-gather", False, False),
-        (0, "all-reduce", True, False),
-        (1, "all-reduce", True, False),
-        (2, "all-reduce", True, False),
-        (0, "broadcast of rank 1", True, True),
-        (1, "broadcast of rank 1", False, False),
-        (2, "broadcast of rank 1", True, False),
-        (0, "all-reduce through slots", False, False),
-        (1, "all-reduce through slots", True, True),
-    ],
-)
-def test_a_wait_ends_with_the_usual_sentence(failing: int, collective: str, is_begun: bool, is_silent: bool) -> None:
-    why = "no answer" if is_silent else "a rank has exited"
-    whose = collective.removeprefix("broadcast") if collective.startswith("broadcast") else ""
-    for rank, (sentence, seconds) in enumerate(
-        run_ranks(3, fail, free_port(), meeting_of(3), failing, collective, is_silent, is_begun)
-    ):
-        if rank != failing:
-            peers = " and ".join(str(peer) for peer in range(3) if peer != rank)
-            assert sentence.startswith(f"rank {rank} waited ")
-            assert f" s for the gradients of bucket 7{whose} from ranks {peers}: {why}" in sentence
-            assert seconds < 15, "before the timeout"
-
-
-def lose_one_while_another_is_late(rank: int, port: int, end: Barrier, lost: int) -> None:
-    """Rank 0 notices that one of two ranks has exited, while the other one computes until it has."""
-    join(rank, 3, port)
-    buffer = empty(1000, torch.empty(0))
-    if rank == lost:
-        time.sleep(0.2)
-        return  # and the process ends
-    if rank == 0:
-        with pytest.raises(TrafficError, match="a rank has exited"):
-            dist.all_reduce(buffer)
-    end.wait(20)
-
-
-@pytest.mark.parametrize("lost", [1, 2])
-def test_the_end_of_a_rank_is_noticed_though_another_one_is_late(lost: int) -> None:
-    run_ranks(3, lose_one_while_another_is_late, free_port(), meeting_of(2), lost)
 
 
 def train_over(rank: int, port: int, transport: Transport) -> tuple[Tensor, dict[str, int], bool]:
