@@ -16,6 +16,7 @@ import torch.distributed as dist
 import simplellm
 from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_size
+from distlab.checkpoints.format import checksum
 from distlab.comm.group import connect as connect_group
 from distlab.comm.waits import TrafficError
 from distlab.machine import devices, network
@@ -29,7 +30,6 @@ from distlab.run.failure import Failure
 from distlab.run.starting import Joined, connect, decide, identity, set_up
 from distlab.settings.common import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.settings.folders import Claim
-from distlab.settings.resuming import content_of
 from simplellm.errors import InputError, require
 
 PACKAGES = Path(__file__).parents[1], Path(simplellm.__file__).parent  # every rank runs their code
@@ -116,6 +116,16 @@ def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]
     found["the lab's code"] = asdict(Identity(str(LAB), code_of_packages(PACKAGES)))
     found["the script, with the modules beside it"] = asdict(Identity(str(script.absolute()), code_of(own)))
     return found
+
+
+def content_of(path: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and contents of a folder's files; hexadecimal."""
+    if not path.is_dir():
+        return checksum(path)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(path)} {checksum(file)} ".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 @functools.cache

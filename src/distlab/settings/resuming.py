@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from distlab.axes.layout import layout_flags, layout_size, replicas_in
 from distlab.checkpoints import FOLDER
-from distlab.checkpoints.format import Checkpoint, checksum, has_checkpoints, in_the_way, latest_valid, numbered
+from distlab.checkpoints.format import Checkpoint, has_checkpoints, in_the_way, latest_valid, numbered
 from distlab.settings.resume import ResumePolicy, marked
 from simplellm.errors import InputError, as_flag, require
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -171,16 +171,6 @@ def file_identity(data: str) -> dict[str, Any]:
             beginnings.update(file.read(1 << 20))
     size_bytes = sum(part.stat().st_size for part in files)
     return {"source": str(path.absolute()), "bytes": size_bytes, "sha256_of_first_mib": beginnings.hexdigest()}
-
-
-def content_of(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and contents of a folder's files; hexadecimal."""
-    if not path.is_dir():
-        return checksum(path)
-    digest = hashlib.sha256()
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        digest.update(f"{file.relative_to(path)} {checksum(file)} ".encode(errors="surrogateescape"))
-    return digest.hexdigest()
 
 
 def _content(data: dict[str, Any]) -> dict[str, Any]:
