@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.context import Context, ContextGroup, Options, first_context
+from distlab.comm.context import Context, ContextGroup, Options, first_context, require_one_dtype
 from distlab.machine.torch_patches import group_of_one
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class _Done(dist.Work):
 def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Done:
     """Copy tensors of equal sizes; one may be the other, as in a reduce-scatter in place."""
     for output, input in zip(outputs, inputs, strict=True):
-        if output.dtype != input.dtype:
-            raise ValueError(f"tensors of one collective have two dtypes, {output.dtype} and {input.dtype}")
+        require_one_dtype([output, input])
         if output.data_ptr() != input.data_ptr():
             output.view_as(input).copy_(input)
     return _Done(list(outputs))

@@ -150,6 +150,13 @@ class ContextGroup(dist.ProcessGroup):
         raise NotImplementedError
 
 
+def require_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise `ValueError` for tensors of several dtypes in one collective."""
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"tensors of one collective have two dtypes, {tensors[0].dtype} and {tensor.dtype}")
+
+
 def first_context(made: Any, options: Options | None) -> Context:
     """Return the context of a default group; without places in `options`, all ranks exchange theirs."""
     asked = replace(options or Options())  # a copy: the caller's options stay as they are

@@ -32,7 +32,7 @@ import torch.distributed.nn  # now: its functions keep for ever the default grou
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Context, ContextGroup
+from distlab.comm.context import Context, ContextGroup, require_one_dtype
 from distlab.comm.context import Transport as AskedTransport
 from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
@@ -312,12 +312,11 @@ class LabGroup(ContextGroup):
 
 def _require_plain(*tensors: Tensor) -> None:
     """Raise `ValueError` for tensors of several dtypes, or with gaps, whose content gloo would send."""
+    require_one_dtype(tensors)
     for tensor in tensors:
         if not tensor.is_contiguous():
             shape, strides = tuple(tensor.shape), tensor.stride()
             raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
-        if tensor.dtype != tensors[0].dtype:
-            raise ValueError(f"tensors of one collective have two dtypes, {tensors[0].dtype} and {tensor.dtype}")
 
 
 def _kind_of(operation: Any) -> ReduceOp.RedOpType:
