@@ -42,8 +42,8 @@ ALL = "default: all that fit"
 
 
 @dataclass
-class PlanRequest(ModelFlags):
-    """The model, machine and limits to plan for."""
+class RanksToPlan:
+    """The ranks to plan for, their batch, and where they run."""
 
     ranks: int = 3
     """ranks of the run"""
@@ -53,6 +53,12 @@ class PlanRequest(ModelFlags):
     """the machine, as python -m distlab.calibrate writes it"""
     memory: Annotated[str | None, shown_as("SIZE", "default: its share of the machine's")] = None
     """memory that a rank may need, like 8GB"""
+
+
+@dataclass
+class PlanRequest(ModelFlags, RanksToPlan):  # `--help` lists the flags of the last base first
+    """The model, machine and limits to plan for."""
+
     n_layers: int = 6
     """transformer layers"""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
