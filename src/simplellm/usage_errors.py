@@ -13,9 +13,14 @@ def one_sentence(panel: str) -> str:
         named = [f"{entry[1]} ({entry[2]})" for entry in entries if entry]
         if len(named) == len(entries):
             text = f"missing: {', '.join(named)}"
+    if cannot := re.match(r"Error parsing (--\S+): Could not .*?arguments:? \[(.*?)\]", text):  # of several values
+        flag, given = cannot[1], cannot[2].replace("'", "").replace(",", "")
+        usage = next((line for line in lines if line.startswith(f"{flag} ")), flag)  # with the kinds of its values
+        text = f"{flag} {given}: give it as {usage}"
     for of_python, plain in (
         (r"no type matching .* Got errors: .* - <class '\w+'>: ", ""),  # of a flag that may also be None
         (r"Missing value for argument '(.*)'\. Expected 1 values\.", r"\1: give a value"),
+        (r"Missing value for argument '(.*)'\. Expected (\d+) values\.", r"\1: give \2 values"),
         (r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number"),
         (r"could not convert string to float: (.*)", r"\1 is not a number"),
         (r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.", r"\2 \1: give one of \3"),
