@@ -6,7 +6,6 @@ A `dist.all_reduce` of a script is named after its operation and the line of the
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -14,7 +13,6 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-import typing_extensions
 
 CONTROL = "control"  # the ledger's column for messages that are not part of training
 
@@ -28,9 +26,9 @@ class Name(NamedTuple):
 
 _name: ContextVar[Name | None] = ContextVar("name", default=None)
 _kind: ContextVar[str | None] = ContextVar("kind", default=None)  # replaces all others
-# Code between a script and here; the last two wrap functions of torch that are deprecated.
-FOLDERS = Path(torch.__file__).parent, Path(__file__).parents[1]
-LIBRARIES = ("<", *map(str, FOLDERS), typing_extensions.__file__, str(warnings.__file__))
+# Code between a script and here: torch, the lab, and modules whose decorators torch and the lab use.
+FOLDERS = "<", str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+MODULES = {*sys.stdlib_module_names, "typing_extensions"}
 
 
 @contextlib.contextmanager
@@ -64,6 +62,11 @@ def name_of(operation: str) -> tuple[str, str, str]:
 def line_of_script() -> str:
     """Return the calling line outside of torch and the lab, such as "intro_PP_1F1B.py line 57"; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+    while frame is not None and _is_of_library(frame):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+
+
+def _is_of_library(frame: FrameType) -> bool:
+    module: str = frame.f_globals.get("__name__", "")
+    return frame.f_code.co_filename.startswith(FOLDERS) or module.partition(".")[0] in MODULES

@@ -3,7 +3,7 @@
 import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -288,11 +288,23 @@ def test_a_wait_of_a_plain_script_is_named_by_operation_peers_and_line(call: str
     assert float(found[1]) >= 0.3
 
 
-def test_a_deprecated_function_of_torch_is_named_by_the_line_that_calls_it() -> None:
+@contextlib.contextmanager
+def some_context() -> Iterator[None]:
+    yield
+
+
+DECORATED = {
+    "deprecated": typing_extensions.deprecated("as in torch")(line_of_script),
+    "in a context": some_context()(line_of_script),
+}
+
+
+@pytest.mark.filterwarnings("ignore:as in torch")
+@pytest.mark.parametrize("kind", DECORATED)
+def test_a_decorated_function_is_named_by_the_line_that_calls_it(kind: str) -> None:
     program = compile("\n\nLINE = function()", "/home/someone/plain.py", "exec")
-    names: dict[str, object] = {"function": typing_extensions.deprecated("as in torch")(line_of_script)}
-    with pytest.warns(DeprecationWarning, match="as in torch"):
-        exec(program, names)  # noqa: S102
+    names: dict[str, object] = {"function": DECORATED[kind]}
+    exec(program, names)  # noqa: S102
     assert names["LINE"] == "plain.py line 3"
 
 
