@@ -15,7 +15,8 @@ import torch
 
 from distlab.comm.context import context_of
 from distlab.parallel.division import Style, check_division
-from distlab.parallel.tensor import bytes_per_layer, shard
+from distlab.parallel.tensor import shard
+from distlab.parallel.tp_group import shard_sizes
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.main import main
 from distlab.run.terminal import say
@@ -74,17 +75,35 @@ def train(run: TrainingRun[StylesSettings]) -> None:
 
 def compare_with_formula(run: TrainingRun[StylesSettings]) -> None:
     """Print what this rank sent per layer and step, and what the formula gives."""
-    args = run.settings
-    shape = args.batch_size // args.micro_batches, args.seq_len, args.dmodel
-    element_bytes = getattr(torch, args.dtype).itemsize
-    widths = (args.num_kv_heads or args.num_heads) * (args.dmodel // args.num_heads), args.hidden_dim
-    sizes = run.world_size, *shape, element_bytes, args.sequence_parallel, *widths
-    formula = bytes_per_layer(args.tp_style, *sizes, recomputed=args.recompute != "none")
-    ledger = context_of().ledger
-    for kind, expected in zip(("layer activations", "layer gradients"), formula, strict=True):
-        sent = ledger.sent_bytes[kind] / max(1, (args.steps - run.first_step) * args.n_layers)
+    args, sent_bytes = run.settings, context_of().ledger.sent_bytes
+    for kind, expected in zip(("layer activations", "layer gradients"), bytes_per_layer(args), strict=True):
+        sent = sent_bytes[kind] / max(1, (args.steps - run.first_step) * args.n_layers)
         if run.rank == 0:
             say(f"{kind}: {sent:,.0f} bytes per layer and step; the formula gives {args.micro_batches * expected:,}")
+
+
+def bytes_per_layer(args: StylesSettings) -> tuple[int, int]:
+    """Return the bytes that a rank sends in rings for a layer and micro-batch, in the forward and the backward pass."""
+    ranks, rows, seq, dmodel = args.world_size, args.batch_size // args.micro_batches, args.seq_len, args.dmodel
+    number_bytes = getattr(torch, args.dtype).itemsize
+    keys, hidden = (args.num_kv_heads or args.num_heads) * (dmodel // args.num_heads), args.hidden_dim or 4 * dmodel
+
+    def all_reduce(width: int) -> int:
+        return 2 * (ranks - 1) * rows * seq * width * number_bytes // ranks
+
+    def gather_or_scatter(length: int, others: int) -> int:  # slices are sent as long as the longest
+        return (ranks - 1) * shard_sizes(length, ranks)[0] * others * number_bytes
+
+    if args.tp_style == "naive":  # q, k, v, o, gate, up, down: outputs are gathered, gradients of inputs added up
+        widths = [(dmodel, dmodel), *2 * [(dmodel, keys)], (dmodel, dmodel), *2 * [(dmodel, hidden)], (hidden, dmodel)]
+        forward = [gather_or_scatter(outputs, rows * seq) for _, outputs in widths]
+        backward = [all_reduce(inputs) for inputs, _ in widths]
+    elif args.sequence_parallel:
+        forward = backward = 4 * [gather_or_scatter(seq, rows * dmodel)]
+    else:
+        forward = backward = 2 * [all_reduce(dmodel)]
+    again = forward[:-1] if args.recompute != "none" else []  # only the output needs the last
+    return sum(forward) + sum(again), sum(backward)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""The tensor-parallel chapter gives the training run of one process: losses, gradients, parameters, under plain SGD."""
+"""The tensor-parallel chapter gives the training run of one process; its formula gives the bytes that ranks send."""
 
 import json
 from pathlib import Path
 
 import pytest
-from support.chapters import OneProcess, State, assert_equal, train_on
+from support.chapters import MODEL as SMALL
+from support.chapters import OneProcess, State, assert_equal, load, train_on
 
 from distlab.parallel.division import Style
-from distlab.parallel.tensor import bytes_per_layer
+from distlab.settings.common import parse
 
 LESSON, SCRIPT = "TP/intro_TP.py", "TP/intro_TP_styles.py"
 LAYERS = 2
@@ -37,6 +38,13 @@ def slices(whole: State, style: str, place: int, ranks: int) -> State:
 
 def style_of(flags: str) -> Style:
     return "naive" if "naive" in flags else "megatron"
+
+
+def bytes_per_layer(*flags: str) -> tuple[int, int]:
+    """What the script's formula gives for a layer and micro-batch, in the forward and the backward pass."""
+    script = load(SCRIPT)
+    forward, backward = script.bytes_per_layer(parse(script.DEFAULTS, "", ["0", *flags]))
+    return forward, backward
 
 
 def assert_sent(out: Path, forward: int, backward: int) -> None:
@@ -77,7 +85,7 @@ def test_is_the_run_of_one_process(
     for place in range(ranks):
         assert_equal(parameters[place], slices(expected_parameters, style, place, ranks), ROUNDING)
         assert_equal(gradients[place], slices(expected_gradients, style, place, ranks), ROUNDING)
-    assert_sent(tmp_path, *bytes_per_layer(style, ranks, 2, 25, 48, 4, "sequence" in flags))
+    assert_sent(tmp_path, *bytes_per_layer(*all_flags, *MODEL))
     assert_carried_by(transport, tmp_path)
 
 
@@ -91,9 +99,8 @@ def test_recomputation_gives_the_same_run_bit_for_bit(flags: str, tmp_path: Path
     assert again[2] == usual[2]
     for own, expected in zip((*again[0], *again[1]), (*usual[0], *usual[1]), strict=True):
         assert all(own[name].equal(tensor) for name, tensor in expected.items())
-    sizes = 2, 1, 25, 48, 4, "sequence" in flags
-    forward, backward = bytes_per_layer(style_of(flags), *sizes, recomputed=True)
-    assert forward > bytes_per_layer(style_of(flags), *sizes)[0]
+    forward, backward = bytes_per_layer(*shape, *flags.split())
+    assert forward > bytes_per_layer(*shape, *style.split())[0]
     assert_sent(tmp_path / "again", 2 * forward, 2 * backward)
     activations = [
         json.loads((tmp_path / run / "memory.json").read_text())[0]["activations"] for run in ("again", "usual")
@@ -141,13 +148,12 @@ def test_fewer_heads_of_keys_and_values(flags: str, one_process: OneProcess, tmp
     expected_parameters, _, expected_losses = one_process(2, *MODEL, *GROUPED)
     assert expected_losses != one_process(2, *MODEL)[2]
     ranks, style = (2, "naive") if "naive" in flags else (3, "megatron")
-    parameters, _, own_losses = train_on(
-        ranks, SCRIPT, tmp_path, "--world-size", str(ranks), "--batch-size", "2", *MODEL, *GROUPED, *flags.split()
-    )
+    all_flags = ["--world-size", str(ranks), "--batch-size", "2", *MODEL, *GROUPED, *flags.split()]
+    parameters, _, own_losses = train_on(ranks, SCRIPT, tmp_path, *all_flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for place in range(ranks):
         assert_equal(parameters[place], slices(expected_parameters, style, place, ranks), ROUNDING)
-    assert_sent(tmp_path, *bytes_per_layer(style_of(flags), ranks, 2, 25, 48, 4, "sequence" in flags, kv_width=24))
+    assert_sent(tmp_path, *bytes_per_layer(*all_flags))
 
 
 @pytest.mark.parametrize(("ranks", "hidden_dim", "flags"), [(2, 41, "--sequence-parallel"), (3, 2, "--tp-style naive")])
@@ -158,14 +164,13 @@ def test_another_width_of_the_feed_forward_layers(
     model = [*MODEL, "--hidden-dim", str(hidden_dim)]
     expected_parameters, _, expected_losses = one_process(2, *model)
     assert expected_losses != one_process(2, *MODEL)[2]
-    parameters, _, own_losses = train_on(
-        ranks, SCRIPT, tmp_path, "--world-size", str(ranks), "--batch-size", "2", *model, *flags.split()
-    )
+    all_flags = ["--world-size", str(ranks), "--batch-size", "2", *model, *flags.split()]
+    parameters, _, own_losses = train_on(ranks, SCRIPT, tmp_path, *all_flags)
     style = style_of(flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for place in range(ranks):
         assert_equal(parameters[place], slices(expected_parameters, style, place, ranks), ROUNDING)
-    assert_sent(tmp_path, *bytes_per_layer(style, ranks, 2, 25, 48, 4, "sequence" in flags, hidden_dim=hidden_dim))
+    assert_sent(tmp_path, *bytes_per_layer(*all_flags))
 
 
 def test_long_sequences_in_three_dimensions(one_process: OneProcess, tmp_path: Path) -> None:
@@ -195,13 +200,12 @@ def test_the_lesson_is_the_run_of_one_process(ranks: int, flags: str, one_proces
 
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, _, expected_losses = one_process(6)
-    parameters, _, own_losses = train_on(
-        2, SCRIPT, tmp_path, *"--world-size 2 --batch-size 6 --micro-batches 3 --sequence-parallel".split()
-    )
+    flags = "--world-size 2 --batch-size 6 --micro-batches 3 --sequence-parallel".split()
+    parameters, _, own_losses = train_on(2, SCRIPT, tmp_path, *flags)
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for place in range(2):
         assert_equal(parameters[place], slices(expected_parameters, "megatron", place, 2), ROUNDING)
-    forward, backward = bytes_per_layer("megatron", 2, 2, 24, 32, 4, sequence_parallel=True)
+    forward, backward = bytes_per_layer(*SMALL, *flags)
     assert_sent(tmp_path, 3 * forward, 3 * backward)
 
 
@@ -222,4 +226,25 @@ def test_mixed_precision_stays_near_float32(flags: str, one_process: OneProcess,
     shape = [*MODEL, *"--world-size 2 --batch-size 2 --dtype bfloat16".split()]
     _, _, own_losses = train_on(2, SCRIPT, tmp_path, *shape, *flags.split())
     assert own_losses == pytest.approx(expected_losses, rel=2e-3)
-    assert_sent(tmp_path, *bytes_per_layer(style_of(flags), 2, 2, 25, 48, 2, "sequence" in flags))
+    assert_sent(tmp_path, *bytes_per_layer(*shape, *flags.split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        # 256 tokens of 288 float32: 294,912 bytes. Four ranks send 3/4 of them twice in each all-reduce.
+        ("--world-size 4 --num-heads 8 --dmodel 288", (2 * 442_368, 2 * 442_368)),
+        ("--world-size 4 --num-heads 8 --dmodel 288 --sequence-parallel", (2 * 442_368, 2 * 442_368)),
+        ("--world-size 4 --num-heads 8 --dmodel 288 --dtype bfloat16", (442_368, 442_368)),
+        # Thirteen times 288 columns are gathered; ten times 288 are the inputs of layers.
+        ("--world-size 4 --tp-style naive", (13 * 221_184, 10 * 442_368)),
+        # With a third of the heads for keys and values, 11 2/3 times 288.
+        ("--world-size 4 --tp-style naive --num-kv-heads 2", (2 * 221_184 * 35 // 6, 10 * 442_368)),
+        ("--world-size 1", (0, 0)),
+        # Three ranks: the longest slices have 17 of 50 outputs and 67 of 200, together 219; and 9 of 25 tokens.
+        ("--tp-style naive --seq-len 25 --dmodel 50 --num-heads 5", (2 * 25 * 4 * 219, 66_662)),
+        ("--seq-len 25 --dmodel 48 --sequence-parallel", (2 * 4 * 9 * 48 * 4, 2 * 4 * 9 * 48 * 4)),
+    ],
+)
+def test_the_formula_as_worked_out_by_hand(flags: str, expected: tuple[int, int]) -> None:
+    assert bytes_per_layer("--batch-size", "1", *flags.split()) == expected

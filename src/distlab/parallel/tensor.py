@@ -17,7 +17,7 @@ from distlab.axes.grid import Axis, all_ranks
 from distlab.axes.placement import own_slice, placement_of
 from distlab.parallel import tp_group as tp
 from distlab.parallel.division import Style, check_division
-from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup, shard_sizes
+from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.blocks import Attention
 from simplellm.errors import InputError, require
@@ -201,42 +201,3 @@ def _around(module: nn.Module, group: TPGroup, before: Exchange | None = None, a
         module.register_forward_pre_hook(lambda _, args: (before(args[0], group), *args[1:]))
     if after is not None:
         module.register_forward_hook(lambda _module, _args, output: after(output, group))
-
-
-def bytes_per_layer(
-    style: Style,
-    ranks: int,
-    batch: int,
-    seq: int,
-    dmodel: int,
-    element_bytes: int,
-    sequence_parallel: bool = False,
-    kv_width: int | None = None,
-    hidden_dim: int | None = None,
-    recomputed: bool = False,
-) -> tuple[int, int]:
-    """Return the bytes that a rank sends for a layer of the lab's Llama with activations (batch, seq, dmodel).
-
-    The two numbers are for the forward and the backward pass.
-    `kv_width` is the width of the keys, by default dmodel (fewer key heads make it smaller); `hidden_dim` is the width
-    of the feed-forward layer, by default 4 * dmodel. Neither changes the result for "megatron".
-    In a ring, each rank sends 2 (ranks - 1) / ranks times the tensor's bytes in an all-reduce, and (ranks - 1) times
-    the bytes of the longest shard in an all-gather or a reduce-scatter, about half as much. A layer that is
-    `recomputed` repeats its whole forward pass except the last collective, whose result is not needed there.
-    """
-    token_bytes = batch * seq * element_bytes
-
-    def all_reduce(width: int) -> int:
-        return 2 * (ranks - 1) * width * token_bytes // ranks
-
-    if style == "naive":
-        hidden, keys = hidden_dim or 4 * dmodel, kv_width or dmodel
-        attention = [(dmodel, dmodel), (dmodel, keys), (dmodel, keys), (dmodel, dmodel)]  # q, k, v, o
-        shapes = [*attention, (dmodel, hidden), (dmodel, hidden), (hidden, dmodel)]  # gate, up, down
-        gathered = [(ranks - 1) * shard_sizes(outputs, ranks)[0] * token_bytes for _, outputs in shapes]
-        return sum(gathered) + recomputed * sum(gathered[:-1]), sum(all_reduce(inputs) for inputs, _ in shapes)
-    pair = all_reduce(dmodel)
-    if sequence_parallel:  # an all-gather before the pair and a reduce-scatter after it, or the other way round
-        pair = 2 * (ranks - 1) * shard_sizes(seq, ranks)[0] * batch * dmodel * element_bytes
-    again = (3 * pair // 2 if sequence_parallel else pair) if recomputed else 0
-    return 2 * pair + again, 2 * pair

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from distlab.axes.grid import Axis, Grid
 from distlab.comm.context import Options, context_of
 from distlab.parallel.division import Style
-from distlab.parallel.tensor import bytes_per_layer, shard
+from distlab.parallel.tensor import shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.model import build_optimizer
@@ -182,20 +182,6 @@ def refuse(rank: int, sizes: dict[str, int], port: int) -> str:
 def test_heads_that_do_not_divide_are_refused_before_anyone_waits(sizes: dict[str, int], flag: str) -> None:
     sentences = run_ranks(3, refuse, sizes, free_port())
     assert all(sentence.startswith(f"{flag} among 3 tensor-parallel ranks: ") for sentence in sentences)
-
-
-def test_bytes_per_layer_as_worked_out_by_hand() -> None:
-    # 256 tokens of 288 float32: 294,912 bytes. Four ranks send 3/4 of them twice in each all-reduce.
-    assert bytes_per_layer("megatron", 4, 1, 256, 288, 4) == (2 * 442_368, 2 * 442_368)
-    assert bytes_per_layer("megatron", 4, 1, 256, 288, 4, sequence_parallel=True) == (2 * 442_368, 2 * 442_368)
-    # Thirteen times 288 columns are gathered; ten times 288 are the inputs of layers.
-    assert bytes_per_layer("naive", 4, 1, 256, 288, 4) == (13 * 221_184, 10 * 442_368)
-    # With a third of the heads for keys and values, 11 2/3 times 288.
-    assert bytes_per_layer("naive", 4, 1, 256, 288, 4, kv_width=96) == (2 * 221_184 * 35 // 6, 10 * 442_368)
-    assert bytes_per_layer("megatron", 1, 1, 256, 288, 4) == (0, 0)
-    # Three ranks: 17 of 49 outputs and 66 of 196 in the longest slice, 9 of 25 tokens.
-    assert bytes_per_layer("naive", 3, 1, 25, 49, 4)[0] == 2 * 25 * 4 * (5 * 17 + 2 * 66)
-    assert bytes_per_layer("megatron", 3, 1, 25, 48, 4, sequence_parallel=True)[0] == 2 * 4 * 9 * 48 * 4
 
 
 class Written(nn.Module):
