@@ -1,6 +1,7 @@
 """Figures that need no run: of layouts, of matrix products that ranks share, of schedules and of collectives."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from distlab.axes.layout import Neighbors, coordinate
 from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.link import Link
-from distlab.parallel.context_parallel import positions_of, work_shares
+from distlab.parallel.context_parallel import positions_of
 from distlab.parallel.division import Order
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
@@ -226,15 +227,17 @@ def sequence_parts(png: Png, /, ranks: int = 4) -> None:
     figure, grid = style.subplots(4.4, 1, 2)
     chunks = 2 * ranks
     for axes, order in zip(grid, get_args(Order), strict=True):
-        busiest = max(sum(steps) for steps in work_shares(ranks, order)) * ranks
         owners = {int(chunk): rank for rank in range(ranks) for chunk in positions_of(rank, ranks, chunks, order)}
+        work = Counter[int]()  # by rank; within a chunk, half of the pairs
         for query, key in itertools.product(range(chunks), repeat=2):
             if key > query:
                 continue
+            work[owners[query]] += 1 if key == query else 2
             color = style.lighter(style.SERIES[owners[query]], 0.4 if key == query else 0.75)
             axes.add_patch(style.rectangle(key, query, 1, 1, color))
             step = (owners[query] - owners[key]) % ranks
             axes.text(key + 0.5, query + 0.5, step, ha="center", va="center", size=style.SMALL)
+        busiest = max(work.values()) * ranks / work.total()
         title = f"{order}: busiest rank {busiest:.3g} \N{MULTIPLICATION SIGN} the mean"
         axes.set(title=title, xlabel="keys", xlim=(0, chunks), ylim=(chunks, 0), aspect="equal", xticks=[], yticks=[])
     grid[0].set_ylabel("queries")

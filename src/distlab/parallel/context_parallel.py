@@ -179,22 +179,6 @@ def visible(own: int, source: int, length: int, order: Order) -> tuple[slice, sl
     return (everything, slice(half)) if source < own else (slice(half, None), everything)
 
 
-def work_shares(ranks: int, order: Order) -> list[list[float]]:
-    """Return the query-key pairs computed by each rank in each step of the ring, as fractions of all causal work."""
-    length = 2  # of a rank's part, in half chunks
-    pairs = []
-    for own in range(ranks):
-        steps = []
-        for turn in range(ranks):
-            source = (own - turn) % ranks
-            seen = visible(own, source, length, order)
-            queries, keys = (len(range(length)[part]) for part in seen) if seen else (0, 0)
-            steps.append(queries * keys * (0.5 if source == own else 1.0))
-        pairs.append(steps)
-    whole = (ranks * length) ** 2 / 2
-    return [[step / whole for step in steps] for steps in pairs]
-
-
 def _mask(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
     """Return the mask of the keys to which each query attends: (batch or 1, 1, queries, keys), bool."""
     mask = (keys <= queries.unsqueeze(-1)).expand(1, 1, -1, -1)

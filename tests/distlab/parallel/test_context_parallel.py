@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.axes.grid import Axis, Grid, all_ranks
 from distlab.comm.context import Options, Transport, context_of
 from distlab.machine.saved_activations import SavedActivations
-from distlab.parallel.context_parallel import ContextParallel, positions_of, work_shares
+from distlab.parallel.context_parallel import ContextParallel, positions_of, visible
 from distlab.parallel.division import Kind, Order
 from simplellm.attention import attend_to_earlier
 from simplellm.documents import within_documents
@@ -216,10 +216,16 @@ def test_zigzag_gives_all_ranks_the_same_work() -> None:
     most: dict[Order, list[float]] = {"contiguous": [1.5, 1.75], "zigzag": [1, 1]}  # over the mean
     for order, expected in most.items():
         for ranks, most_work in zip((2, 4), expected, strict=True):
-            sums = [sum(steps) for steps in work_shares(ranks, order)]
-            assert sum(sums) == pytest.approx(1)
-            assert max(sums) * ranks == pytest.approx(most_work)
-    assert len({step for steps in work_shares(4, "zigzag") for step in steps[1:]}) == 1
+            work = [sum(2 * p + 1 for p in positions_of(r, ranks, 2 * ranks, order).tolist()) for r in range(ranks)]
+            assert max(work) * ranks / sum(work) == most_work
+
+
+def test_zigzag_gives_each_rank_the_same_work_in_each_step_of_the_ring() -> None:
+    for own, source in itertools.permutations(range(4), 2):
+        seen = visible(own, source, 2, "zigzag")
+        assert seen is not None
+        queries, keys = (len(range(2)[part]) for part in seen)
+        assert queries * keys == 2
 
 
 def test_a_part_predicts_the_token_after_its_last_one() -> None:
