@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,14 +34,13 @@ class HandedOver:
     def send(self, to: int, position: Position) -> None:
         """Send the state to a rank of the process group."""
         state = state_of(self._optimizer)
-        packed = pack(state)
         states = [self._optimizer.state.get(parameter, {}) for parameter in parameters_of(self._optimizer)]
         kinds = [{key: [[*value.shape], str(value.dtype)] for key, value in state.items()} for state in states]
         record = {**self.describe(position), "optimizer": kinds, "checksum": checksum(state)}
         text = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
         with named("the state of a rank", "repair"):
-            for tensor in (torch.tensor(len(text)), text, packed):
-                dist.send(tensor, to)
+            for tensor in (torch.tensor(len(text)), text, *state):
+                dist.send(tensor.detach(), to)
 
     def receive(self, source: int) -> dict[str, Any]:
         """Receive the state from a rank of the process group, and return the record.
@@ -61,9 +60,8 @@ class HandedOver:
                     kept = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
                     self._optimizer.state[parameter][key] = kept
             state = state_of(self._optimizer)
-            packed = torch.empty(sum(tensor.nbytes for tensor in state), dtype=torch.uint8)
-            dist.recv(packed, source)
-        unpack(packed, state)
+            for tensor in state:
+                dist.recv(tensor.detach(), source)
         if checksum(state) != record["checksum"]:
             raise ChangedError("the state that a peer has sent has another checksum than it had there")
         return record
@@ -73,25 +71,9 @@ class HandedOver:
         return checksum(state_of(self._optimizer))
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of tensors, one after another."""
-    return torch.cat([_bytes_of(tensor) for tensor in tensors])
-
-
-@torch.no_grad()
-def unpack(packed: Tensor, into: Sequence[Tensor]) -> None:
-    """Fill tensors with such bytes."""
-    for tensor, part in zip(into, packed.split([tensor.nbytes for tensor in into]), strict=True):
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
 def checksum(tensors: Iterable[Tensor]) -> int:
     """Return the checksum of the bytes of tensors."""
     found = 0
     for tensor in tensors:
-        found = zlib.crc32(_bytes_of(tensor).numpy().data, found)
+        found = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return found
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
