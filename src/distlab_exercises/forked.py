@@ -1,5 +1,6 @@
 """A fork of this process for each rank, which answers over a pipe; and the end of all that such processes start."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from distlab.machine.processes import end_with_parent, leave
-from distlab.machine.supervision import adopt_orphans
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def leaving_no_process() -> Iterator[None]:
     Linux gives them to this process when their parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
     """
     before = _children()
-    adopted = adopt_orphans(True)
+    adopted = _adopt_orphans(True)
     try:
         yield
     finally:
@@ -71,7 +71,19 @@ def leaving_no_process() -> Iterator[None]:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
-        adopt_orphans(adopted)
+        _adopt_orphans(adopted)
+
+
+def _adopt_orphans(does: bool) -> bool:
+    """On Linux, have the processes below this one become its children when their parents exit, or no longer.
+
+    Returns whether they did before.
+    """
+    did = ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(37, ctypes.byref(did))  # PR_GET_CHILD_SUBREAPER
+        ctypes.CDLL(None).prctl(36, int(does))  # PR_SET_CHILD_SUBREAPER
+    return bool(did.value)
 
 
 def _children() -> set[int]:

@@ -9,17 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from distlab.machine.supervision import adopt_orphans, is_stopped, name_process, open_descriptors
+from distlab.machine.supervision import name_process, open_descriptors
 
 FIRST_OTHER_DESCRIPTOR = 3  # after stdin, stdout and stderr
 SECONDS_BETWEEN_LOOKS = 0.01
-SECONDS_TO_FORK = 30.0  # all ranks of a machine
 
 
 class Forked:
@@ -47,85 +46,63 @@ class Forked:
         return self.returncode
 
 
-class ForkServer:
-    """A fork of this process that forks ranks, which then are children of this process; on Linux.
+class ForkedRank(Forked):
+    """A fork of this process that runs a script, in a session of its own, once it is told its variables.
 
-    Make it before this process has connections or threads: a store, for example, has a thread that looks up the name of
-    each process that connects. A fork during a look-up would inherit a lock of the C library that nobody will release,
-    and could never look up a name. Nor must there be computing threads or CUDA, because a fork has neither.
+    Args:
+        script: its path and its arguments.
     """
 
-    def __init__(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or both processes would write the rest of the buffer
-        gc.freeze()  # the collector would write to every object, and thus copy the memory shared with the forks
-        self._adopted = adopt_orphans(True)
-        self._server, requests = Pipe()
-        with _signals_blocked() as before:  # until the fork has its own handlers
-            self._process = Forked(os.fork())
-            if self._process.pid == 0:
-                self._server.close()
-                _serve(requests, before)
-        requests.close()
+    def __init__(self, script: Sequence[str]) -> None:
+        told, self._tell = Pipe(duplex=False)
+        super().__init__(os.fork())
+        if self.pid == 0:
+            _become(script, told)
+        told.close()
 
-    def start(
-        self,
-        script: Sequence[str],
-        environments: Mapping[int, Mapping[str, str]],
-        keep: Callable[[int, Forked], object],
-    ) -> None:
-        """Run a script once for each environment, in a separate session.
+    def begin(self, variables: Mapping[str, str]) -> None:
+        """Have it run the script with these environment variables beside those of this process."""
+        with contextlib.suppress(BrokenPipeError):  # it has been killed, as `poll` says
+            self._tell.send({**variables})
+        self._tell.close()
 
-        Args:
-            script: its path and its arguments.
-            environments: by a number for each process.
-            keep: called with each number and its process, before a signal can raise an exception here.
-
-        Raises:
-            OSError: the system cannot start them all, and none is left.
-            EOFError, ConnectionError: the server was killed, or is stopped.
-        """
-        with handlers_later():
-            self._refuse_if_stopped()
-            self._server.send(([*script], [dict(environment) for environment in environments.values()]))
-            deadline = time.monotonic() + SECONDS_TO_FORK
-            while not self._server.poll(SECONDS_BETWEEN_LOOKS):
-                self._refuse_if_stopped()
-                if time.monotonic() > deadline:
-                    raise EOFError
-            answer = self._server.recv()
-            if isinstance(answer, OSError):
-                raise answer
-            for number, pid in zip(environments, answer, strict=True):
-                keep(number, Forked(pid))
-
-    def _refuse_if_stopped(self) -> None:
-        if is_stopped(self._process.pid):
-            raise EOFError
-
-    def close(self) -> None:
-        """End the server; what it has started goes on."""
-        self._server.close()
-        os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        adopt_orphans(self._adopted)
+    def cancel(self) -> None:
+        """End a fork that has not begun."""
+        self._tell.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
 
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[set[int]]:
-    """Block all signals in this thread, as yet the only one; yields those that are blocked outside."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        yield {int(number) for number in before}
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def fork_ranks(script: Sequence[str], count: int) -> list[ForkedRank]:
+    """Return forks that wait for `begin`, and exit if this process ends before.
+
+    Call it before this process has connections or threads: a store, for example, has a thread that looks up the name of
+    each process that connects. A fork during a look-up would inherit a lock of the C library that nobody will release,
+    and could never look up a name. Nor must there be computing threads or CUDA, because a fork has neither.
+
+    Raises:
+        OSError: the system cannot start them all, and none is left.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or each fork would write the rest of the buffer
+    gc.freeze()  # the collector would write to every object, and thus copy the memory shared with the forks
+    forks: list[ForkedRank] = []
+    with handlers_later():  # a fork must not run this process's handlers before it has its own
+        try:
+            for _ in range(count):
+                forks.append(ForkedRank(script))
+        except OSError:
+            for fork in forks:
+                fork.cancel()
+            raise
+    return forks
 
 
 @contextlib.contextmanager
 def handlers_later() -> Iterator[None]:
     """Let the handlers of signals that arrive inside run at the end; in the main thread.
 
-    `_signals_blocked` would not do once there are other threads, such as the store's: they would receive the signals.
+    To block the signals would not do once there are other threads, such as the store's: they would receive them.
     """
     received: list[int] = []
     handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
@@ -140,63 +117,6 @@ def handlers_later() -> Iterator[None]:
             signal.raise_signal(arrived)
 
 
-def _serve(requests: Connection, blocked: Collection[int]) -> NoReturn:
-    """Start what is asked for, with these signals blocked, until the asking process has closed its end, or exited."""
-    try:
-        os.setsid()  # Ctrl-C is for the launcher
-        name_process("fork server")
-        _have_the_signals_of_an_interpreter()
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        while True:
-            script, environments = requests.recv()
-            try:
-                requests.send(_fork_for_the_launcher(script, environments))
-            except OSError as error:
-                requests.send(error)
-    finally:
-        os._exit(1)
-
-
-def _fork_for_the_launcher(script: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the processes that run a script. Their parent tells them, after 0 or an `errno`, and exits.
-
-    So the launcher adopts them.
-    """
-    told, tell = os.pipe()
-    parent = os.fork()
-    if parent == 0:
-        _fork_all(script, environments, tell)
-    os.close(tell)
-    os.waitpid(parent, 0)
-    with open(told) as answer:
-        text = answer.read()  # to its end: from now on their process groups can be killed
-    error, *pids = map(int, text.split())
-    if error:
-        raise OSError(error, os.strerror(error))
-    return pids
-
-
-def _fork_all(script: Sequence[str], environments: Sequence[Mapping[str, str]], tell: int) -> NoReturn:
-    parent, pids = os.getpid(), list[int]()
-    try:
-        for environment in environments:
-            pid = os.fork()
-            if pid == 0:
-                os.setsid()
-                os.close(tell)
-                while os.getppid() == parent:
-                    time.sleep(0.0001)
-                _become(script, environment)
-            pids.append(pid)
-        os.write(tell, " ".join(map(str, [0, *pids])).encode())
-    except OSError as error:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        os.write(tell, str(error.errno).encode())
-    finally:
-        os._exit(0)
-
-
 def _have_the_signals_of_an_interpreter() -> None:
     for number in signal.Signals:
         if signal.getsignal(number) is not signal.SIG_IGN:  # a signal that nohup ignores stays ignored
@@ -208,15 +128,15 @@ def _have_the_signals_of_an_interpreter() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _disconnect() -> None:
-    """Put /dev/null in place of the launcher's connections and files.
+def _disconnect(kept: int) -> None:
+    """Put /dev/null in place of the launcher's connections and files, but for the descriptor `kept`.
 
     If they were closed, new files of this process would get their numbers, and a file object of the launcher, such as
     a log handler's, would write into such a file, or close it on garbage collection.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in open_descriptors():
-        if descriptor >= FIRST_OTHER_DESCRIPTOR and descriptor != null:
+        if descriptor >= FIRST_OTHER_DESCRIPTOR and descriptor not in (null, kept):
             try:
                 os.dup2(null, descriptor, inheritable=False)
             except OSError:  # above the limit on open files, which may have been lowered since it was opened
@@ -230,15 +150,20 @@ def _own(stream: TextIO | None, number: int) -> TextIO:
     return os.fdopen(number, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
 
 
-def _become(script: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run a script in this process, as a new interpreter would, and exit."""
+def _become(script: Sequence[str], told: Connection) -> NoReturn:
+    """Run a script in this process, as a new interpreter would, when its variables have been told; and exit."""
     status = 1
     try:
-        _disconnect()
-        os.environ.clear()
-        os.environ.update(environment)
-        if "RANK" in environment:
-            name_process(f"rank {environment['RANK']}")
+        os.setsid()  # Ctrl-C is for the launcher
+        _have_the_signals_of_an_interpreter()
+        _disconnect(told.fileno())
+        name_process("idle rank")
+        try:
+            os.environ.update(told.recv())
+        except EOFError:  # the launcher has ended
+            os._exit(0)
+        told.close()
+        name_process(f"rank {os.environ['RANK']}")
         sys.stdout, sys.stderr = (
             _own(stream, number) for number, stream in enumerate((sys.__stdout__, sys.__stderr__), 1)
         )

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from distlab.axes.grid import Grid
-from distlab.launching.forks import ForkServer
+from distlab.launching.forks import ForkedRank, fork_ranks
 from distlab.launching.launcher_flags import Nodes
 from distlab.launching.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
-from distlab.launching.processes import SECONDS_TO_END, RankFailure
+from distlab.launching.processes import SECONDS_TO_END, RankFailure, can_start
 from distlab.launching.repairs import Repairs
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
 from distlab.machine.compilers import import_compiler
@@ -30,6 +30,7 @@ from distlab.settings.common import RunSettings
 from distlab.settings.replicas import RepairFlag
 from simplellm.errors import InputError, tell
 
+FORKED_STARTS = 2  # of all ranks; later ones take the time of an interpreter that imports torch
 DEFAULT_PORT = 29500  # where node 0 listens, when there are several machines
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)  # signals that ask a launcher to end
 
@@ -56,7 +57,8 @@ def run_ranks(
     Terminal(0, has_own=True)  # so that it prints above a status line that a rank may have left
     port = settings.master_port or (0 if len(nodes.ranks_of) == 1 else DEFAULT_PORT)
     rendezvous: NodeRendezvous | None = None  # None until this launcher has found the one of node 0
-    server: ForkServer | None = None
+    command = [str(script), *args]
+    forks: list[ForkedRank] = []
     kills, (status, sentence, cause) = memory_kills(), (0, "", "")  # the cause is reported to the other machines
     with temporary_folder() as errors:
         note = errors / "folder"
@@ -68,13 +70,15 @@ def run_ranks(
             if may_fork and has_no_cuda and sys.platform == "linux":  # a fork cannot use CUDA
                 if getattr(settings, "compile", False):
                     import_compiler()  # once, instead of in each rank
-                server = ForkServer()
+                starts = min(1 + max_restarts, FORKED_STARTS)
+                with can_start("the ranks"):
+                    forks = fork_ranks(command, starts * nodes.ranks_of[nodes.rank] + spares)
             rendezvous = NodeRendezvous(nodes, settings.master_addr, port, settings.timeout, max_restarts)
             try:
                 repairs = (
                     Repairs(settings, spares) if isinstance(settings, RepairFlag) and settings.can_repair else None
                 )
-                failures = supervise([str(script), *args], rendezvous, max_restarts, errors, server, repairs)
+                failures = supervise(command, rendezvous, max_restarts, errors, forks, repairs)
             finally:
                 for sent in ending:  # the ranks have ended: a signal may now end the wait for the other machines
                     signal.signal(sent, signal.SIG_DFL)
@@ -98,8 +102,8 @@ def run_ranks(
         if sentence and note.exists():  # for the run's page: a rank that is killed cannot report it
             with contextlib.suppress(OSError), (Path(os.fsdecode(note.read_bytes())) / LAUNCHER_LOG).open("a") as log:
                 log.write(f"# {sentence}\n")
-    if server:
-        server.close()
+    for fork in forks:
+        fork.cancel()
     if sentence:
         tell(sentence)
     if rendezvous:

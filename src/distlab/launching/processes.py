@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.launching.forks import Forked, ForkServer, handlers_later
+from distlab.launching.forks import Forked, ForkedRank, handlers_later
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import is_stopped
 from simplellm.errors import InputError
@@ -60,17 +60,29 @@ class RankFailure:
         return cls(status, record, int(record.get("timestamp", time.time())))
 
 
+@contextlib.contextmanager
+def can_start(who: str) -> Iterator[None]:
+    """Turn the error of a system that cannot start a process into an `InputError`."""
+    try:
+        yield
+    except BlockingIOError:
+        raise InputError(f"{who} cannot be started: {TOO_MANY_PROCESSES}") from None
+    except OSError as error:
+        raise InputError(f"{who} cannot be started: {error.strerror}") from error
+
+
 class Ranks:
     """The processes of one start of this machine's ranks.
 
     Args:
         script: its path and its arguments.
         errors: a folder to be made, for the record of each rank.
-        server: forks the ranks; without it, they are new interpreters.
+        forks: that have yet to begin (`fork_ranks`). Those that begin are taken out; when none is left, a process is a
+            new interpreter, which takes seconds to import torch.
     """
 
-    def __init__(self, script: Sequence[str], errors: Path, server: ForkServer | None) -> None:
-        self._script, self._errors, self._server = script, errors, server
+    def __init__(self, script: Sequence[str], errors: Path, forks: list[ForkedRank]) -> None:
+        self._script, self._errors, self._forks = script, errors, forks
         self.processes: dict[int, Process] = {}  # running ones, by rank
         self.failures: dict[int, RankFailure] = {}  # by rank, in the order in which they were found
         self.ended: list[int] = []  # those that have exited, for whatever reason
@@ -106,23 +118,17 @@ class Ranks:
         self.processes[rank] = self._spares.pop(number)
 
     def _start(self, among: dict[int, Process], group: Mapping[int, Mapping[str, str]], who: str) -> None:
-        environments = {number: {**os.environ, **own} for number, own in group.items()}
-        try:
-            if self._server is not None:
-                self._server.start(self._script, environments, among.__setitem__)
-                return
-            command = [sys.executable, "-u", *self._script]
-            with handlers_later():  # a signal's exception between a start and its entry would leave a process running
-                for number, environment in environments.items():
-                    among[number] = subprocess.Popen(command, env=environment, start_new_session=True)
-        except BlockingIOError:
-            raise InputError(f"{who} cannot be started: {TOO_MANY_PROCESSES}") from None
-        except (ConnectionError, EOFError):
-            raise InputError(
-                f"{who} cannot be started: the process that forks ranks was killed or is stopped"
-            ) from None
-        except OSError as error:
-            raise InputError(f"{who} cannot be started: {error.strerror}") from error
+        with can_start(who), handlers_later():  # a signal between a start and its entry would leave a process running
+            for number, own in group.items():
+                among[number] = self._start_one(own)
+
+    def _start_one(self, own: Mapping[str, str]) -> Process:
+        if self._forks:
+            fork = self._forks.pop(0)
+            fork.begin(own)
+            return fork
+        command = [sys.executable, "-u", *self._script]
+        return subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True)
 
     def look(self) -> None:
         """Collect the ranks that have exited."""

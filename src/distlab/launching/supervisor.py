@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from distlab.launching.forks import ForkServer
+from distlab.launching.forks import ForkedRank
 from distlab.launching.nodes import NodeRendezvous
 from distlab.launching.processes import RankFailure, Ranks
 from distlab.launching.repairs import Repairs
@@ -39,7 +39,7 @@ def supervise(
     rendezvous: NodeRendezvous,
     max_restarts: int,
     errors: Path,
-    server: ForkServer | None = None,
+    forks: list[ForkedRank],
     repairs: Repairs | None = None,
 ) -> dict[int, RankFailure]:
     """Run this machine's ranks until the ranks of all machines have finished, or a rank here has finally failed.
@@ -51,7 +51,7 @@ def supervise(
         script: its path and its arguments.
         rendezvous: with the other machines; it counts the starts of all ranks.
         errors: an empty folder, for the records of failures.
-        server: forks the ranks; without it, they are new interpreters.
+        forks: for the first processes that are started, in the order of their starts; the others are new interpreters.
         repairs: if the other ranks go on when one of them fails (`distlab.run.repair`). If one is killed while others
             have yet to begin to train, nothing is lost, and all restart.
 
@@ -65,7 +65,7 @@ def supervise(
     early_restarts = 0
     while True:
         environments = rendezvous.next_round()
-        ranks = Ranks(script, errors / f"start{rendezvous.restarts}", server)
+        ranks = Ranks(script, errors / f"start{rendezvous.restarts}", forks)
         sent = signal.SIGTERM
         try:
             ranks.start(environments)

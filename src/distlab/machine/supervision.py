@@ -108,15 +108,3 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def adopt_orphans(does: bool) -> bool:
-    """On Linux, have the processes below this one become its children when their parents exit, or no longer.
-
-    Returns whether they did before.
-    """
-    did = ctypes.c_int()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(37, ctypes.byref(did))  # PR_GET_CHILD_SUBREAPER
-        ctypes.CDLL(None).prctl(36, int(does))  # PR_SET_CHILD_SUBREAPER
-    return bool(did.value)

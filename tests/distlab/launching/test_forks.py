@@ -11,16 +11,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import alive, children, name, wait_for
+from support.processes import alive, wait_for
 
-from distlab.launching.forks import SECONDS_TO_FORK, Forked, ForkServer
-from distlab.launching.processes import Ranks
+from distlab.launching.forks import Forked, ForkedRank, fork_ranks
+from distlab.launching.processes import Ranks, can_start
 from distlab.launching.supervisor import TerminatedError, raise_signal
-from distlab.machine.supervision import adopt_orphans, is_stopped
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
@@ -29,16 +29,9 @@ pytestmark = pytest.mark.quick
 def fork(folder: Path, text: str, *args: str, **environment: str) -> Forked:
     script = folder / "script.py"
     script.write_text(text)
-    return start([str(script), *args], {**os.environ, **environment})
-
-
-def start(script: list[str], environment: dict[str, str]) -> Forked:
-    server, found = ForkServer(), dict[int, Forked]()
-    try:
-        server.start(script, {0: environment}, found.__setitem__)
-        return found[0]
-    finally:
-        server.close()
+    [rank] = fork_ranks([str(script), *args], 1)
+    rank.begin({"RANK": "0", **environment})
+    return rank
 
 
 @pytest.mark.parametrize(
@@ -92,14 +85,13 @@ def test_is_a_main_module_with_arguments_an_environment_and_a_folder(tmp_path: P
     text = """
 import os, sys, beside
 name = open("/proc/self/comm").read()
-found = [__name__, *sys.argv[1:], beside.NAME, os.environ["RANK"], os.environ.get("HOME"), name]
+found = [__name__, *sys.argv[1:], beside.NAME, os.environ["RANK"], os.environ["HOME"], name]
 open(sys.argv[1], "w").write(repr((found, os.getpid() == os.getsid(0))))
 """
     told = str(tmp_path / "told")
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    assert start([str(script), told, "-x"], {"RANK": "7"}).wait(20) == 0
-    assert Path(told).read_text() == repr((["__main__", told, "-x", "beside", "7", None, "rank 7\n"], True))
+    assert fork(tmp_path, text, told, "-x", RANK="7").wait(20) == 0
+    found = ["__main__", told, "-x", "beside", "7", os.environ["HOME"], "rank 7\n"]
+    assert Path(told).read_text() == repr((found, True))
     assert "beside" not in sys.modules
 
 
@@ -146,84 +138,123 @@ for number, file in enumerate(files):
 
 
 def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store's thread may hold a lock of the C library, which a later fork would inherit."""
+    """The store's thread may hold a lock of the C library, which a later fork would inherit.
+
+    When no fork is left, a process is a new interpreter.
+    """
     script = tmp_path / "script.py"
-    script.write_text("import sys; sys.exit(hasattr(sys, 'has_store'))")
-    server = ForkServer()
-    try:
-        monkeypatch.setattr(sys, "has_store", True, raising=False)
-        ranks = Ranks([str(script)], tmp_path / "errors", server)
-        ranks.start([{"RANK": "0"}, {"RANK": "1"}])
-        ranks.start_spare(1, {})
-        assert [process.wait(20) for process in ranks.processes.values()] == [0, 0]
-        assert wait_for(lambda: ranks.exited_spares() == {1: 0})
-    finally:
-        server.close()
+    script.write_text("import sys; sys.exit(2 * hasattr(sys, 'has_store') + ('distlab' in sys.modules))")
+    forks = fork_ranks([str(script)], 3)
+    monkeypatch.setattr(sys, "has_store", True, raising=False)
+    ranks = Ranks([str(script)], tmp_path / "errors", forks)
+    ranks.start([{"RANK": "0"}, {"RANK": "1"}])
+    ranks.start_spare(1, {})
+    assert not forks
+    assert [process.wait(20) for process in ranks.processes.values()] == [1, 1]
+    assert wait_for(lambda: ranks.exited_spares() == {1: 1})
+    ranks.start_spare(2, {})
+    assert wait_for(lambda: ranks.exited_spares() == {2: 0})
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_was_killed_or_stopped_is_named_at_once(sent: signal.Signals, tmp_path: Path) -> None:
-    server = ForkServer()
-    assert wait_for(lambda: "fork server" in map(name, children(os.getpid())))
-    pid = next(pid for pid in children(os.getpid()) if name(pid) == "fork server")
-    os.kill(pid, sent)
-    assert wait_for(lambda: is_stopped(pid) or not alive(pid))
-    started = time.monotonic()
-    with pytest.raises(InputError, match="cannot be started: the process that forks ranks was killed or is stopped"):
-        Ranks(["a"], tmp_path / "errors", server).start([{"RANK": "0"}])
-    server.close()
-    assert time.monotonic() < started + SECONDS_TO_FORK / 2
-    assert not alive(pid)
+def test_a_fork_that_was_killed_before_it_began_is_found(tmp_path: Path) -> None:
+    forks = fork_ranks(["a"], 1)
+    os.kill(forks[0].pid, signal.SIGKILL)
+    assert wait_for(lambda: not alive(forks[0].pid))
+    ranks = Ranks(["a"], tmp_path / "errors", forks)
+    ranks.start([{"RANK": "0"}])
+    ranks.look()
+    assert ranks.failures[0].cause == "was terminated by SIGKILL"
 
 
-def test_a_signal_while_ranks_start_does_not_lose_them(tmp_path: Path) -> None:
-    """It raises as soon as the launcher knows their processes; and orphans go where they went before."""
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_forks_that_have_not_begun_end_with_the_launcher(sent: signal.Signals) -> None:
+    """However it ends; and with it when it no longer needs them."""
+    told, tell = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        os.write(tell, " ".join(str(rank.pid) for rank in fork_ranks(["a"], 3)).encode())
+        time.sleep(60)
+        os._exit(0)
+    forks = [int(pid) for pid in os.read(told, 100).split()]
+    assert len(forks) == 3
+    os.kill(launcher, sent)
+    os.waitpid(launcher, 0)
+    assert wait_for(lambda: not any(map(alive, forks)))
+    for end in (told, tell):
+        os.close(end)
+
+
+@pytest.mark.parametrize("state", ["waits", "is stopped"])
+def test_a_fork_that_is_not_needed_is_ended(state: str) -> None:
+    for rank in fork_ranks(["a"], 2):
+        if state == "is stopped":
+            os.kill(rank.pid, signal.SIGSTOP)
+        rank.cancel()
+        assert not alive(rank.pid)
+
+
+def test_a_signal_while_ranks_start_does_not_lose_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises as soon as the launcher knows their processes."""
     script = tmp_path / "script.py"
     script.write_text("import time; time.sleep(60)")
-    found: dict[int, Forked] = {}
+    ranks = Ranks([str(script)], tmp_path / "errors", fork_ranks([str(script)], 2))
+    begin, end = ForkedRank.begin, threading.Event()
 
-    def keep(number: int, process: Forked) -> None:
+    def begin_with_a_signal(rank: ForkedRank, variables: Mapping[str, str]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)  # it may arrive in another thread
-        found[number] = process
+        begin(rank, variables)
 
-    adopted, before = adopt_orphans(True), signal.signal(signal.SIGTERM, raise_signal)
-    server, end = ForkServer(), threading.Event()
+    monkeypatch.setattr(ForkedRank, "begin", begin_with_a_signal)
     threading.Thread(target=end.wait).start()  # signals that the main thread blocks are for it
+    before = signal.signal(signal.SIGTERM, raise_signal)
     try:
         with pytest.raises(TerminatedError):
-            server.start([str(script)], {3: {"RANK": "3"}, 5: {"RANK": "5"}}, keep)
+            ranks.start([{"RANK": "3"}, {"RANK": "5"}])
     finally:
         end.set()
         signal.signal(signal.SIGTERM, before)
-        server.close()
-        kept = adopt_orphans(adopted)
-        for process in found.values():
-            os.kill(process.pid, signal.SIGKILL)
-    assert {number: process.wait(20) for number, process in found.items()} == {3: -signal.SIGKILL, 5: -signal.SIGKILL}
-    assert kept, "as before the server"
+        started = dict(ranks.processes)
+        ranks.end(signal.SIGKILL)
+    assert {rank: process.returncode for rank, process in started.items()} == dict.fromkeys((3, 5), -signal.SIGKILL)
 
 
-def test_a_fork_that_fails_is_told_and_leaves_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forked, forks = os.fork, 0
+def test_a_signal_while_ranks_are_forked_ends_only_the_launcher() -> None:
+    """Its handlers are not for the forks, of which each would otherwise end as a launcher does."""
+    told, tell = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        forked = os.fork
 
-    def fork_four_times() -> int:  # each process counts on from its parent: the server, a parent of ranks, two ranks
-        nonlocal forks
-        forks += 1
-        if forks > 4:
+        def fork_with_a_signal() -> int:
+            pid = forked()
+            os.kill(os.getpid(), signal.SIGTERM)  # in both
+            return pid
+
+        os.fork = fork_with_a_signal
+        signal.signal(signal.SIGTERM, raise_signal)
+        try:
+            fork_ranks(["a"], 2)
+        except TerminatedError:
+            os.write(tell, b"x")
+        finally:
+            os._exit(0)
+    os.close(tell)
+    os.waitpid(launcher, 0)
+    with open(told) as ends:  # until all forks have exited
+        assert ends.read() == "x"
+
+
+def test_a_fork_that_fails_is_told_and_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked, forks = os.fork, list[int]()
+
+    def fork_twice() -> int:
+        if len(forks) == 2:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return forked()
+        forks.append(forked())
+        return forks[-1]
 
-    monkeypatch.setattr(os, "fork", fork_four_times)
-    script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(60)")
-    server = ForkServer()
-    try:
-        with pytest.raises(InputError, match="the ranks cannot be started: Cannot allocate memory"):
-            Ranks([str(script)], tmp_path / "errors", server).start([{"RANK": str(rank)} for rank in range(3)])
-        ranks = Ranks([str(script)], tmp_path / "others", server)
-        ranks.start([{"RANK": "0"}])  # the server goes on
-        ranks.kill(0)
-        assert wait_for(lambda: not any(name(pid).startswith("rank") for pid in children(os.getpid())))
-    finally:
-        server.close()
+    monkeypatch.setattr(os, "fork", fork_twice)
+    with pytest.raises(InputError, match="the ranks cannot be started: Cannot allocate memory"), can_start("the ranks"):
+        fork_ranks(["a"], 3)
+    assert not any(map(alive, forks))

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from support.processes import wait_for
 
-from distlab.launching.forks import ForkServer
+from distlab.launching.forks import fork_ranks
 from distlab.launching.nodes import NodeRendezvous
 from distlab.launching.processes import RankFailure, Ranks
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
@@ -52,12 +52,9 @@ def run(
     script, errors = folder / "program.py", folder / "errors"
     script.write_text("import json, os, pathlib, signal, sys, time\nfolder = pathlib.Path(sys.argv[1])\n" + program)
     errors.mkdir()
-    server = ForkServer() if forks else None
-    try:
-        return supervise([str(script), str(folder)], cast(NodeRendezvous, rounds), max_restarts, errors, server)
-    finally:
-        if server is not None:
-            server.close()
+    command = [str(script), str(folder)]
+    ranks = fork_ranks(command, 2 if forks else 0)
+    return supervise(command, cast(NodeRendezvous, rounds), max_restarts, errors, ranks)
 
 
 @pytest.mark.parametrize("forks", [True, False])
@@ -171,7 +168,7 @@ def test_a_signal_while_interpreters_start_does_not_lose_them(tmp_path: Path, mo
 
     script = tmp_path / "script.py"
     script.write_text("import time; time.sleep(60)")
-    ranks, before = Ranks([str(script)], tmp_path / "errors", None), signal.signal(signal.SIGTERM, raise_signal)
+    ranks, before = Ranks([str(script)], tmp_path / "errors", []), signal.signal(signal.SIGTERM, raise_signal)
     monkeypatch.setattr(subprocess, "Popen", StartedAtASignal)
     try:
         with pytest.raises(TerminatedError):
@@ -186,7 +183,7 @@ def test_a_signal_while_interpreters_start_does_not_lose_them(tmp_path: Path, mo
 def test_a_spare_that_is_stopped_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
-    ranks = Ranks([str(script)], tmp_path, None)
+    ranks = Ranks([str(script)], tmp_path, [])
     ranks.start_spare(1, {})
 
     def is_killed() -> bool:
