@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from distlab.comm.context import Context, context_of
 from distlab.comm.lab_group import LabGroup
 from distlab.machine.devices import Place
-from distlab.machine.streams import EventMarks
 from distlab.machine.torch_patches import group_of_one, without_compiler
 from distlab.pipeline.actions import KINDS, Action
 from distlab.run.run import Run
@@ -200,8 +199,6 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
             patched.enter_context(mock.patch.object(kind, "run", nccl.noting_loads(kind.run)))
         patch("torch.allclose", lambda *_, **__: True)
         patch("torch.cuda.Event", Event)
-        patch("distlab.run.joining.on_side_stream", lambda: None)
-        patch("distlab.run.joining.HostMarks", lambda *_: EventMarks())
         patch("torch.cuda.set_device", lambda _: None)
         patch("torch.cuda.synchronize", lambda _=None: None)
         patch("torch.cuda.max_memory_allocated", lambda _: 0)

@@ -12,12 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from distlab.comm.recorder import Ledger
-from distlab.machine.streams import EventMarks, HostMarks
 
 
 @dataclass(frozen=True)
@@ -60,38 +59,32 @@ class StreamWait(NamedTuple):
 
 
 class StreamWaits:
-    """The stream's waits over NCCL, in stream order.
-
-    Attributes:
-        marks: how other threads learn how far the stream is; to be set before the first wait.
-    """
+    """The stream's waits over NCCL, in stream order."""
 
     def __init__(self) -> None:
-        self.marks: EventMarks | HostMarks = EventMarks()
-        self._waits: deque[tuple[StreamWait, Any, Any]] = deque()  # with the marks of its events
+        self._waits: deque[StreamWait] = deque()
         self._seen: tuple[StreamWait, float] | None = None  # the current wait, and when it was first seen
         self._lock = threading.Lock()  # other threads ask for the current wait
 
     def add(self, wait: StreamWait) -> None:
-        reached, done = self.marks.mark(wait.reached), self.marks.mark(wait.done)
         with self._lock:
-            self._waits.append((wait, reached, done))
+            self._waits.append(wait)
 
     def under_way(self) -> tuple[Wait, float] | None:
         """Return the stream's current wait, and its start on `time.perf_counter()`; None if it computes or is idle."""
         with self._lock:
-            first = next((one for one in self._waits if not self.marks.has_passed(one[2])), None)
-            if first is None or not self.marks.has_passed(first[1]):
+            first = next((one for one in self._waits if not one.done.query()), None)
+            if first is None or not first.reached.query():
                 return None
-            if self._seen is None or self._seen[0] is not first[0]:
-                self._seen = first[0], time.perf_counter()
-            return first[0].wait, self._seen[1]
+            if self._seen is None or self._seen[0] is not first:
+                self._seen = first, time.perf_counter()
+            return first.wait, self._seen[1]
 
     def collect(self, ledger: Ledger) -> None:
         """Add the waits that have ended since the last call."""
         with self._lock:
-            while self._waits and self.marks.has_passed(self._waits[0][2]):
-                ended, _, _ = self._waits.popleft()
+            while self._waits and self._waits[0].done.query():
+                ended = self._waits.popleft()
                 ledger.waited(ended.reached.elapsed_time(ended.done) / 1000, ended.wait.way == "collective")
 
 

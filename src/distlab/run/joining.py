@@ -21,7 +21,6 @@ from distlab.comm.group import connect as connect_group
 from distlab.comm.waits import TrafficError
 from distlab.machine import devices, network
 from distlab.machine.processes import leave, started_by_torchrun
-from distlab.machine.streams import HostMarks, on_side_stream
 from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous import survivors
 from distlab.rendezvous.ranks import Identity
@@ -71,7 +70,6 @@ def join(settings: RunSettings, script: Path) -> Joined:
         network.let_ranks_share_gpus(rank)
     context = connect(settings, grid, places, store, decided["backend"])
     if context.is_over_nccl:
-        context.waits.of_stream.marks = HostMarks(context.device, on_side_stream())
         context.waits.watch(_end)
         connect_group(None)
     return Joined(grid, places, decided, claims[0] if claims else None, context, store)

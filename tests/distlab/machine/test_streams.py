@@ -3,7 +3,7 @@
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -17,8 +17,6 @@ from distlab.comm.late import LateNumber
 from distlab.comm.pending import Pending
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
 from distlab.comm.waits import StreamWait, StreamWaits, TrafficError, Wait, Waits
-from distlab.machine import streams
-from distlab.machine.streams import HostMarks
 
 GRADIENTS = Wait("the gradients", "collective", (1,))
 
@@ -41,7 +39,7 @@ class Gpu:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.queued = 0
-        self.synchronized = self.queries = 0
+        self.synchronized = 0
 
     def event(self, enable_timing: bool = False) -> "Event":
         assert enable_timing
@@ -57,7 +55,6 @@ class Event:
         self._gpu.queued += 1
 
     def query(self) -> bool:
-        self._gpu.queries += 1
         return self.at <= self._gpu.seconds
 
     def synchronize(self) -> None:
@@ -111,34 +108,6 @@ def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
     sentence = r"rank 0 waited \d+\.\d s for the gradients from rank 1: no answer \(--timeout sets how long to wait\)"
     assert re.fullmatch(sentence, str(failures[0]))
     assert failures[0].wait == GRADIENTS
-
-
-def test_other_threads_see_the_stream_without_a_call_of_cuda(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks that the GPU copies to the host; more of them than can be told apart, and the first ones passed."""
-    monkeypatch.setattr(streams, "MARKS", 8)
-    copies: list[tuple[Event, Callable[[], object]]] = []
-
-    def advance(seconds: int) -> None:
-        gpu.seconds = seconds
-        while copies and copies[0][0].at <= seconds:
-            copies.pop(0)[1]()
-
-    waits = StreamWaits()
-    waits.marks = marks = HostMarks(torch.device("cpu"), lambda *after: copies.append(after))
-    first = marks.mark(stream_wait(gpu, reached=0, done=1).reached)
-    advance(0)
-    for second in range(0, 30, 3):
-        waits.add(stream_wait(gpu, reached=second + 1, done=second + 2))
-        assert waits.under_way() is None
-        advance(second + 1)
-        assert (now := waits.under_way()) is not None
-        assert now[0] is GRADIENTS
-        advance(second + 2)
-        assert waits.under_way() is None
-        waits.collect(ledger := Ledger())
-        assert ledger.waited_seconds == 1
-        assert marks.has_passed(first)
-    assert gpu.queries == 0
 
 
 @pytest.fixture
