@@ -61,7 +61,7 @@ class ForkedRank(Forked):
         told.close()
 
     def begin(self, variables: Mapping[str, str]) -> None:
-        """Have it run the script with these environment variables beside those of this process."""
+        """Make it run the script, with these environment variables in addition to those of this process."""
         with contextlib.suppress(BrokenPipeError):  # it has been killed, as `poll` says
             self._tell.send({**variables})
         self._tell.close()
