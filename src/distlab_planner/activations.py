@@ -120,6 +120,13 @@ class Activations:
         kept = output // self.layout.size("tp") + attention.kept_bytes + attention.copied_bytes
         return kept * self.layout.keeps_attention
 
+    def _own_of_micro_batch(self, stage: int) -> int:
+        """Return the bytes of its ids and tables, which are views of the batch's unless ranks share sequences."""
+        if self.layout.size("cp") == 1:
+            return 0
+        parts = self.layout.parts(stage)
+        return self.tokens * ID_BYTES * parts["embedding"] + self.attention.table_bytes * bool(parts["block"])
+
     def of_stage(self, stage: int) -> Kept:
         """Return what a stage keeps."""
         layout, tokens, parts = self.layout, self.tokens, self.layout.parts(stage)
@@ -127,9 +134,7 @@ class Activations:
         everything = sum(count * self.kept_by(part) for part, count in parts.items())
         mask = self.attention.mask_bytes if parts["block"] else 0
         everything += parts["block"] * self.attention.kept_bytes + mask
-        ids = tokens * ID_BYTES if parts["embedding"] else 0
-        if layout.size("cp") > 1:  # else the ids are views of the batch, and the tables those of all micro-batches
-            everything += ids + (self.attention.table_bytes if parts["block"] else 0)
+        everything += self._own_of_micro_batch(stage)
         by_forward = everything + (0 if parts["head"] else self.end_bytes)  # the output
         if layout.recompute != "none":
             by_forward -= parts["block"] * (self._inside_block_bytes - self._kept_attention_bytes)
@@ -138,7 +143,7 @@ class Activations:
             by_forward -= tokens * (NUMBER_BYTES + self.sizes.dmodel * self.sizes.inner_bytes)  # only the norm's input
         input_bytes = self.end_bytes
         if parts["embedding"]:
-            input_bytes = ids if layout.size("cp") > 1 else 0
+            input_bytes = tokens * ID_BYTES if layout.size("cp") > 1 else 0
         elif layout.residual != "float32":
             everything += input_bytes  # the first block keeps a copy
         return Kept(everything, by_forward, input_bytes, factors)
@@ -169,6 +174,6 @@ class Activations:
             others = (blocks - done) * self.between_bytes + done * of_block
             others += (blocks - done - 1) * self._kept_attention_bytes
             others += self.message_bytes * is_split  # the gradient of the block's output, a factor
-            others += self.attention.mask_bytes
+            others += self.attention.mask_bytes + self._own_of_micro_batch(action.stage)
             kept = max(kept, others + self._inside_block_bytes + of_head * has_head)
         return max(0, kept - self.of_stage(action.stage).by_forward)

@@ -228,6 +228,7 @@ SHARED = [
     (2, "--dp 1 --pp 1 --cp 2 --cp-kind heads --recompute except-attention --num-heads 4 --num-kv-heads 1"),
     (4, "--dp 1 --cp 2 --tp 2 --pp 1 --schedule dapple --num-heads 4 --num-kv-heads 2"),
     (4, "--dp 1 --pp 2 --cp 2 --schedule zb-h1 --batch-size 4 --micro-batches 4"),
+    (4, "--dp 1 --pp 2 --cp 2 --schedule zb-h1 --recompute blocks --batch-size 4 --micro-batches 4"),
     (4, "--dp 2 --pp 1 --cp 2 --shard gradients --batch-size 4 --micro-batches 2"),
 ]
 EXPERTS = [  # that all tokens use, so that loads are equal
@@ -261,7 +262,8 @@ def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_
     holds = held(prediction.costs, 0)
     if "--experts" in flags:
         assert by_kind["rows of experts"] == counted["rows of experts"] > 0
-    assert holds.activations == pytest.approx(of_rank_0["activations"], rel=0.02)
+    off = 1e-3 if "--cp" in flags else 0.02
+    assert holds.activations == pytest.approx(of_rank_0["activations"], rel=off)
     assert holds.parameters == pytest.approx(of_rank_0["parameters"], rel=0.01)
     assert holds.gradients == pytest.approx(of_rank_0["gradients"], rel=0.01)
     assert holds.gathered == pytest.approx(of_rank_0["gathered"], rel=0.01, abs=1000)
