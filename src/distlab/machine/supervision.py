@@ -56,7 +56,11 @@ def name_process(name: str) -> None:
 
 
 def differs_from_parent(variable: str) -> bool:
-    """Return whether an environment variable has a value here that it did not have when the parent started."""
+    """Return whether an environment variable has a value here that it did not have when the parent started.
+
+    Linux shows the environment with which a process started, without later changes: a parent that sets the variable
+    itself, for all its children, looks like one that gives each child a value of its own.
+    """
     try:
         of_parent = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
