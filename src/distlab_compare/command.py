@@ -83,8 +83,8 @@ class Run:
     def losses(self) -> dict[int, float]:
         """The losses by step; the last line of a run that was killed may not be complete."""
         path = self.folder / METRICS
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         try:
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
             records = [json.loads(line) for line in lines if line.endswith("\n")]
             return {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
         except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -3,13 +3,16 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from distlab.run.recording import file_of
+from distlab_compare.command import Run
 from distlab_compare.records import Records
 from distlab_compare.runs import Pair
+from simplellm.errors import InputError
 
 SHAPE = 4, 2  # of the weight; two ranks hold two rows each
 
@@ -51,3 +54,10 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
     parting = Pair(run, one, tolerance=1e-4).first_parting()
     assert parting is not None
     assert parting.sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
+
+
+def test_metrics_that_are_not_text_are_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+    (tmp_path / "metrics.jsonl").write_bytes(b"\x80\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl: these are not the metrics of a run"):
+        _ = Run(tmp_path).losses
