@@ -9,20 +9,29 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from simplellm.errors import require
+
 # The limits of the container or service that this process is in, of either version.
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")  # lines of an ID, controllers ("" in version 2), and a path below those of GROUPS
 # Variables with which OpenMP binds the threads of a process to cores, from the first core on.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+MOST_THREADS = 1024  # of a rank; a larger number is taken for a typing error
 
 
 def asked_threads() -> int | None:
     """Return the threads of every rank by OMP_NUM_THREADS; None if that is not set, or not a number from 1 up.
 
     In a list, which is for nested levels of threads, the first number counts.
+
+    Raises:
+        InputError: the number is so large that OpenMP would use up all memory.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(asked) if asked.isdecimal() and int(asked) > 0 else None
+    if not asked.isdecimal() or int(asked) == 0:
+        return None
+    require(int(asked) <= MOST_THREADS, f"OMP_NUM_THREADS={asked}: give at most {MOST_THREADS:,} threads for each rank")
+    return int(asked)
 
 
 def cores() -> int:

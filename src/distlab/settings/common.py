@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 import tyro
 
 from distlab.axes.layout import Layout, layout_flags, layout_size
+from distlab.machine.limits import asked_threads
 from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line
 from simplellm.errors import FlagError, InputError, as_flag, require, require_text
@@ -86,6 +87,7 @@ class RunSettings:
     def check(self) -> None:
         """Raise `InputError` for a value that cannot work, before any process waits for another."""
         require(0 < self.timeout <= 1e6, f"--timeout {self.timeout}: give seconds, more than 0 and at most a million")
+        asked_threads()  # raises `InputError` for a number that no machine can have
         kinds = get_type_hints(type(self))
         for field in fields(self):
             value = getattr(self, field.name)
