@@ -22,9 +22,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def empty(elements: int, like: Tensor, group: Group = None, *, overlaps: bool = False) -> Tensor:
     """Return zeros (elements,), of `like`'s dtype and device, for repeated communication.
 
-    Where it pays, they are in memory that the ranks of the group share, and their collectives need no copy.
-    All ranks of the group must call this in the same order. `overlaps` is for collectives that are started in
-    `overlapping`.
+    Where it pays, they are in memory that the ranks of the group share, and their collectives need no copy; all ranks
+    must give a collective such tensors, or none. All ranks of the group must call this in the same order. `overlaps` is
+    for collectives that are started in `overlapping`.
 
     Raises:
         InputError: the transport is "shared", and these ranks cannot share memory.

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
-from distlab.comm.transports import collectives, kinds, memory, slots
+from distlab.comm.transports import collectives, memory, slots
 from distlab.parallel.data import MyDP
 
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
@@ -197,7 +197,7 @@ def test_ranks_may_give_tensors_at_different_places_of_their_shared_memory() -> 
 
 def start_many(rank: int, port: int) -> None:
     """A collective for each element of a buffer, far more than have places, and some through slots, before any wait."""
-    for module in (memory, collectives, kinds):
+    for module in (memory, collectives):
         setattr(module, "PLACES", FEW_PLACES)  # noqa: B010, this process ends with the test
     with process_group(rank, 3, port, options=SHARED):
         buffer, others = empty(2 * FEW_PLACES + 9, torch.empty(0)).fill_(rank + 1), torch.full((9,), rank + 1.0)

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.pending import SharedWork
-from distlab.comm.transports.kinds import Kinds
 from distlab.comm.transports.memory import PLACES, Place, SharedMemory
 from distlab.comm.transports.sums import CHUNK_BYTES, combine_in_order
+
+DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class Collectives:
@@ -27,20 +29,29 @@ class Collectives:
     """
 
     def __init__(self, memory: SharedMemory, ranks: Sequence[int]) -> None:
-        self.memory, self.kinds = memory, Kinds(memory, ranks)
+        self.memory, self._ranks = memory, ranks
         self.begun = 0
         self.asked_for = 0  # this rank has computed its part up to this one, or is about to
         self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
 
-    def begin(self, dtype: torch.dtype, is_in_place: bool) -> int:
-        """Start a collective, and return its number; tell the other ranks of which kind it is on this rank."""
+    def begin(self, dtype: torch.dtype) -> int:
+        """Start a collective, and return its number; tell the other ranks the dtype of this rank's tensor."""
         self.begun += 1
-        self.kinds.tell(self.begun, dtype, is_in_place)
+        self.memory.dtypes[self.memory.rank][self.begun % PLACES] = self.begun * len(DTYPES) + CODES[dtype]
         return self.begun
 
-    def begin_to_make_slots(self, dtype: torch.dtype) -> None:
-        """Count the making of slots as a collective through them, which it precedes; all ranks call it together."""
-        self.kinds.refuse_two_places(self.begin(dtype, is_in_place=False))
+    def refuse_two_dtypes(self, number: int) -> None:
+        """Raise `RuntimeError` on all ranks if they gave a collective, which all have started, different dtypes."""
+        entries = [of_rank[number % PLACES] for of_rank in self.memory.dtypes]
+        if len(set(entries)) == 1:
+            return
+        first_of: dict[torch.dtype, int] = {}
+        for rank, entry in zip(self._ranks, entries, strict=True):
+            if entry // len(DTYPES) == number:  # otherwise the rank is far ahead
+                first_of.setdefault(DTYPES[entry % len(DTYPES)], rank)
+        if len(first_of) > 1:
+            gave = " and ".join(f"rank {rank} one of {dtype}" for dtype, rank in first_of.items())
+            raise RuntimeError(f"a collective got tensors of different dtypes: {gave}; give it one dtype")
 
     def make_room(self, timeout_seconds: float) -> None:
         """Wait, if `PLACES` collectives in place are under way, until all ranks are done with the first of them."""
@@ -59,9 +70,9 @@ class SharedCollective(SharedWork):
     The thread that calls `wait` does all the work: a second thread would need a core.
     """
 
-    def __init__(self, collectives: Collectives, dtype: torch.dtype, is_in_place: bool) -> None:
+    def __init__(self, collectives: Collectives, dtype: torch.dtype) -> None:
         self._collectives, self._memory = collectives, collectives.memory
-        self._number = collectives.begin(dtype, is_in_place)
+        self._number = collectives.begin(dtype)
         collectives.not_done.append(self)
 
     @property
@@ -76,7 +87,6 @@ class SharedCollective(SharedWork):
             them.asked_for = max(them.asked_for, self._number)
         while them.not_done and them.not_done[0]._number <= self._number:
             first = them.not_done[0]
-            them.kinds.refuse_two_places(first._number)
             first._do_share(deadline)
             them.not_done.popleft()
         self._wait_for_others(deadline)
@@ -101,7 +111,7 @@ class InPlace(SharedCollective):
     def __init__(
         self, collectives: Collectives, place: Place, own: Tensor, combine: Callable[[list[Tensor]], object]
     ) -> None:
-        super().__init__(collectives, own.dtype, is_in_place=True)
+        super().__init__(collectives, own.dtype)
         self._own, self._combine = own.view(-1), combine
         memory = self._memory
         self._times = memory.ready.sent + 1  # of both signals, until it is done
@@ -112,7 +122,7 @@ class InPlace(SharedCollective):
     def _do_share(self, deadline: float) -> None:
         memory = self._memory
         memory.ready.wait(self._times, deadline)
-        self._collectives.kinds.refuse_two_dtypes(self._number)
+        self._collectives.refuse_two_dtypes(self._number)
         places = [(of_rank[self._at], of_rank[self._at + 1]) for of_rank in memory.places]
         self._combine([memory.part(rank, place, self._own) for rank, place in enumerate(places)])
         memory.done.send()

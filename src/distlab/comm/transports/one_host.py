@@ -65,12 +65,8 @@ class OneHost(MemoryTransport):
         if is_overlapping.get() or not tensor.is_cpu:
             return False
         if not self._memory.has_slots():
-            self.together(lambda: self._make_slots(tensor.dtype))
+            self.together(lambda: self._memory.make_slots(self.limit))
         return self._memory.has_slots()
-
-    def _make_slots(self, dtype: torch.dtype) -> None:
-        self._collectives.begin_to_make_slots(dtype)
-        self._memory.make_slots(self.limit)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
         if not is_known(op):

@@ -23,7 +23,7 @@ class ThroughSlots(SharedCollective):
     """A collective that one of the functions below describes by its turns."""
 
     def __init__(self, collectives: Collectives, dtype: torch.dtype, turns: Iterator[int]) -> None:
-        super().__init__(collectives, dtype, is_in_place=False)
+        super().__init__(collectives, dtype)
         self._turns = turns
         self._awaited: int | None = 0  # a turn that this rank has taken and others may not have; None after the last
         self._error: Exception | None = None  # of the function, which then has ended
@@ -32,7 +32,7 @@ class ThroughSlots(SharedCollective):
         while self._awaited is not None:
             self._memory.turn.wait(self._awaited, deadline)
             if self._awaited:
-                self._collectives.kinds.refuse_two_dtypes(self._number)
+                self._collectives.refuse_two_dtypes(self._number)
             if self._error is not None:
                 raise self._error
             try:
