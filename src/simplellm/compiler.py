@@ -95,14 +95,16 @@ def parts_of_model(model: LLamaPart, batch: int, seq: int, is_whole: bool = True
         if is_usual and can_compile(Block.compute, block):
             found.append((Block.compute, (block, x, cos, sin)))
             continue
-        dtype = next(module.dtype for module in block.modules() if isinstance(module, RMSNorm))
-        h = x.detach().to(dtype).requires_grad_()
+        norm = next(module for module in block.modules() if isinstance(module, RMSNorm))
+        found.append((RMSNorm.compute, (norm, x)))
+        h = x.detach().to(norm.dtype).requires_grad_()
         if isinstance(attention, Attention) and sees_all:
             found.append((Attention.compute, (attention, h, cos, sin)))
         if isinstance(mlp, MLP):
             found.append((MLP.compute, (mlp, h)))
     if model.has_head:
-        found.append((logits, (model.model.norm, model.lm_head, x)))
+        head = logits, (model.model.norm, model.lm_head, x)
+        found.append(head if can_compile(logits, *head[1]) else (RMSNorm.compute, (model.model.norm, x)))
     return [(function, arguments) for function, arguments in found if can_compile(function, *arguments)]
 
 

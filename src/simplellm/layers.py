@@ -112,6 +112,10 @@ class RMSNorm(nn.Module):
         self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
+        return through_compiler(RMSNorm.compute, self, x) if x.dim() == 3 else self.compute(x)  # not of single heads
+
+    def compute(self, x: Tensor) -> Tensor:
+        """A norm."""
         if x.is_cuda or torch.compiler.is_compiling():  # torch has one kernel for each direction there, or makes it
             y = F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
         else:

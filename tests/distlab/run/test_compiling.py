@@ -72,6 +72,7 @@ def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
         (3, 6, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6 --micro-batches 3"),
         (2, 6, ZERO_BUBBLE, "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3"),
         (2, 4, "hybrid/intro_hybrid.py", "--dp 1 --pp 1 --tp 2 --batch-size 4 --micro-batches 2 --recompute all"),
+        (2, 4, "TP/intro_TP.py", "--world-size 2 --batch-size 4 --micro-batches 2"),
         (2, 4, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard weights --batch-size 2 --micro-batches 1"),
     ],
 )
@@ -146,8 +147,8 @@ def test_the_parts_that_are_compiled_before_the_first_step(residual: torch.dtype
     of_whole = ["compute", "logits", "_next_token_loss"]
     for shard, axes, names in (
         ("gradients", {"dp": 1}, of_whole),
-        ("gradients", {"cp": 2}, ["compute", "logits"]),
-        ("weights", {"dp": 1}, [of_whole[0], of_whole[2]]),  # the head's weights are gathered inside of it
+        ("gradients", {"cp": 2}, ["compute", "compute", "logits"]),  # a norm, and a feed-forward layer
+        ("weights", {"dp": 1}, ["compute", "compute", of_whole[2]]),  # a norm: the head's weights are gathered inside
     ):
         parts = ModelParts.of(ShardedDP(net, shard), Grid(0, axes))  # type: ignore[arg-type]
         found = list(parts_to_compile(parts, 2, 8))
