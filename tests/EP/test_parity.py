@@ -234,15 +234,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layouts"), [("float32", LAYOUTS), ("bfloat16", LAYOUTS[:2])], ids=["float32", "bfloat16"]
-)
-def test_replayed_routes(dtype: str, layouts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_routes(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of one process is forced upon other layouts; a fault of ten times the tolerance is noticed.
 
     In bfloat16, each layout rounds different sums, so the tolerance is twice the difference that other micro-batches
-    make in one process.
+    make in one process. The table in EP/README.md has all layouts; in few steps, `test_beside_other_axes` replays them.
     """
+    layouts = LAYOUTS if dtype == "float32" and STEPS > 3 else LAYOUTS[:2]
     more = f"--lr {LR_FLOAT32} --record-gradients {STEPS} --dtype {dtype}"
     record, replay = (f"{more} --{way}-routes {tmp_path / 'routes'}" for way in ("record", "replay"))
     one = run_beside("--dp 1 --pp 1", f"--micro-batches 2 {record}", tmp_path / "one", exact=False)
