@@ -113,9 +113,8 @@ def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:
 @pytest.mark.parametrize(
     ("ranks", "rows", "script", "flags"),
     [
-        (2, 8, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --shard optimizer"),
         (2, 8, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --shard weights"),
-        (3, 12, "hybrid/intro_5d.py", "--dp 3 --pp 1 --shard gradients --recompute blocks"),
+        (2, 8, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard gradients --recompute blocks"),
         (2, 4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2"),
         (1, 4, "primer/intro.py", "--residual bfloat16"),
     ],
