@@ -52,7 +52,11 @@ def half_way(run: Path) -> Path:
     return run / "checkpoints" / f"step-{HALF:08}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Without those whose ranks hold and restore the same as others': as ddp and mydp, and as pp-dapple.
+DIFFERENT = [layout for layout in LAYOUTS if layout not in ("dp-ga", "dp-buckets", "pp-1f1b")]
+
+
+@pytest.mark.parametrize("layout", DIFFERENT)
 def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: Path) -> None:
     folder, expected_parameters, expected_losses = saved[layout]
     assert len(set(expected_losses)) == STEPS, "it learns something in every step"
@@ -63,12 +67,12 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: 
         assert all(torch.equal(own[name], expected[name]) for name in own)
 
 
-CIRCLE = "primer dp-ga tp hybrid dp-zero dp-fsdp ddp mydp dp-buckets pp-1f1b pp-zbv 3d pp-dapple primer".split()
+CIRCLE = "primer tp hybrid dp-zero dp-fsdp ddp pp-zbv 3d mydp pp-dapple primer".split()
 
 
 @pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(CIRCLE)])
 def test_another_layout_goes_on(before: str, after: str, saved: Any, tmp_path: Path) -> None:
-    assert {*CIRCLE} == {*LAYOUTS} - {"dp-wa"}, "each is in both places"
+    assert {*CIRCLE} == {*DIFFERENT} - {"dp-wa"}, "each is in both places"
     folder, _, expected = saved[before]
     _, own = run(after, tmp_path, "--resume", half_way(folder))
     assert own == pytest.approx(expected[HALF:], rel=1e-5)
