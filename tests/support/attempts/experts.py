@@ -8,7 +8,6 @@ ADD = "dist.all_reduce(parameter.grad)"
 DIVIDED = "torch._foreach_div(torch._foreach_mul(norms, norms), counted)"
 
 ATTEMPTS = [
-    Attempt("ep-exchange", "", "also of a rank that has none"),
     Attempt(
         "ep-exchange",
         "wrong-rows",
@@ -32,18 +31,15 @@ ATTEMPTS = [
             ),
         ),
     ),
-    Attempt("ep-backward", "", "also of a rank that has none"),
     Attempt("ep-backward", "scaled", "9 times as large", changes=((BACK, f"dist.get_world_size() * {BACK}"),)),
     Attempt("ep-permutation", "", "also if there are none", body="return order.argsort()"),
     Attempt("ep-permutation", "the-same", "once more", body="return order"),
     Attempt("ep-permutation", "wrong-order", "not in their old order", body="return order.flip(0)"),
-    Attempt("ep-scale", "", "the gradients of the whole batch"),
     Attempt("ep-scale", "not-added", "is 1, where", body="pass"),
     Attempt(
         "ep-scale", "averaged", "is 2, where", changes=((ADD, "dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)"),)
     ),
     Attempt("ep-scale", "experts-mixed", "other weights", changes=(('".experts." not in name and ', ""),)),
-    Attempt("ep-norm", "", "each weight counts once"),
     Attempt(
         "ep-norm",
         "counted-again",

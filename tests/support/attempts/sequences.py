@@ -6,7 +6,6 @@ MERGED = "merge(out[:, :, queries], total[:, :, queries], *taken)"
 WEIGHT = "F.sigmoid(difference)"
 
 ATTEMPTS = [
-    Attempt("cp-labels", "", "the run of one process"),
     Attempt(
         "cp-labels",
         "within-part",
@@ -71,7 +70,6 @@ ATTEMPTS = [
         "logarithm of the sum",
         changes=(("total -= F.logsigmoid(-difference)", "total += block_total"),),
     ),
-    Attempt("cp-ring", "", "all positions before them"),
     Attempt("cp-ring", "own-only", "this rank's own keys only", changes=((MERGED, "pass"),)),
     Attempt(
         "cp-ring",
