@@ -72,6 +72,15 @@ def test_an_imported_models_constants_are_its_own(tmp_path: Path) -> None:
     assert first_loss(rope_theta=1e4) != pytest.approx(first_loss(), rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def run_of_six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two ranks with six sequences a step."""
+    folder = tmp_path_factory.mktemp("run of six")
+    flags = "--world-size 2 --batch-size 3 --save-every 2".split()
+    train_on(2, "DP/gradient_aggr/intro_DP_GA.py", folder, *flags)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("defaults", "flags", "batch_size", "remark"),
     [
@@ -85,11 +94,15 @@ def test_an_imported_models_constants_are_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_another_layout_keeps_the_global_batch(
-    defaults: Any, flags: str, batch_size: int, remark: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    defaults: Any,
+    flags: str,
+    batch_size: int,
+    remark: str | None,
+    run_of_six: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Where it divides among the replicas; otherwise, or if asked for another one, the run says so."""
-    run_of_six = tmp_path / "run"
-    train_on(2, "DP/gradient_aggr/intro_DP_GA.py", run_of_six, *"--world-size 2 --batch-size 3 --save-every 2".split())
     model = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24".split()
     settings = parse(defaults, "", ["0", *model, "--resume", str(run_of_six), *flags.split()])
     assert settings.batch_size == batch_size
