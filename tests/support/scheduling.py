@@ -21,6 +21,7 @@ LONG = (
     "commands sentiment follow intro wheel programs bad_input failures long_work repair surroundings environment "
     "ranks restarts hello deadlock"
 ).split()
+PAGES = "tests/distlab_page/"  # files that one worker runs, which makes the runs of their conftest.py once
 
 
 class InOrder(LoadScopeScheduling):
@@ -35,7 +36,9 @@ class InOrder(LoadScopeScheduling):
         super().schedule()
 
     def _split_scope(self, nodeid: str) -> str:
-        return "alone" if nodeid in self._alone else nodeid.partition("::")[0]
+        if nodeid in self._alone:
+            return "alone"
+        return PAGES if nodeid.startswith(PAGES) else nodeid.partition("::")[0]
 
 
 def list_of_alone() -> Path:
