@@ -2,10 +2,11 @@
 
 import dataclasses
 import os
+from typing import Any
 
 import pytest
 from bad_input import generate, open_folder, try_all
-from support.bad_inputs.flags import LATER, flag_cases
+from support.bad_inputs.flags import LATER, fields_of, flag_cases
 from support.bad_inputs.inputs import SCRIPTS, defaults_of
 from support.bad_inputs.trials import can_be_nobody, shown
 from support.processes import run_ranks
@@ -14,6 +15,7 @@ from distlab.settings.common import parse
 from simplellm.errors import InputError
 
 ALL_SCRIPTS = sorted(set(SCRIPTS.values()))
+NUMBERS = int, float, int | None, float | None
 FLAGS_AS_COMMANDS = 10  # inputs of the kind "flags" that are tried as whole commands
 
 
@@ -29,10 +31,26 @@ def first_script() -> dict[tuple[str, type | None], str]:
     return {pair: script for script in reversed(ALL_SCRIPTS) for pair in declared(script).items()}
 
 
+@pytest.fixture(scope="module")
+def unread() -> set[tuple[str, str]]:
+    """Types of numbers and texts that are none, which were tried: a flag's type alone reads them."""
+    return set()
+
+
+def is_number(kind: Any, text: str) -> bool:
+    try:
+        (int if kind in (int, int | None) else float)(text)
+    except ValueError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("script", ALL_SCRIPTS)
-def test_each_flag_refuses_what_it_cannot_be(script: str, first_script: dict[tuple[str, type | None], str]) -> None:
-    """In the first of the scripts that have it from the same class."""
-    defaults, classes = defaults_of(script), declared(script)
+def test_each_flag_refuses_what_it_cannot_be(
+    script: str, first_script: dict[tuple[str, type | None], str], unread: set[tuple[str, str]]
+) -> None:
+    """In the first of the scripts that have it from the same class; of texts that are no numbers, only "x" at each."""
+    defaults, classes, kinds = defaults_of(script), declared(script), fields_of(defaults_of(script))
     cases: dict[str, list[list[str]]] = {}
     for flag, args in flag_cases(script):
         cases.setdefault(flag, []).append(args)
@@ -40,7 +58,12 @@ def test_each_flag_refuses_what_it_cannot_be(script: str, first_script: dict[tup
         name = flag.removeprefix("--").replace("-", "_")
         if name == "rank" or name in LATER or first_script.get((name, classes.get(name)), script) != script:
             continue
+        kind = kinds.get(name)
         for args in values:
+            if kind in NUMBERS and args[-1] != "x" and not is_number(kind, args[-1]):
+                if (tried := (str(kind), args[-1])) in unread:
+                    continue
+                unread.add(tried)
             with pytest.raises(InputError) as refused:
                 parse(dataclasses.replace(defaults), "", args)
             sentence = str(refused.value)
