@@ -30,6 +30,7 @@ from distlab.comm.waits import TrafficError
 from distlab.pipeline.rerouting import side_by_side
 from distlab.rendezvous.survivors import NewsError, Survivor
 from distlab.run.main import main
+from distlab.run.repairable import RepairableRun
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import RepairSettings
 
@@ -75,7 +76,7 @@ def held_at_the_end() -> dict[str, int]:
 
 
 def await_news(run: TrainingRun[RepairSettings]) -> None:
-    assert run.repair is not None
+    assert isinstance(run, RepairableRun)
     with contextlib.suppress(NewsError):
         while True:
             run.repair.survivor.check()
@@ -123,7 +124,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         for step, batch in of_run(stories):
             if "LAB_NEWCOMER" in os.environ and at["step"] < 0:  # the ranks before it have died those deaths
                 DEATHS[:] = [death for death in DEATHS if death[1] > step]
-            is_one_missing = run.repair is not None and len(run.repair.alive) < run.world_size
+            is_one_missing = len(run.grid.alive) < run.world_size
             if "ALL_BACK" in os.environ and is_one_missing and step not in of_deaths:
                 await_news(run)
             if os.environ.get("WATCH") != "False":  # it takes time

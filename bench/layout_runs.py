@@ -36,6 +36,7 @@ from distlab.parallel.expert_parallel import equal_loads
 from distlab.pipeline.actions import KINDS, Action
 from distlab.reports.memory import read_largest
 from distlab.run.logs import peak_memory_bytes
+from distlab.run.main import training_run
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, parse
 from distlab_planner.costs import Costs
@@ -120,7 +121,7 @@ def run_rank(pipe: Connection, rank: int, flags: Sequence[str], costs: Costs | N
         os.environ["OMP_NUM_THREADS"] = "1"  # or threads that have nothing to do would spin on the others' cores
         fall_asleep(costs)
     settings: RunSettings = parse(module.DEFAULTS, "", [*flags, "--out", folder, str(rank)])
-    run: TrainingRun[Any] = TrainingRun(settings, script_path)
+    run: TrainingRun[Any] = training_run(settings, script_path)
     module.train(run)
     run.close()
     pipe.send(([tuple(times) for times in run.records.times], peak_memory_bytes(run.device)))

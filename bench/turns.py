@@ -113,6 +113,6 @@ def each(items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
     """Yield the items, and print on stderr (on rank 0 only) how long the remaining ones will take."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     progress = Progress(len(items), tell if is_first else lambda _: None, what=what, warms_up=False)
-    for item in items:
+    for done, item in enumerate(items, 1):
         yield item
-        progress.advance()
+        progress.advance(done)

@@ -16,6 +16,7 @@ from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
 from distlab.comm.pending import Pending
 from distlab.machine.torch_patches import running_backward_pass
+from distlab.run.main import training_run
 from distlab.run.recording import Recording
 from distlab.run.training import TrainingRun
 from distlab.settings.experts import ExpertSettings
@@ -107,7 +108,7 @@ def train(rank: int, submission: Submission, values: dict[str, Any], start_apart
     work = getattr(module, "train", None)
     require(callable(work), "the file needs a function train(run), as in its chapter")
     assert work is not None
-    run: TrainingRun[Any] = TrainingRun(settings, submission.script)
+    run: TrainingRun[Any] = training_run(settings, submission.script)
     watch = Watch(run)
     work(run)
     watch.sent.append(dict(context_of().ledger.sent_bytes))

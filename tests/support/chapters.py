@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from distlab.axes.placement import place, placement_of
 from distlab.checkpoints.slices import Slice, as_held
 from distlab.parallel.sharded import ShardedDP
+from distlab.run.main import training_run
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
@@ -91,7 +92,7 @@ def train(rank: int, script: str, flags: list[str], exact: bool = False) -> tupl
         return sharded[-1]
 
     module.ShardedDP = shard  # type: ignore[attr-defined]
-    run: TrainingRun[Any] = TrainingRun(dataclasses.replace(settings, rank=rank), LAB / script)
+    run: TrainingRun[Any] = training_run(dataclasses.replace(settings, rank=rank), LAB / script)
     module.train(run)
     if sharded:
         result = whole(sharded)

@@ -40,6 +40,7 @@ class MemoryReport:
     ) -> None:
         self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
         self._rows_bytes = rows_bytes
+        self.copied_bytes: Callable[[], int] = lambda: 0  # of this rank's "copy to undo"
         self._outer_bytes, self._parameters = outer_bytes, parameters
         weights = [flat for part in sharded for flat in part.flat_weights()]
         self._saved = SavedActivations([*_parameters(optimizer), *weights, *(parameters or ())])
@@ -49,12 +50,12 @@ class MemoryReport:
         self._has_counted = True
         return self._saved.counting()
 
-    def collect(self, context: Context, copied_bytes: int = 0) -> list[list[int]]:
-        """Return the counts of all ranks, which all must call this. `copied_bytes` are this rank's "copy to undo"."""
+    def collect(self, context: Context) -> list[list[int]]:
+        """Return the counts of all ranks, which all must call this."""
         if not self._has_counted:  # no step was taken
             return []
         saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in context.recorder.kept_bytes)])
-        own = count_bytes(self._optimizer, saved_bytes, self._sharded, copied_bytes, self._parameters)
+        own = count_bytes(self._optimizer, saved_bytes, self._sharded, self.copied_bytes(), self._parameters)
         own[KINDS.index("optimizer state")] += self._outer_bytes
         further = max(own[-1], self._saved.usual_peak_bytes), self._rows_bytes() if self._rows_bytes else 0
         by_rank = torch.zeros(context.world_size, len(KINDS) + 2, dtype=torch.int64, device=context.device)

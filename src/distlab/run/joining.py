@@ -22,7 +22,6 @@ from distlab.comm.waits import TrafficError
 from distlab.machine import devices, network
 from distlab.machine.processes import leave, started_by_torchrun
 from distlab.rendezvous import ranks as rendezvous
-from distlab.rendezvous import survivors
 from distlab.rendezvous.ranks import Identity
 from distlab.run.commands import LAB
 from distlab.run.failure import Failure
@@ -73,13 +72,6 @@ def join(settings: RunSettings, script: Path) -> Joined:
         context.waits.watch(_end)
         connect_group(None)
     return Joined(grid, places, decided, claims[0] if claims else None, context, store)
-
-
-def await_place(settings: RunSettings) -> None:
-    """As a spare, wait for a death; what does not depend on the place is loaded before."""
-    from distlab.run import repair, state_copy  # noqa: F401
-
-    survivors.await_place(rendezvous.open_store(-1, settings.master_addr, 0, settings.timeout))
 
 
 def join_late(settings: RunSettings, script: Path) -> Joined:

@@ -7,7 +7,7 @@ import resource
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -40,7 +40,7 @@ class RunLog:
         tensorboard: bool = False,
         status: StatusLine | None = None,
     ) -> None:
-        self._rank = context.rank if rank is None else rank  # a spare is alone in its first process group
+        self._rank = context.rank if rank is None else rank
         self._out, self._device = out, context.device
         self._ledger, self._waited, self._status = context.ledger, context.waited_so_far, status or StatusLine(None)
         # A missing TensorBoard is an error now; its file is opened in `begin`.
@@ -48,15 +48,12 @@ class RunLog:
         self._tensorboard: SummaryWriter | None = None
         self._writes = self._rank == 0 if writes is None else writes
         self._metrics: TextIO | None = None
-        self._recent: deque[dict[str, Any]] = deque(maxlen=2)  # the last records
         self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far
         self.times: list[StepTime] = []  # of the steps so far
         self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # outside of steps, by kind of work
         self._sent_before: Counter[str] = Counter()
         self.loss = math.nan  # of the global batch, in the current step
         self.values: dict[str, Any] = {}  # further values of the current step's record, by name
-        self.loss_is_late = False  # whether the current step's loss arrives after its record is created
-        self._open: dict[str, Any] | None = None  # the record of the last step, if its loss is late
         self.validation_loss: float | None = None  # after the current step; None if it was not evaluated
 
     def begin(self, per_step: int, unit: str, before: int = 0, continue_at: int | None = None) -> None:
@@ -89,7 +86,7 @@ class RunLog:
         """Time the step that runs inside, from its batch to its update."""
         started, waited = time.perf_counter(), self._waited()
         in_collectives = self._ledger.collective_seconds
-        self.loss, self.loss_is_late, self.values = math.nan, False, {}
+        self.loss, self.values = math.nan, {}
         yield
         seconds, waited = time.perf_counter() - started, self._waited() - waited
         self.times.append(StepTime(seconds, waited, self._ledger.collective_seconds - in_collectives))
@@ -107,9 +104,7 @@ class RunLog:
             say(f"{what} took {seconds:.0f} s")
 
     def record(self, step: int) -> None:
-        """Write the record of the step that was timed last, or keep it until its loss arrives."""
-        if not self.times:  # of a rank that has just taken the place of another
-            return
+        """Write the record of the step that was timed last."""
         seconds, sent = self.times[-1].seconds, self._ledger.sent_bytes.copy()
         record: dict[str, Any] = {
             "step": step,
@@ -126,50 +121,11 @@ class RunLog:
         if self.validation_loss is not None:
             record["validation_loss"] = _finite(self.validation_loss)
         self._sent_before, self.validation_loss = sent, None
-        if self.loss_is_late:
-            self._open = record
-        else:
-            self._write(record)
-
-    def arrived(self, values: dict[str, float]) -> None:
-        """Complete the record of the last step, at least by its loss."""
-        if self._open is not None:
-            self._write({**self._open, **values})
-            self._open = None
-
-    def continue_at(self, step: int, writes: bool) -> None:
-        """Drop the records from `step` on. `writes`: this rank writes the following ones."""
-        self._recent = deque((record for record in self._recent if record["step"] < step), maxlen=2)
-        self._writes = writes
-        if writes:
-            from distlab.run.earlier_records import keep_records
-
-            if self._metrics is not None:
-                self._metrics.close()
-            path = self._out / METRICS
-            keep_records(path, before=step)
-            last = max((json.loads(line)["step"] for line in path.read_bytes().splitlines()[-1:]), default=-1)
-            self._metrics = path.open("a")
-            for record in self._recent:  # those that the rank before this one has not written
-                if record["step"] > last:
-                    self._write_line(record)
-
-    def take_back(self, steps: int) -> None:
-        """Drop the last steps, which will be repeated."""
-        if not steps:
-            return
-        self.seconds_apart["steps that were taken again"] += sum(step.seconds for step in self.times[-steps:])
-        del self.times[-steps:]
-        self.count -= steps * self._per_step
-        self._open = None
+        self._write(record)
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._recent.append(record)
-        if self._writes:
-            self._write_line(record)
-
-    def _write_line(self, record: dict[str, Any]) -> None:
-        assert self._metrics is not None
+        if self._metrics is None:  # another rank writes
+            return
         try:
             self._metrics.write(json.dumps(record) + "\n")
             self._metrics.flush()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distlab.axes.layout import layout_size
 from distlab.machine.processes import NEWCOMER, end_with_parent, leave, require_open_files, started_by_torchrun
 from distlab.machine.torch_patches import silence_torch_warnings
 from distlab.run.run import Run
@@ -53,11 +54,11 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
                 raise refusal from None
             become(script.parent / more, None if isinstance(refusal, FlagError) else refusal)
         if NEWCOMER in os.environ:
-            from distlab.run.joining import await_place
+            from distlab.run.repairable import await_place
 
             await_place(settings)
         rank, _ = identity(settings)
-        run = TrainingRun(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
+        run = training_run(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
         with run:
             work(run)
     except BrokenPipeError:
@@ -66,12 +67,23 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         from distlab.run.failure import Failure
 
         failure = Failure.of(error, rank)
-        if run is not None and run.running_on is not None:
-            run.running_on.keep_arrived()
-        if isinstance(error, KeyboardInterrupt) and run is not None:
-            run.summarize()
+        if run is not None:
+            run.end_early(error)
         failure.end()
     leave(0)
+
+
+def training_run(settings: Any, script: Path) -> TrainingRun[Any]:
+    """Make the run of a script that trains the Llama, of the class that its flags need."""
+    if settings.can_repair and layout_size(settings.layout) > 1:
+        from distlab.run.repairable import RepairableRun
+
+        return RepairableRun(settings, script)
+    if getattr(settings, "run_on", False):
+        from distlab.run.run_on import UndoableRun
+
+        return UndoableRun(settings, script)
+    return TrainingRun(settings, script)
 
 
 def warn_of_other_checkout(script: Path) -> None:

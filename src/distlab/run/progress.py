@@ -43,11 +43,11 @@ class Progress:
         self._next_redraw = 0.0
         self._status.show(f"{done:,} of {total:,} {what}")
 
-    def advance(self) -> None:
-        """Count a step; call this at its end, after the validation and checkpoint that follow it."""
+    def advance(self, done: int) -> None:
+        """Note how many steps are done; call this at the end of each, after its validation and checkpoint."""
         now = self._clock()
         self._ends.append(now)
-        self._done += 1
+        self._done = done
         left, timed, seconds = self._total - self._done, len(self._ends) - 1, now - self._ends[0]
         if left <= 0:
             self._status.clear()
@@ -63,10 +63,6 @@ class Progress:
         if now >= self._next_redraw:
             self._status.show(self._state())
             self._next_redraw = now + SECONDS_BETWEEN_REDRAWS
-
-    def take_back(self) -> None:
-        """Uncount the last step, which will be repeated."""
-        self._done -= 1
 
     def _rate(self) -> float:
         """Return the steps per second, over the later half of the steps, or over all if they are few."""

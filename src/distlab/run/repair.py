@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,13 +49,10 @@ from distlab.rendezvous.survivors import (
     ended_since,
 )
 from distlab.run.handing_over import ChangedError, HandedOver
-from distlab.run.run_on import Arrived
+from distlab.run.run_on import Arrived, RunningOn
 from distlab.run.starting import Joined
+from distlab.run.state_copy import StateCopy
 from simplellm.errors import InputError
-
-if TYPE_CHECKING:
-    from distlab.run.run_on import RunningOn
-    from distlab.run.state_copy import StateCopy
 
 
 @dataclass
@@ -64,7 +61,7 @@ class Repaired:
 
     position: Position
     sentence: str
-    arrived: "list[Arrived]"  # with `--run-on`: losses that some of the ranks know
+    arrived: list[Arrived]  # with `--run-on`: losses that some of the ranks know
 
 
 class Repair:
@@ -76,10 +73,11 @@ class Repair:
         first_step: of the run.
     """
 
-    copy: "StateCopy | None" = None  # of the state before the last update; set by the run when there is an optimizer
+    # Set by the run before its first step:
+    copy: StateCopy  # of the state before the last update
+    running_on: RunningOn
+    state: HandedOver  # what a newcomer gets
     received: dict[str, Any] | None = None  # by a newcomer, beside the state
-    state: HandedOver | None = None  # what a newcomer gets; set by the run before its first step
-    running_on: "RunningOn | None" = None  # set by the run
 
     def __init__(self, joined: Joined, timeout_seconds: float, first_step: int) -> None:
         self._joined, self._timeout_seconds, self._rank = joined, timeout_seconds, joined.grid.rank
@@ -108,7 +106,7 @@ class Repair:
         if not is_death(error):
             raise error
         recorder, started = self._joined.context.recorder, time.perf_counter()
-        if self.running_on is not None and self.running_on.unsettled == self.position.updates - 1:
+        if self.running_on.unsettled == self.position.updates - 1:
             self.running_on.keep_arrived()
         while True:
             self._joined.context.abandon()
@@ -124,7 +122,6 @@ class Repair:
                 position = common_position(known.values()) if known else NOWHERE
                 self._make_groups(news)
                 if self.position.updates > position.updates:
-                    assert self.copy is not None, "an update was made without a copy of the state before it"
                     self.copy.restore()
                 if self._rank in known:
                     self.position = position
@@ -149,7 +146,6 @@ class Repair:
         Raises:
             ChangedError: it differs from that of most of them, or nobody knows which is right.
         """
-        assert self.state is not None, "the script has not called run.track"
         sums = torch.zeros(len(self.alive), dtype=torch.int64)
         sums[self.alive.index(self._rank)] = self.state.checksum()
         with named("the checksums of the replicas", CONTROL):
@@ -164,8 +160,6 @@ class Repair:
 
     def _answer(self) -> Answer:
         known, late = self.position.updates, self.running_on
-        if late is None:
-            return Answer(self.position, known)
         return Answer(self.position, known if late.unsettled is None else min(known, late.unsettled), late.last)
 
     def _same(self, rank: int) -> tuple[int, ...]:
@@ -181,7 +175,6 @@ class Repair:
             if source is None:
                 raise RuntimeError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
             if self._rank in (source, rank):
-                assert self.state is not None, "the script has not called run.track"
                 if self._rank == source:
                     self.state.send(news.alive.index(rank), position)
                 else:

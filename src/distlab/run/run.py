@@ -1,6 +1,5 @@
 """A rank's part of a run: its identity, its steps, and the components that it owns."""
 
-import contextlib
 import json
 import math
 import os
@@ -15,26 +14,23 @@ from torch.optim import Optimizer
 
 from distlab.comm.names import CONTROL, named
 from distlab.machine import devices
-from distlab.machine.processes import NEWCOMER, started_by_torchrun
+from distlab.machine.processes import started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import NOTE_OF_FOLDER, next_commands
 from distlab.run.logs import LEDGER, RunLog, remove_records_of_the_end
 from distlab.run.loss_sum import LossSum, NotFiniteError
 from distlab.run.provenance import provenance
-from distlab.run.starting import identity, start_alone
+from distlab.run.starting import Joined, identity, start_alone
 from distlab.run.steps import Steps
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
-from distlab.settings.folders import Claim, write_config
+from distlab.settings.folders import write_config
 from distlab.settings.resume import ResumePolicy, marked
-from simplellm.errors import InputError, require
+from simplellm.errors import InputError
 
 if TYPE_CHECKING:
     from distlab.run.checkpointer import Batches, Checkpointer
     from distlab.run.recording import Recording
-    from distlab.run.repair import Repair
-    from distlab.run.run_on import RunningOn
-    from distlab.run.state_copy import StateCopy
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
@@ -46,55 +42,40 @@ class Run(Generic[SettingsT]):
 
     checkpointer: "Checkpointer | None" = None  # of a run that saves checkpoints, or resumes from one
     recording: "Recording | None" = None  # with `--record-gradients`
-    repair: "Repair | None" = None  # with `--repair`
-    copy: "StateCopy | None" = None  # of the state before the last update, with `--run-on` or `--repair`
     kind_of_steps: type[Steps[Any]] = Steps
+    kind_of_log: type[RunLog] = RunLog
+    joins_late = False  # whether the other ranks have begun without this process
+    steps_overlap = False  # whether a rank may begin a step before the others have ended the one before it
 
     def __init__(self, settings: SettingsT, script: Path) -> None:
         self.settings, self._script = settings, script
         self.rank, self.world_size = identity(settings)
-        is_newcomer = NEWCOMER in os.environ  # in the place of a rank that has died
-        # The first rank prints and writes; if it dies, the one of the others that has been there longest does.
-        self.is_first = self.rank == 0 and not is_newcomer
+        self.is_first = self.rank == 0 and not self.joins_late  # which prints and writes
         self.has_terminal = self.is_first or not started_by_torchrun()  # a separate one, or as the first rank
         self.terminal = Terminal(self.rank, self.has_terminal)
-        is_watched = not settings.can_repair or self.world_size == 1 or "LAB_LAUNCHER" in os.environ
-        require(is_watched, "--repair: only launch.sh notices deaths; start the ranks with it, or with --repair off")
-        self._everyone = tuple(range(self.world_size))
-        if settings.layout:
-            from distlab.run.joining import join, join_late
-
-            self.joined = joined = (join_late if is_newcomer else join)(settings, script)
-        else:
-            self.joined = joined = start_alone(settings, script)
-        self.grid = joined.grid.copy() if settings.can_repair else joined.grid
-        self.device, self.context, self.decided = joined.device, joined.context, joined.decided
+        self.joined = joined = self._join(script)
+        self.grid, self.device = joined.grid, joined.device
+        self.context, self.decided = joined.context, joined.decided
         self.out = Path(self.decided["out"])
         if isinstance(settings, ResumableSettings) and settings.has_checkpoints:
             from distlab.run.checkpointer import Checkpointer
 
             self.checkpointer = Checkpointer(settings, self.out, self.rank, self.decided)
         self.first_step = self.checkpointer.first_step if self.checkpointer else 0
-        self.continues = is_newcomer or (self.checkpointer is not None and self.checkpointer.continues)
+        self.continues = self.joins_late or (self.checkpointer is not None and self.checkpointer.continues)
         self._keep_files()
         has_tensorboard = getattr(settings, "tensorboard", False)
         status = self.terminal.status
-        self.records = RunLog(
+        self.records = self.kind_of_log(
             self.out, self.context, self.rank, self.is_first, tensorboard=has_tensorboard, status=status
         )
         self.memory: memory.MemoryReport | None = None  # set by `track`
-        self.running_on: RunningOn | None = None  # with `--run-on`
         self.recorder = self.context.recorder
         self.recorder.enabled = getattr(settings, "trace", False)
         # For random operations such as dropout; initial weights and data do not depend on it.
         torch.manual_seed(settings.seed + self.rank)
         if self.is_first:
             self._introduce(script)
-        if settings.can_repair and self.world_size > 1:
-            from distlab.run.repair import Repair
-            from distlab.run.repairable_steps import RepairableSteps
-
-            self.kind_of_steps, self.repair = RepairableSteps, Repair(joined, settings.timeout, self.first_step)
 
     def __enter__(self: RunT) -> RunT:
         return self
@@ -102,6 +83,13 @@ class Run(Generic[SettingsT]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
+
+    def _join(self, script: Path) -> Joined:
+        if not self.settings.layout:
+            return start_alone(self.settings, script)
+        from distlab.run.joining import join
+
+        return join(self.settings, script)
 
     @property
     def shared_cores(self) -> int | None:
@@ -176,34 +164,6 @@ class Run(Generic[SettingsT]):
         """Number the steps, give each its batch, record it, and save checkpoints; see `Steps` for the arguments."""
         return iter(self.kind_of_steps(self, batches, steps, per_step, unit, after_step))
 
-    @contextlib.contextmanager
-    def surviving(self) -> Iterator[tuple[int, ...]]:
-        """With `--repair`, if a rank dies while the code inside runs, repair the run; then the code has to run again.
-
-        Inside `steps`, the step begins again by itself. Yields the ranks that are left, by their original numbers: the
-        same object as before, unless the groups have been made again. Among each other, the ranks have new numbers:
-        those of torch.distributed.
-        """
-        if self.repair is None:
-            yield self._everyone
-            return
-        try:
-            yield self.repair.alive
-        except Exception as error:
-            self.repair.after(error)
-            self._take_over(self.repair.alive)
-
-    def _take_over(self, alive: tuple[int, ...]) -> None:
-        """After a repair, become the rank that prints and writes, if that one has died."""
-        self.context = self.joined.context
-        self.grid.keep(alive)
-        if not self.is_first and self.rank == alive[0]:
-            self.is_first = self.has_terminal = True
-            self.terminal.speak_for_all()
-            self.joined.claim = Claim(self.out)
-        if self.is_first and self.repair is not None and self.repair.done is not None:
-            say(self.repair.done.sentence)
-
     def meet(self) -> None:
         """Wait for all other ranks."""
         with named("the end of the run", CONTROL):
@@ -240,23 +200,13 @@ class Run(Generic[SettingsT]):
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""
         if self.recording is not None:
             self.recording.end(self._wait_for_weights)
-        held: list[list[int]] = []
-        traces: list[dict[str, Any]] = []
-        has_met = False
-        while not has_met:
-            with self.surviving():
-                if self.repair is not None and self.repair.is_at_the_end:  # another rank has yet to
-                    self.meet()
-                held, traces = self._collect()
-                self.joined.store.set(f"account/{self.rank}", json.dumps(self.records.account()))
-                self.meet()
-                has_met = True
+        held, traces = self._end_together()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
         if traces:
             from distlab.run.tracing import keep_trace
 
-            keep_trace(traces, self.out, self.grid, self.recorder, bool(self.running_on))
+            keep_trace(traces, self.out, self.grid, self.recorder, self.steps_overlap)
         if held and self.is_first:
             alive, by_rank = zip(*sorted(zip(self.grid.alive, held, strict=True)), strict=True)
             memory.keep(self.out / "memory.json", by_rank)
@@ -275,23 +225,28 @@ class Run(Generic[SettingsT]):
     def _wait_for_weights(self) -> None:
         """Wait until this rank has all the weights with which it computes."""
 
+    def _end_together(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """Wait for all ranks; return the memory that each rank held and, on the first rank, their traces."""
+        held = self.memory.collect(self.context) if self.memory else []
+        traces = []
+        if self.recorder.enabled:
+            from distlab.run.tracing import gather_traces
+
+            traces = gather_traces(self.context)
+        self.joined.store.set(f"account/{self.rank}", json.dumps(self.records.account()))
+        self.meet()
+        return held, traces
+
     def _keep_ledger(self) -> None:
-        """Write the bytes that each rank sent; not after a repair, which numbers the ranks again."""
-        if self.repair is not None and self.repair.survivor.epoch:
-            return
+        """Write the bytes that each rank sent."""
         accounts = [json.loads(self.joined.store.get(f"account/{rank}")) for rank in range(self.world_size)]
         named = [{"name": self.grid.describe(account["rank"]), **account} for account in accounts]
         (self.out / LEDGER).write_text(json.dumps(named) + "\n")
 
-    def _collect(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
-        """Return the memory that each rank held and, on the first rank, their traces."""
-        copied_bytes = self.copy.size_bytes if self.copy else 0
-        held = self.memory.collect(self.context, copied_bytes) if self.memory else []
-        if not self.recorder.enabled:
-            return held, []
-        from distlab.run.tracing import gather_traces
-
-        return held, gather_traces(self.context)
+    def end_early(self, error: BaseException) -> None:
+        """After an error, when no rank waits for others any more: keep what can be kept."""
+        if isinstance(error, KeyboardInterrupt):
+            self.summarize()
 
     def summarize(self) -> None:
         """On rank 0, print the costs of the run and the commands for next steps."""

@@ -6,13 +6,22 @@ Parallelism", arXiv 2401.10241, §4, undo the update by inverting it; restoring 
 """
 
 import contextlib
+import json
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from distlab.parallel.clipping import NormSum, is_too_long
+from distlab.run.earlier_records import keep_records
+from distlab.run.logs import METRICS, RunLog
 from distlab.run.loss_sum import LossSum
-from distlab.run.state_copy import StateCopy
+from distlab.run.state_copy import StateCopy, parameters_of
+from distlab.run.steps import BatchT, Steps
+from distlab.run.training import TrainingRun, TrainSettingsT
+from simplellm.errors import require
 
 
 class Arrived(NamedTuple):
@@ -76,6 +85,10 @@ class RunningOn:
             return self.waits_in
         return None if self._open is None else self._open.step
 
+    def is_open(self, step: int) -> bool:
+        """Return whether a step ended without its loss, which is still unknown."""
+        return self._open is not None and self._open.step == step
+
     def has_waited(self, step: int, norm: float) -> None:
         """Make the next step also wait if this step, which waited, was clipped. Clipped steps come in groups."""
         if self._most is not None and is_too_long(norm, self._most):
@@ -91,10 +104,11 @@ class RunningOn:
 
         `on_others` are losses that have arrived on other ranks: also that of the step before, if it is unknown here.
         """
-        if self.unsettled == step - 1:
-            self._tell(next(arrived for arrived in on_others if arrived.step == step - 1))
+        is_unknown = self.unsettled == step - 1
         self._open = self._open_norm = None
         self.waits_in, self.must_undo = step, False
+        if is_unknown:
+            self._tell(next(arrived for arrived in on_others if arrived.step == step - 1))
 
     def keep_arrived(self) -> None:
         """Record the loss of the open step if it has arrived: for a run that ends early, when no rank may wait."""
@@ -106,3 +120,153 @@ class RunningOn:
     def _tell(self, arrived: Arrived) -> None:
         self.last = arrived
         self._arrived(*arrived)
+
+
+class UndoableLog(RunLog):
+    """Records that may be dropped again, that may get their loss later, and that another rank may go on writing."""
+
+    late: RunningOn | None = None
+    _open: dict[str, Any] | None = None  # the record of the last step, until its loss arrives
+    _recent: Sequence[dict[str, Any]] = ()  # the last two that are complete
+
+    def arrived(self, values: dict[str, float]) -> None:
+        """Complete the record of the last step, at least by its loss."""
+        if self._open is not None:
+            self._write({**self._open, **values})
+            self._open = None
+
+    def take_back(self, steps: int) -> None:
+        """Drop the last steps, which will be repeated."""
+        if not steps:
+            return
+        self.seconds_apart["steps that were taken again"] += sum(step.seconds for step in self.times[-steps:])
+        del self.times[-steps:]
+        self.count -= steps * self._per_step
+        self._open = None
+
+    def continue_at(self, step: int, writes: bool) -> None:
+        """Drop the records from `step` on. `writes`: this rank writes the following ones."""
+        self._recent = [record for record in self._recent if record["step"] < step]
+        self._writes = writes
+        if writes:
+            if self._metrics is not None:
+                self._metrics.close()
+            path = self._out / METRICS
+            keep_records(path, before=step)
+            last = max((json.loads(line)["step"] for line in path.read_bytes().splitlines()[-1:]), default=-1)
+            self._metrics = path.open("a")
+            for record in self._recent:  # those that the rank before this one has not written
+                if record["step"] > last:
+                    super()._write(record)
+
+    def record(self, step: int) -> None:
+        if self.times:  # else, this rank has just taken the place of another
+            super().record(step)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.late is not None and self.late.is_open(record["step"]):
+            self._open = record
+        else:
+            self._recent = [*self._recent, record][-2:]
+            super()._write(record)
+
+
+class UndoableSteps(Steps[BatchT]):
+    """Steps of which the last one, and the one before it, may be taken again, with the same batches."""
+
+    _run: "UndoableRun[Any]"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._taken: dict[int, BatchT] = {}  # the last batches, by step
+
+    def __iter__(self) -> Iterator[tuple[int, BatchT]]:
+        step = self._run.first_step
+        while step < self._steps:
+            yield from self._take(step)
+            if self._has_undone():
+                step -= 1
+                continue
+            self._evaluate(step)
+            self._save(step)
+            step += 1
+            self._progress.advance(step)
+
+    def _batch(self, step: int) -> BatchT:
+        if step not in self._taken:
+            self._taken[step] = super()._batch(step)
+        return self._taken[step]
+
+    def _has_undone(self) -> bool:
+        """Undo the step before, and the current one, if the step before was not valid."""
+        if not self._run.late.must_undo:
+            return False
+        self._run.late.undo()
+        self._run.records.take_back(2)
+        return True
+
+    def _evaluate(self, step: int) -> None:
+        self._taken.pop(step - 1, None)
+        super()._evaluate(step)
+
+
+class UndoableRun(TrainingRun[TrainSettingsT]):
+    """A training run that keeps a copy of the state before the last update.
+
+    With `--run-on`, `log` and `clip` do not wait for the loss and the norm of a step, which the next step checks.
+    """
+
+    kind_of_steps = UndoableSteps
+    kind_of_log = UndoableLog
+    records: UndoableLog
+    copy: StateCopy
+    late: RunningOn
+
+    def track(self, model: Any, optimizer: Optimizer, *further: Any, **options: Any) -> None:
+        super().track(model, optimizer, *further, **options)
+        copy = self.copy = StateCopy(optimizer, self._parts.changing_shards)
+        if self.memory is not None:
+            self.memory.copied_bytes = lambda: copy.size_bytes
+        self.late = self.records.late = RunningOn(copy, self._loss_arrived, self.settings.clip_norm)
+        self.steps_overlap = getattr(self.settings, "run_on", False)
+
+    def steps(self, stories: Any) -> Iterator[tuple[int, Tensor]]:
+        sentence = "--run-on and --repair need a script that calls run.track before its first step"
+        require(self._optimizer is not None, sentence)
+        return super().steps(stories)
+
+    def log(self, step: int, losses: Iterable[Tensor]) -> None:
+        """Print the loss of the global batch; with `--run-on` a step later, where it may undo this step."""
+        late = self.late
+        late.settle()  # as long as that may fail, the copy is one of the state before
+        if late.must_undo:
+            return
+        self.copy.take()
+        if not self.steps_overlap or late.waits_in == step or self._needs_loss(step):
+            super().log(step, losses)
+        else:
+            late.leave_open(self.sum_loss(step, losses))
+
+    def clip(self, optimizer: Optimizer) -> None:
+        """With `--clip-norm`, scale the gradients of a step.
+
+        With `--run-on`, ranks do not wait for the norm, and use the gradients as they are; if they should have been
+        scaled, the step is taken again.
+        """
+        late = self.late
+        if late.is_open(self._step):
+            if self.settings.clip_norm is not None:
+                late.leave_norm_open(self._sum_norm(parameters_of(optimizer)))
+        elif not late.must_undo:
+            super().clip(optimizer)
+            late.has_waited(self._step, self.records.values.get("grad_norm", 0.0))
+
+    def _loss_arrived(self, step: int, loss: float, norm: float | None) -> None:
+        """Print and record the loss of a step that did not wait for it, and the norm of its gradients."""
+        self._print_loss(step, loss)
+        self.records.arrived({"loss": loss} if norm is None else {"loss": loss, "grad_norm": norm})
+
+    def end_early(self, error: BaseException) -> None:
+        if self.records.late is not None:
+            self.records.late.keep_arrived()
+        super().end_early(error)

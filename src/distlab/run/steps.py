@@ -2,21 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from distlab.comm.recorder import STEP, Recorder
 from distlab.run.logs import RunLog, remove_records_of_the_end
 from distlab.run.progress import Progress
 from distlab.run.terminal import Terminal, counted, say
-from distlab.settings.common import RunSettings
 
 if TYPE_CHECKING:
     from distlab.run.checkpointer import Batches, Checkpointer
     from distlab.run.recording import Recording
-    from distlab.run.repair import Repair
-    from distlab.run.run_on import RunningOn
 
 STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
 BatchT = TypeVar("BatchT")
@@ -27,31 +23,16 @@ class OfRun(Protocol):
 
     checkpointer: "Checkpointer | None"
     recording: "Recording | None"
-    running_on: "RunningOn | None"
-    repair: "Repair | None"
     out: Path
     first_step: int
     continues: bool  # earlier steps of the same run, in the same folder
     is_first: bool
     has_terminal: bool
     terminal: Terminal
-    records: RunLog
     recorder: Recorder
 
     @property
-    def settings(self) -> RunSettings: ...
-
-    def surviving(self) -> AbstractContextManager[object]: ...
-
-    def meet(self) -> None: ...
-
-
-class Taken(NamedTuple, Generic[BatchT]):
-    """A batch, and the positions in the data before and after it; these are empty if nothing needs them."""
-
-    batch: BatchT
-    before: dict[str, int]
-    after: dict[str, int]
+    def records(self) -> RunLog: ...
 
 
 class Steps(Generic[BatchT]):
@@ -66,8 +47,6 @@ class Steps(Generic[BatchT]):
     Raises:
         InputError: the run is to be saved or resumed, but the script has not called `track`.
     """
-
-    has_position = False  # whether positions in the data are needed even without checkpoints
 
     def __init__(
         self,
@@ -86,8 +65,6 @@ class Steps(Generic[BatchT]):
         self._run, self._batches, self._steps, self._after_step = run, batches, steps, after_step
         self._per_step = per_step
         self._source = iter(batches)
-        self._taken: dict[int, Taken[BatchT]] = {}  # the last batches, by step
-        self.has_position = self.has_position or run.checkpointer is not None
 
         def tell(text: str) -> None:
             if run.has_terminal:
@@ -100,56 +77,35 @@ class Steps(Generic[BatchT]):
         self._progress = Progress(steps, tell, done=run.first_step, speed=speed, status=status)
 
     def __iter__(self) -> Iterator[tuple[int, BatchT]]:
-        step = self._run.first_step
-        while step < self._steps:
+        for step in range(self._run.first_step, self._steps):
             yield from self._take(step)
-            if self._has_undone():
-                step -= 1
-                continue
             self._evaluate(step)
             self._save(step)
-            self._progress.advance()
-            step += 1
-
-    def _has_undone(self) -> bool:
-        """With `--run-on`, undo the step before, and the current one, if the step before was not valid."""
-        late = self._run.running_on
-        if late is None or not late.must_undo:
-            return False
-        late.undo()
-        self._run.records.take_back(2)
-        self._progress.take_back()
-        return True
+            self._progress.advance(step + 1)
 
     def _take(self, step: int) -> Iterator[tuple[int, BatchT]]:
         """Yield a step and its batch, once, and time what the script does with it."""
         run = self._run
         if run.recording is not None:
             run.recording.begin(step)
-        if step not in self._taken:  # a step that is done again has the same batch
-            self._taken[step] = self._next()
+        batch = self._batch(step)
         with run.records.timing_a_step(), run.recorder.span(STEP, f"step {step}"):
-            yield step, self._taken[step].batch
+            yield step, batch
 
-    def _next(self) -> Taken[BatchT]:
-        before = self._position()
-        return Taken(next(self._source), before, self._position())
-
-    def _position(self) -> dict[str, int]:
-        return self._batches.state_dict() if self.has_position else {}
+    def _batch(self, step: int) -> BatchT:
+        return next(self._source)
 
     def _evaluate(self, step: int) -> None:
-        self._taken.pop(step - 1, None)
         self._after_step(step)
         self._run.records.record(step)
-
-    def _is_save_due(self, step: int) -> bool:
-        checkpointer = self._run.checkpointer
-        return checkpointer is not None and checkpointer.is_due(step, self._steps)
 
     def _save(self, step: int) -> None:
         """Save a checkpoint after a step, where that is due."""
         run = self._run
-        if run.checkpointer is not None and self._is_save_due(step):
+        if run.checkpointer is not None and run.checkpointer.is_due(step, self._steps):
             with run.records.timing_apart("checkpoints", f"saving after {counted(step + 1, 'steps')}"):
-                run.checkpointer.save(step + 1, self._taken[step].after, run.records)
+                run.checkpointer.save(step + 1, self._position(step + 1), run.records)
+
+    def _position(self, step: int) -> dict[str, int]:
+        """Return the position in the data before the batch of a step, the next one."""
+        return self._batches.state_dict()

@@ -23,6 +23,7 @@ from simplellm.errors import require
 from simplellm.tokenizers import SPTokenizer
 
 if TYPE_CHECKING:
+    from distlab.parallel.clipping import NormSum
     from distlab.parallel.gradient_compression import Compressor
     from distlab.parallel.outer import OuterState
     from distlab.run.checkpointer import Batches
@@ -37,11 +38,11 @@ class TrainingRun(Run[TrainSettingsT]):
     """A run that trains the lab's Llama: options for its model and data, and the components that `track` creates."""
 
     validator: "Validator | None" = None  # with `--eval-every`
+    sums_exactly = False  # whether a norm is the same bit for bit, however many replicas add it up
     _optimizer: Optimizer | None = None
     _parts: ModelParts
     _outer: "OuterState | None" = None
     _step: int  # the current one
-    _line = ""  # the last one with a loss
     _loss_under_way: LossSum | None = None  # with `--clip-norm`, between `log` and `clip` or the update
     _batch: Tensor  # its token ids
 
@@ -132,20 +133,6 @@ class TrainingRun(Run[TrainSettingsT]):
 
             rows_bytes = partial(most_rows_bytes, parts.stages.values())
         self.memory = MemoryReport(optimizer, parts.sharded.values(), outer_bytes, whole, rows_bytes)
-        runs_on = getattr(args, "run_on", False)
-        if runs_on or self.repair is not None:
-            from distlab.run.state_copy import StateCopy
-
-            copy = self.copy = StateCopy(optimizer, parts.changing_shards)
-        if runs_on:
-            from distlab.run.run_on import RunningOn
-
-            self.running_on = RunningOn(copy, self._loss_arrived, args.clip_norm)
-        if self.repair is not None:
-            from distlab.run.handing_over import HandedOver
-
-            self.repair.copy, self.repair.running_on = copy, self.running_on
-            self.repair.state = HandedOver(optimizer)
         if args.eval_every:
             from distlab.run.validation import Validator
 
@@ -199,8 +186,8 @@ class TrainingRun(Run[TrainSettingsT]):
     def _is_validation_due(self, step: int) -> bool:
         return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0
 
-    def _waits_after(self, step: int) -> bool:
-        """Return whether ranks wait for each other after a step even with `--run-on`."""
+    def _needs_loss(self, step: int) -> bool:
+        """Return whether the loss of a step must be known at its end."""
         steps = self.settings.steps
         is_saved = self.checkpointer is not None and self.checkpointer.is_due(step, steps)
         return step + 1 == steps or is_saved or self._is_validation_due(step)
@@ -217,16 +204,9 @@ class TrainingRun(Run[TrainSettingsT]):
     def _wait_for_weights(self) -> None:
         self._parts.wait_for_weights()
 
-    def _take_over(self, alive: tuple[int, ...]) -> None:
-        was_first, late = self.is_first, self.running_on
-        self._loss_under_way = None  # the step is taken again
-        if late is not None and self.repair is not None and self.repair.done is not None:
-            late.go_on_with(self.repair.done.position.updates, self.repair.done.arrived)
-        super()._take_over(alive)
-        if self._line and late is not None and self.is_first and not was_first:
-            print(self._line, flush=True)  # the rank before it may not have got to it
-        if self.validator is not None:
-            self.validator.divide(alive.index(self.rank), len(alive))
+    def surviving(self) -> contextlib.AbstractContextManager[Sequence[int]]:
+        """Return a context for a step, and its ranks: all; in a `RepairableRun`, those that are left."""
+        return contextlib.nullcontext(self.grid.alive)
 
     def _why_not_finite(self, step: int, own_loss: float) -> str:
         """Repeat the forward pass of a step and check every tensor."""
@@ -240,30 +220,22 @@ class TrainingRun(Run[TrainSettingsT]):
         """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
 
         Call it between `log` and `optimizer.step`, on all ranks. Each weight counts once, whichever ranks hold it. The
-        ranks wait for the loss and the norm together; a GPU gets the work for both before the host waits. With
-        `--run-on`, ranks do not wait for the norm, and use the gradients as they are; if they should have been scaled,
-        the step is taken again.
+        ranks wait for the loss and the norm together; a GPU gets the work for both before the host waits.
 
         Raises:
             NotFiniteError: the loss or the norm is infinite or NaN, on all ranks.
         """
-        most, step, late = self.settings.clip_norm, self._step, self.running_on
-        if most is None or (late is not None and late.must_undo):
+        most, step = self.settings.clip_norm, self._step
+        if most is None:
             return
-        from distlab.parallel.clipping import clip, sum_norm
+        from distlab.parallel.clipping import clip
         from distlab.run.state_copy import parameters_of
 
         parameters = parameters_of(optimizer)
-        exact = getattr(self.settings, "repair", "off") == "exact"
-        under_way = sum_norm(parameters, self.grid, f"the norm of the gradients of step {step}", self.device, exact)
-        if late is not None and self.records.loss_is_late:
-            late.leave_norm_open(under_way)
-            return
+        under_way = self._sum_norm(parameters)
         under_way.late.leave()
         self._print_loss_under_way()
         norm = self.records.values["grad_norm"] = under_way.wait()
-        if late is not None:
-            late.has_waited(step, norm)
         if not math.isfinite(norm):
             from distlab.run.not_finite import find_gradient
 
@@ -271,32 +243,27 @@ class TrainingRun(Run[TrainSettingsT]):
             raise NotFiniteError(f"the norm of the gradients of step {step} is {norm}: {cause}{self._lr_hint}")
         clip([parameter.grad for parameter in parameters if parameter.grad is not None], norm, most)
 
+    def _sum_norm(self, parameters: Sequence[Tensor]) -> "NormSum":
+        """Start to add up the global norm of the current step's gradients."""
+        from distlab.parallel.clipping import sum_norm
+
+        what = f"the norm of the gradients of step {self._step}"
+        return sum_norm(parameters, self.grid, what, self.device, self.sums_exactly)
+
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
-        """Print the loss of the global batch, with `--run-on` a step later; the arguments are as in `global_loss`.
+        """Print the loss of the global batch; the arguments are as in `global_loss`.
 
         With `--report-every N`, the ranks add it up only after every N-th step; the records of other steps have no
-        loss. Call this before the update, which a non-finite loss prevents or, with `--run-on`, undoes. With
-        `--clip-norm`, `clip` waits for the loss and prints it, or the update, if the script does not call `clip`.
+        loss. Call this before the update, which a non-finite loss prevents. With `--clip-norm`, `clip` waits for the
+        loss and prints it, or the update, if the script does not call `clip`.
         """
-        late = self.running_on
-        if late is not None:
-            late.settle()  # as long as that may fail, the copy is one of the state before
-            if late.must_undo:
-                return
-        if self.copy is not None:
-            self.copy.take()
-        if (step + 1) % getattr(self.settings, "report_every", 1) and not self._waits_after(step):
+        if (step + 1) % getattr(self.settings, "report_every", 1) and not self._needs_loss(step):
             return
-        under_way = self.sum_loss(step, losses)
-        if late is not None and not (late.waits_in == step or self._waits_after(step)):
-            late.leave_open(under_way)
-            self.records.loss_is_late = True
-            return
-        self._loss_under_way = under_way
+        self._loss_under_way = self.sum_loss(step, losses)
         if self.settings.clip_norm is None:
             self._print_loss_under_way()
         else:
-            under_way.leave()
+            self._loss_under_way.leave()
 
     def _print_loss_under_way(self) -> None:
         """Wait for the loss that `log` has started to add up, if it is not printed yet, and print it."""
@@ -304,14 +271,11 @@ class TrainingRun(Run[TrainSettingsT]):
             under_way, self._loss_under_way = self._loss_under_way, None
             self._print_loss(under_way.step, self._wait_for_loss(under_way))
 
-    def _loss_arrived(self, step: int, loss: float, norm: float | None) -> None:
-        """Print and record the loss of a step that did not wait for it, and the norm of its gradients."""
-        self._print_loss(step, loss)
-        self.records.arrived({"loss": loss} if norm is None else {"loss": loss, "grad_norm": norm})
-
     def _print_loss(self, step: int, loss: float) -> None:
-        self._line = f"{step} {loss:.8f}{self.records.speed()}"
+        self._print_line(f"{step} {loss:.8f}{self.records.speed()}")
+
+    def _print_line(self, line: str) -> None:
         if self.has_terminal:
-            print(self._line, flush=True)
+            print(line, flush=True)
         elif isinstance(sys.stdout, RankOutput):
-            sys.stdout.keep(self._line + "\n")  # on a shared terminal, only rank 0 prints it
+            sys.stdout.keep(line + "\n")  # on a shared terminal, only rank 0 prints it

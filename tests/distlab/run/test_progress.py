@@ -55,7 +55,7 @@ class Steps:
     """Steps of a run whose clock shows what a test lets them take, and what was said after how many of them."""
 
     def __init__(self, total: int, done: int = 0, speed: Callable[[float], str] | None = None) -> None:
-        self.now, self.taken, self.said = 1000.0, 0, dict[int, str]()
+        self.now, self.done, self.taken, self.said = 1000.0, done, 0, dict[int, str]()
         self._progress = Progress(total, self._say, done=done, speed=speed, clock=lambda: self.now)
 
     def _say(self, text: str) -> None:
@@ -66,7 +66,7 @@ class Steps:
         for _ in range(count):
             self.now += seconds
             self.taken += 1
-            self._progress.advance()
+            self._progress.advance(self.done + self.taken)
 
 
 def test_the_first_step_is_left_out_and_a_line_comes_every_minute() -> None:

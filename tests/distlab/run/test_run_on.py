@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distlab.checkpoints.format import latest_valid
 from distlab.pipeline.executor import Pipeline
 from distlab.run.loss_sum import NotFiniteError
-from distlab.run.run_on import LossSum, RunningOn
+from distlab.run.run_on import LossSum, RunningOn, UndoableRun
 from distlab.run.state_copy import StateCopy
 from distlab.run.training import TrainingRun
 
@@ -71,9 +71,10 @@ def time_the_end_of_a_step(rank: int, flags: list[str], logged: Barrier | None) 
 
     Rank 1 is a second late, or, where the ranks meet at `logged`, until rank 0 has logged the step.
     """
-    times, log = dict[int, tuple[float, float]](), TrainingRun.log
+    times, kind = dict[int, tuple[float, float]](), UndoableRun if "--run-on" in flags else TrainingRun
+    log = kind.log
 
-    def timed(run: TrainingRun[Any], step: int, losses: Any) -> None:
+    def timed(run: Any, step: int, losses: Any) -> None:
         meets = logged if step == 2 else None
         if step == 2 and rank == 1:
             meets.wait(20) if meets else time.sleep(1)
@@ -84,7 +85,7 @@ def time_the_end_of_a_step(rank: int, flags: list[str], logged: Barrier | None) 
             meets.wait(20)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingRun, "log", timed)
+        patch.setattr(kind, "log", timed)
         train(rank, PIPELINE, flags)
     return times[2]
 

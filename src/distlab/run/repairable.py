@@ -1,0 +1,243 @@
+"""`--repair`: a run that goes on when a rank dies.
+
+Its steps are divided into phases, each of which may fail when a rank dies and is then done again.
+"""
+
+import contextlib
+import gc
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from distlab.axes.layout import layout_size
+from distlab.machine.devices import cores
+from distlab.machine.processes import NEWCOMER
+from distlab.rendezvous import ranks, survivors
+from distlab.rendezvous.survivors import EVALUATE, MEET, SAVE, TAKE, NewsError, Position
+from distlab.run.handing_over import HandedOver
+from distlab.run.joining import join_late
+from distlab.run.repair import Repair
+from distlab.run.run_on import UndoableRun, UndoableSteps
+from distlab.run.starting import Joined
+from distlab.run.steps import BatchT
+from distlab.run.terminal import counted, say
+from distlab.settings.common import RunSettings
+from distlab.settings.folders import Claim
+from distlab.settings.replicas import RepairFlag
+from simplellm.errors import require
+
+STEPS_TO_MEASURE = 5
+RepairFlagT = TypeVar("RepairFlagT", bound=RepairFlag)
+
+
+def await_place(settings: RunSettings) -> None:
+    """As a spare, wait for a death; what does not depend on the place is loaded before."""
+    survivors.await_place(ranks.open_store(-1, settings.master_addr, 0, settings.timeout))
+
+
+class RepairableSteps(UndoableSteps[BatchT]):
+    """Steps from which ranks can be taken back, as `repair` demands; after the last one, they wait for each other."""
+
+    _run: "RepairableRun[Any]"
+    _repair: Repair
+    _alive: tuple[int, ...]  # since the last repair
+    _origin: int  # `records.count` before step 0
+    _usual_seconds: float | None = None  # of a step of all ranks, before a death
+    _to_measure = 0  # steps until a step is long enough after a repair
+
+    def __iter__(self) -> Iterator[tuple[int, BatchT]]:
+        step, phase, is_again = *self._begin(), False
+        run, repair = self._run, self._repair
+        while step < self._steps:
+            repair.reach(step, phase)
+            timed = step + 1  # the number of steps that have records
+            if phase == TAKE:
+                with run.surviving():
+                    repair.survivor.check()
+                if repair.done is None:
+                    yield from self._take(step)
+                else:
+                    timed = step
+                is_undone = repair.done is None and self._has_undone()
+                following = Position(step - 1, TAKE) if is_undone else Position(step, EVALUATE)
+            elif phase == EVALUATE:
+                with run.surviving():
+                    if (step + 1) % getattr(run.settings, "compare_every", 1) == 0:
+                        repair.compare()
+                    self._evaluate(step)
+                following = Position(step, SAVE)
+            elif phase == SAVE:
+                with run.surviving():
+                    if not (is_again and self._is_saved(step)):
+                        self._save(step)
+                if repair.done is None:
+                    self._progress.advance(step + 1)
+                    self._measure()
+                following = Position(step, MEET) if step + 1 == self._steps else Position(step + 1, TAKE)
+            else:  # from then on no rank can be taken back to a step
+                with run.surviving():
+                    run.meet()
+                following = Position(step + 1, TAKE)
+            is_again = repair.done is not None
+            step, phase = self._go_back(timed) if is_again else following
+        repair.reach(self._steps, TAKE)
+
+    def _begin(self) -> Position:
+        run = self._run
+        self._repair, self._alive = run.repair, run.repair.alive
+        self._positions: dict[int, dict[str, int]] = {}  # in the data, before the batch of a step that was taken
+        self._origin = run.records.count - run.first_step * self._per_step
+        self._repair.survivor.begin()
+        self._repair.state.describe = self._state_at
+        if not self._repair.is_newcomer:
+            return Position(self._run.first_step, TAKE)
+        at = self._take_place()
+        if at.phase != TAKE:
+            self._batch(at.step)
+        return at
+
+    def _batch(self, step: int) -> BatchT:
+        self._positions.setdefault(step, super()._position(step))
+        return super()._batch(step)
+
+    def _position(self, step: int) -> dict[str, int]:
+        return self._positions.get(step) or super()._position(step)
+
+    def _evaluate(self, step: int) -> None:
+        self._positions.pop(step - 1, None)
+        super()._evaluate(step)
+
+    def _state_at(self, at: Position) -> dict[str, Any]:
+        """Return the record that a newcomer gets beside the weights."""
+        return {"data": self._position(at.step), "count": self._origin + at.updates * self._per_step}
+
+    def _take_place(self) -> Position:
+        """As a newcomer, get the state of the rank whose place this one takes; return where the ranks go on."""
+        run, repair = self._run, self._repair
+        with run.surviving():
+            raise NewsError
+        assert repair.received is not None
+        assert repair.done is not None
+        at, repair.done, self._alive = repair.done.position, None, repair.alive
+        self._batches.load_state_dict(repair.received["data"])
+        self._source = iter(self._batches)
+        run.records.count, run.first_step = repair.received["count"], at.step
+        self._origin = run.records.count - at.updates * self._per_step
+        run.records.continue_at(at.step + (at.phase > EVALUATE), run.is_first)
+        return at
+
+    def _go_back(self, timed: int) -> Position:
+        """Return the position from which the ranks go on after a repair, and drop the records of what is done again."""
+        assert self._repair.done is not None
+        at, self._repair.done = self._repair.done.position, None
+        gc.collect()  # the earlier groups, with their threads, connections and memory
+        self._run.records.take_back(timed - at.updates)
+        if len(self._alive) == layout_size(self._run.settings.layout) and self._to_measure <= 0:
+            self._usual_seconds = self._usual_seconds or self._seconds()
+        self._alive = self._repair.alive
+        self._to_measure = STEPS_TO_MEASURE + 1  # the first one also sets up connections
+        self._run.records.continue_at(at.step + (at.phase > EVALUATE), self._run.is_first)
+        return at
+
+    def _seconds(self) -> float | None:
+        """Return the median time of the last steps; None if there are too few."""
+        times = [step.seconds for step in self._run.records.times[-STEPS_TO_MEASURE:]]
+        return statistics.median(times) if len(times) == STEPS_TO_MEASURE else None
+
+    def _measure(self) -> None:
+        """Some steps after a repair, say how long a step takes now, beside the plan."""
+        self._to_measure -= 1
+        now, usual = self._seconds(), self._usual_seconds
+        if self._to_measure or now is None or usual is None or not self._run.is_first:
+            return
+        here, planned = counted(cores(), "cores"), self._run.settings.slowdown(self._repair.alive, cores())
+        times = f"{now / usual:.2f} times as long, {planned:.2f} by the plan for {here}"
+        say(f"a step now takes {now:.3g} s instead of {usual:.3g} s: {times}")
+
+    def _is_saved(self, step: int) -> bool:
+        """Return whether nothing is left to save after a step; unfinished files of its checkpoint are deleted."""
+        checkpointer = self._run.checkpointer
+        if checkpointer is None or not checkpointer.is_due(step, self._steps):
+            return True
+        if self._run.is_first:
+            checkpointer.discard_unfinished(step + 1)
+        self._run.meet()
+        is_saved = checkpointer.has(step + 1)
+        if is_saved:
+            checkpointer.saved = step + 1
+        return is_saved
+
+
+class RepairableRun(UndoableRun[RepairFlagT]):
+    """A training run that goes on when a rank dies."""
+
+    kind_of_steps = RepairableSteps
+    _line = ""  # the last one with a loss
+
+    def __init__(self, settings: RepairFlagT, script: Path) -> None:
+        self.joins_late = NEWCOMER in os.environ  # in the place of a rank that has died
+        super().__init__(settings, script)
+        self.grid, self.sums_exactly = self.joined.grid.copy(), settings.repair == "exact"
+        self.repair = Repair(self.joined, settings.timeout, self.first_step)
+
+    def _join(self, script: Path) -> Joined:
+        is_watched = "LAB_LAUNCHER" in os.environ
+        require(is_watched, "--repair: only launch.sh notices deaths; start the ranks with it, or with --repair off")
+        return join_late(self.settings, script) if self.joins_late else super()._join(script)
+
+    def track(self, model: Any, optimizer: Optimizer, *further: Any, **options: Any) -> None:
+        super().track(model, optimizer, *further, **options)
+        self.repair.copy, self.repair.running_on, self.repair.state = self.copy, self.late, HandedOver(optimizer)
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[Sequence[int]]:
+        """If a rank dies while the code inside runs, repair the run; then the code has to run again.
+
+        Inside `steps`, the step begins again by itself. Yields the ranks that are left, by their original numbers: the
+        same object as before, unless the groups have been made again. Among each other, the ranks have new numbers:
+        those of torch.distributed.
+        """
+        try:
+            yield self.repair.alive
+        except Exception as error:
+            self.repair.after(error)
+            self._take_over(self.repair.alive)
+
+    def _take_over(self, alive: tuple[int, ...]) -> None:
+        """After a repair, become the rank that prints and writes, if that one has died."""
+        done = self.repair.done
+        assert done is not None
+        self._loss_under_way = None  # the step is taken again
+        self.late.go_on_with(done.position.updates, done.arrived)
+        self.context = self.joined.context
+        self.grid.keep(alive)
+        takes_over = not self.is_first and self.rank == alive[0]
+        if takes_over:
+            self.is_first = self.has_terminal = True
+            self.terminal.speak_for_all()
+            self.joined.claim = Claim(self.out)
+        if self.is_first:
+            say(done.sentence)
+        if takes_over and self.steps_overlap and self._line:
+            print(self._line, flush=True)  # the rank before it may not have got to it
+        if self.validator is not None:
+            self.validator.divide(alive.index(self.rank), len(alive))
+
+    def _print_line(self, line: str) -> None:
+        self._line = line
+        super()._print_line(line)
+
+    def _end_together(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        while True:
+            with self.surviving():
+                if self.repair.is_at_the_end:  # another rank has yet to
+                    self.meet()
+                return super()._end_together()
+
+    def _keep_ledger(self) -> None:
+        if not self.repair.survivor.epoch:  # a repair numbers the ranks again
+            super()._keep_ledger()
