@@ -90,7 +90,6 @@ class Grid:
         rank: this rank's number in the layout.
         layout: the axes and their sizes.
         stages: by pipeline worker, the stages of the model on it, if there are several.
-        alive: the numbers in the layout of the ranks that are left; by default all.
 
     Attributes:
         alive: the numbers in the layout of the ranks that are left, in the order of their process group.
@@ -98,10 +97,8 @@ class Grid:
         size: number of the ranks that are left.
     """
 
-    def __init__(
-        self, rank: int, layout: Layout, stages: Sequence[Sequence[int]] = (), alive: Sequence[int] | None = None
-    ) -> None:
-        self.alive: Sequence[int] = range(layout_size(layout)) if alive is None else alive
+    def __init__(self, rank: int, layout: Layout, stages: Sequence[Sequence[int]] = ()) -> None:
+        self.alive: Sequence[int] = range(layout_size(layout))
         self.rank, self.layout, self._stages = self.alive.index(rank), layout, stages
         self.size = len(self.alive)
         self._axes: dict[tuple[str, ...], Axis] = {}
@@ -110,10 +107,6 @@ class Grid:
         """Return the ranks along one or several axes; an axis that the layout lacks has this rank only."""
         known = tuple(name for name, size in self.layout.items() if name in names and size > 1)
         return self._axes.setdefault(known, Axis(self, known))
-
-    def copy(self) -> "Grid":
-        """Return a grid of the same ranks, which can lose some of them on its own."""
-        return Grid(self.alive[self.rank], self.layout, self._stages, self.alive)
 
     def keep(self, alive: Sequence[int]) -> None:
         """From now on, consist of the ranks that are left, given by their numbers in the layout.

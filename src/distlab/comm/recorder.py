@@ -134,11 +134,6 @@ class Recorder:
             ended = time.perf_counter()
             self.events.append(Event(kind, name, started + self._to_clock, ended + self._to_clock, flow))
 
-    def add_death(self, name: str, at: float) -> None:
-        """Record that a rank has died; `at` is a value of `time.time()`."""
-        if self.enabled:
-            self.events.append(Event(DEATH, name, at, at))
-
     def keeps(self, kept_bytes: int) -> None:
         """Record how many bytes of activations are kept now."""
         if self.enabled:

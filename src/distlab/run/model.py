@@ -12,7 +12,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from distlab.axes.grid import Grid
 from distlab.axes.shards import ReplicaShards
 from distlab.machine.torch_patches import without_compiler
-from simplellm.layers import Linear
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
 
@@ -75,16 +74,6 @@ class ModelParts:
         sharded = {stage: part for stage, part in parts.items() if isinstance(part, ReplicaShards)}
         owners = range(grid.axis("pp").size) if owners is None else owners
         return cls(stages, sizes, owners, grid, loss, sharded, shards or {}, gather)
-
-    def remark_on(self, programs: Sequence[Sequence[Any]]) -> str:
-        """Return a remark if a schedule defers weight gradients that linear layers compute at once; else ""."""
-        modules = [found for stage in self.stages.values() for found in stage.named_modules()]
-        names = [name for name, module in modules if isinstance(module, nn.Linear) and not isinstance(module, Linear)]
-        if not names or all(action.letter != "W" for program in programs for action in program):
-            return ""
-        what = f"{names[0]} and {len(names) - 1} others compute" if len(names) > 1 else f"{names[0]} computes"
-        advice = "use simplellm.layers.Linear, which defers them"
-        return f"{what} weight gradients in I, which leaves nothing to W; {advice}"
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this rank updates, or its shards of them, by their names in the whole model."""

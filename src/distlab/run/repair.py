@@ -29,7 +29,7 @@ import torch.distributed as dist
 from distlab.axes.layout import REPLICAS, ranks_along
 from distlab.comm.context import context_of
 from distlab.comm.names import CONTROL, named
-from distlab.comm.recorder import REPAIR
+from distlab.comm.recorder import DEATH, REPAIR, Event
 from distlab.comm.waits import TrafficError, is_lost_peer, list_ranks
 from distlab.machine.processes import NEWCOMER, leave
 from distlab.machine.torch_patches import number_groups_from_zero
@@ -136,8 +136,9 @@ class Repair:
         self.alive, self.position = news.alive, position
         arrived = [Arrived(*answer.late) for answer in known.values() if answer.late is not None]
         self.done = Repaired(position, self._sentence(news, before, position), arrived)
-        for rank in ended_since(news, before):
-            recorder.add_death(f"{self._joined.grid.describe(rank)} {news.gone[str(rank)]}", news.timestamp)
+        for rank in ended_since(news, before) if recorder.enabled else ():
+            what = f"{self._joined.grid.describe(rank)} {news.gone[str(rank)]}"
+            recorder.events.append(Event(DEATH, what, news.timestamp, news.timestamp))
         recorder.add(REPAIR, self.done.sentence, started)
 
     def compare(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
+from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_size
 from distlab.machine.devices import cores
 from distlab.machine.processes import NEWCOMER
@@ -176,12 +177,13 @@ class RepairableRun(UndoableRun[RepairFlagT]):
     """A training run that goes on when a rank dies."""
 
     kind_of_steps = RepairableSteps
-    _line = ""  # the last one with a loss
+    _printed: tuple[int, float] | None = None  # the last step with a loss, and its loss
 
     def __init__(self, settings: RepairFlagT, script: Path) -> None:
         self.joins_late = NEWCOMER in os.environ  # in the place of a rank that has died
         super().__init__(settings, script)
-        self.grid, self.sums_exactly = self.joined.grid.copy(), settings.repair == "exact"
+        self.grid = Grid(self.rank, settings.layout, settings.held)  # which loses ranks, and `joined.grid` does not
+        self.sums_exactly = settings.repair == "exact"
         self.repair = Repair(self.joined, settings.timeout, self.first_step)
 
     def _join(self, script: Path) -> Joined:
@@ -218,18 +220,18 @@ class RepairableRun(UndoableRun[RepairFlagT]):
         takes_over = not self.is_first and self.rank == alive[0]
         if takes_over:
             self.is_first = self.has_terminal = True
-            self.terminal.speak_for_all()
+            self.terminal.out.prefix = self.terminal.err.prefix = ""
             self.joined.claim = Claim(self.out)
         if self.is_first:
             say(done.sentence)
-        if takes_over and self.steps_overlap and self._line:
-            print(self._line, flush=True)  # the rank before it may not have got to it
+        if takes_over and self.steps_overlap and self._printed:
+            self._print_loss(*self._printed)  # the rank before it may not have got to it
         if self.validator is not None:
             self.validator.divide(alive.index(self.rank), len(alive))
 
-    def _print_line(self, line: str) -> None:
-        self._line = line
-        super()._print_line(line)
+    def _print_loss(self, step: int, loss: float) -> None:
+        self._printed = step, loss
+        super()._print_loss(step, loss)
 
     def _end_together(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
         while True:

@@ -63,8 +63,7 @@ class Steps(Generic[BatchT]):
         if run.is_first and run.continues and steps > run.first_step:
             remove_records_of_the_end(run.out)
         self._run, self._batches, self._steps, self._after_step = run, batches, steps, after_step
-        self._per_step = per_step
-        self._source = iter(batches)
+        self._per_step, self._source = per_step, iter(batches)
 
         def tell(text: str) -> None:
             if run.has_terminal:

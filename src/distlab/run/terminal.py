@@ -162,10 +162,6 @@ class Terminal:
         self.out.keep_in(log)
         self.err.keep_in(log)
 
-    def speak_for_all(self) -> None:
-        """Print without a prefix from now on, instead of the rank that did so."""
-        self.out.prefix = self.err.prefix = ""
-
     def give_back(self) -> None:
         """Restore the streams of the process."""
         self.status.clear()

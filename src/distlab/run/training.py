@@ -123,8 +123,10 @@ class TrainingRun(Run[TrainSettingsT]):
         self._optimizer = optimizer
         if args.clip_norm is not None:  # before an update, if the script does not call `clip`
             optimizer.register_step_pre_hook(lambda *_: self._print_loss_under_way())
-        if self.rank == 0 and (remark := parts.remark_on(self.recorder.programs or ())):
-            say(remark)
+        if self.rank == 0 and self.recorder.programs:
+            from distlab.pipeline.stages import remark_on_weight_gradients
+
+            remark_on_weight_gradients(parts.stages.values(), self.recorder.programs)
         whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
         outer_bytes = outer.held_bytes() if outer else 0
         rows_bytes = None
@@ -174,9 +176,8 @@ class TrainingRun(Run[TrainSettingsT]):
                 group["lr"] = lr
             pinned = batch.pin_memory() if self.device.type == "cuda" else batch  # so that the copy is asynchronous
             self._step, self._batch = step, pinned.to(self.device, non_blocking=True)
-            is_counted = self.memory is not None and step == self.first_step  # all steps save the same activations
             with contextlib.ExitStack() as contexts:
-                if self.memory and is_counted:
+                if self.memory is not None and step == self.first_step:  # all steps save the same activations
                     contexts.enter_context(self.memory.counting())
                 if compiler is not None:
                     contexts.enter_context(compiler.applied())
@@ -272,9 +273,7 @@ class TrainingRun(Run[TrainSettingsT]):
             self._print_loss(under_way.step, self._wait_for_loss(under_way))
 
     def _print_loss(self, step: int, loss: float) -> None:
-        self._print_line(f"{step} {loss:.8f}{self.records.speed()}")
-
-    def _print_line(self, line: str) -> None:
+        line = f"{step} {loss:.8f}{self.records.speed()}"
         if self.has_terminal:
             print(line, flush=True)
         elif isinstance(sys.stdout, RankOutput):

@@ -52,8 +52,6 @@ class RunSettings:
     out: Annotated[Path | None, shown_as("DIR", "default: runs/<script>/<time>")] = None
     """folder for the run's files"""
 
-    no_repair: ClassVar[str] = "this script cannot go on when a rank dies"
-    """why there is no `--repair`"""
     one_stage_at_a_time: ClassVar[bool] = False
     """whether the stages of a pipeline compute one after another, so that each can use the cores of all"""
 
@@ -248,14 +246,18 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
             command_line.read(lambda: tyro.cli(shown, **options))  # prints and exits
         return command_line.read(lambda: tyro.cli(type(defaults), default=defaults, **options))
 
-    given = sys.argv[1:] if args is None else args
-    args = complete_repair(given, defaults)
+    args = sys.argv[1:] if args is None else args
+    has_repair = any(arg.partition("=")[0] == "--repair" for arg in args)
+    if has_repair:
+        from distlab.settings.repair_flag import complete_repair
+
+        args = complete_repair(args, defaults)
     check_values(args)
     try:
         settings = read(defaults)
     except FlagError as error:
-        is_given = hasattr(defaults, "repair") and any(arg.partition("=")[0] == "--repair" for arg in given or ())
-        raise FlagError(f"{error}{'; --repair goes with the flags of dp-ga or hybrid' * is_given}") from None
+        hint = "; --repair goes with the flags of dp-ga or hybrid" * (has_repair and hasattr(defaults, "repair"))
+        raise FlagError(f"{error}{hint}") from None
     try:
         if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
             from distlab.checkpoints.format import latest_valid
@@ -268,19 +270,6 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
     except InputError as error:
         raise InputError(error.with_flags()) from error
     return settings
-
-
-def complete_repair(args: Sequence[str], defaults: RunSettings) -> list[str]:
-    """Return the arguments with a value for a `--repair` that has none; `InputError` if a script cannot do that."""
-    given, bare = [*args], [number for number, arg in enumerate(args) if arg == "--repair"]
-    can_be = not bare or hasattr(defaults, "repair")
-    advice = "dp-ga and hybrid can; with --save-every, --max-restarts 3 begins again from the last checkpoint"
-    if not can_be:
-        raise FlagError(f"--repair: {defaults.no_repair}; {advice}")
-    for number in bare:
-        if args[number + 1 :][:1] == [] or args[number + 1].startswith("--"):
-            given[number] = "--repair=on"
-    return given
 
 
 def check_values(args: Sequence[str]) -> None:
