@@ -101,7 +101,6 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     kinds = [measuring.Slicing(tp, n) for tp in tps for n in (threads_of_ranks(at_once, tp, local) if is_cpu else [1])]
     measured = measuring.measure_passes(sizes, kinds, args.rows, device, args.seconds)
     net = measuring.build(LLamaStage, sizes, measuring.BLOCKS, 1, device)
-    spinning = measuring.measure_spinning(at_once) if is_cpu and at_once > 1 else 0.0
     update, with_sgd = (
         measuring.measure_optimizer(build_optimizer(name, net.parameters(), 1e-3), device) for name in ("adam", "sgd")
     )
@@ -127,7 +126,6 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         sgd_seconds=with_sgd,
         message_seconds=own_seconds,
         waking=measuring.measure_waking(sizes) if is_cpu else (),
-        spin_seconds=spinning,
         slowdown=slowdown,
         inside_together=tuple(links[len(peers) :]),
         measured=tuple(measured),

@@ -96,7 +96,6 @@ class Machine:
     optimizer_seconds: float = 0.0  # to update one weight with Adam
     sgd_seconds: float = 0.0  # the same with SGD; 0: not measured, assumed equal
     message_seconds: float = 0.0  # for which a message keeps its sender, and its receiver, from computing
-    spin_seconds: float = 0.0  # for which the additional threads of a rank keep a core after computing
     process_bytes: float = 0.0  # of a rank that holds nothing
     compiler_bytes: float = 0.0  # additional, of a rank that compiles its passes
     # The time of each of 1, 2, … ranks that compute at once, as a multiple of the time of one alone. Beyond these

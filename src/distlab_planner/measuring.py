@@ -48,7 +48,6 @@ PAUSE = 2e-3  # seconds
 PAUSES = 0.0, 2e-3, 8e-3, 24e-3  # before passes
 TURNS_WITH_PAUSES = 15
 BYTES_OF_OTHERS = 4_000_000  # used by messages, other stages and other ranks between two passes; more than an L2 cache
-SECONDS_OF_SPINNING = 0.1  # at most
 MATRIX_ROWS = 256
 
 
@@ -221,20 +220,6 @@ def passes_per_second(passes: Passes, seconds: float) -> float:
     before = [end for end in ends if end <= seconds]
     last, following = before[-1] if before else 0.0, ends[len(before)]
     return (len(before) + (seconds - last) / (following - last)) / seconds
-
-
-def measure_spinning(threads: int) -> float:
-    """Return the seconds for which each additional thread of this rank keeps a core busy after computing."""
-    usual_threads, matrix = torch.get_num_threads(), torch.ones(MATRIX_ROWS, MATRIX_ROWS)
-    torch.set_num_threads(threads)
-    times = []
-    for _ in range(ROUNDS):
-        matrix.mm(matrix)
-        busy = time.process_time()
-        time.sleep(SECONDS_OF_SPINNING)
-        times.append((time.process_time() - busy) / (threads - 1))
-    torch.set_num_threads(usual_threads)
-    return statistics.median(times)
 
 
 def measure_waking(sizes: Sizes) -> tuple[Waking, ...]:

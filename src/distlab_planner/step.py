@@ -79,7 +79,6 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
             machine.slowdown_of,
             lambda action: threads.get(action, 1),
             machine.cores_per_host,
-            machine.spin_seconds,
         )
     played = Engine(step.graph, seconds, message, waking=machine.waking_seconds, hosts=hosts)
     starts, ends, alone = (

@@ -31,10 +31,6 @@ def ends(
     return [[played.ends[index] for index in line] for line in played.graph.lines]
 
 
-def two_threads(action: Action) -> int:
-    return 2
-
-
 def busy(threads: float) -> float:
     """Each core is shared equally."""
     return max(1.0, threads)
@@ -51,18 +47,19 @@ def test_speed_changes_when_another_rank_begins_and_ends() -> None:
     assert ends(programs, SharedHosts([0, 1], [1, 1], busy), seconds) == [[4.0], [1.0]]
 
 
-def test_threads_that_spin_slow_the_threads_of_the_next_rank() -> None:
-    """Two ranks take turns on two cores, with two threads each."""
+def test_an_action_ends_with_the_slowest_of_its_threads() -> None:
+    """Rank 0 has two threads, one of them on the core of rank 1, which ends at 6; then it is alone."""
+    threads = {0: 2, 1: 1}
+    hosts = SharedHosts([0, 0], [1, 1], lambda busy: max(1.0, busy / 2), lambda action: threads[action.stage], 2)
+    assert ends([[Busy(0, 0)], [Busy(1, 0)]], hosts) == [[7.0], [6.0]]
 
-    def hosts() -> SharedHosts:
-        return SharedHosts([0, 0], [1, 1], lambda threads: max(1.0, threads / 2), two_threads, 2, 0.5)
 
-    at_once = ends([[Busy(0, 0)], [Busy(1, 0)]], hosts())
-    assert max(line[-1] for line in at_once) == 8.0  # each has half of the cores
-    in_turn = ends([[Forward(0, 0)], [Forward(1, 0)]], hosts())
-    # Three threads on two cores: spinning takes 1.5 times as long, while the second rank computes at half its speed.
-    assert [line[-1] for line in in_turn] == [4.0, pytest.approx(8.0 + 0.5 * 1.5 / 2)]
-    assert ends([[Busy(0, 0), Busy(0, 1)]], SharedHosts([0], [1], lambda _: 1.0, two_threads, 2, 0.5)) == [[4.0, 8.0]]
+def test_ranks_share_the_cores_if_each_has_a_thread_for_every_core() -> None:
+    alone: list[list[Action]] = [[Busy(0, 0), Busy(0, 1)]]
+    both: list[list[Action]] = [[Busy(0, 0)], [Busy(1, 0)]]
+    for programs, expected in ((alone, [[4.0, 8.0]]), (both, [[8.0], [8.0]])):
+        hosts = SharedHosts([0, 0], [1, 1], lambda busy: max(1.0, busy / 2), lambda _: 2, 2)
+        assert ends(programs, hosts) == expected
 
 
 def test_an_action_that_is_slowed_sends_later() -> None:

@@ -277,7 +277,6 @@ def measured_machine() -> Machine:
     measured = tuple(Measured(SIZES, tp, threads, (1, 2), one, one, one) for tp, threads, one in kinds)
     reductions = AllReduce(2, "gloo", (8.0, 1e5), (1e-4, 2e-3)), AllReduce(2, "shared", (8.0, 1e5), (1e-4, 1e-3))
     more = {
-        "spin_seconds": 5e-4,
         "waking": (Waking(0.0, 1e-4), Waking(1e-3, 2e-4)),
         "message_seconds": 2e-5,
         "optimizer_seconds": 1e-8,

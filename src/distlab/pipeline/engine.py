@@ -9,7 +9,6 @@ never blocks the sender.
 import heapq
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -155,8 +154,8 @@ class Hosts(Protocol):
     def begin(self, engine: "Engine", index: int, now: float) -> None:
         """Begin an action: set in the engine when it is expected to end, now and whenever that changes."""
 
-    def end(self, engine: "Engine", one: int, now: float) -> None:
-        """End a worker's action, or something that is numbered after the workers, at its expected end."""
+    def end(self, engine: "Engine", worker: int, now: float) -> None:
+        """End a worker's action, at its expected end."""
 
 
 class Engine:
@@ -193,10 +192,8 @@ class Engine:
         self._last = [-1] * len(graph.links)  # message of each link
         self._before = [-1] * graph.size  # by message, the one before it on its link
         self._set_out = [-NEVER] * (graph.size + 1)  # by message; the last entry: there is none
-        self._events: list[
-            tuple[float, int, int]
-        ] = []  # (time, worker, version): its next action starts, or its own ends
-        self._versions = Counter[int]()
+        self._events: list[tuple[float, int, int]] = []  # (time, worker, version): its next action starts, or its ends
+        self._versions = [0] * workers
         self._next = [-1] * workers  # the action that a worker starts next
         self._running = [-1] * workers  # the action that it runs, where hosts decide when that ends
         self._hosts = hosts
@@ -217,25 +214,23 @@ class Engine:
                 start = ends[need]
         return start
 
-    def expect(self, one: int, end: float) -> None:
-        """Set when a worker's action, or other work on the hosts, ends, as far as known now."""
-        if one < len(self.free):
-            self._end(self._running[one], end)
-        self._versions[one] += 1
-        heapq.heappush(self._events, (end, one, self._versions[one]))
+    def expect(self, worker: int, end: float) -> None:
+        """Set when a worker's action ends, as far as known now."""
+        self._end(self._running[worker], end)
+        self._versions[worker] += 1
+        heapq.heappush(self._events, (end, worker, self._versions[worker]))
 
     def _run(self) -> None:
         while self._events:
-            now, one, version = heapq.heappop(self._events)
-            if version != self._versions[one]:
+            now, worker, version = heapq.heappop(self._events)
+            if version != self._versions[worker]:
                 continue
-            if one < len(self.free) and self._running[one] < 0:
-                self._begin(self._next[one], now)
+            if self._running[worker] < 0:
+                self._begin(self._next[worker], now)
             elif self._hosts is not None:
-                self._hosts.end(self, one, now)
-                if one < len(self.free):
-                    self._running[one] = -1
-                    self._choose(one)
+                self._hosts.end(self, worker, now)
+                self._running[worker] = -1
+                self._choose(worker)
 
     def _choose(self, worker: int) -> None:
         start, self._next[worker] = self._order.choose(self, worker)

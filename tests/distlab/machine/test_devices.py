@@ -229,13 +229,24 @@ def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp
         assert of_gloo == [os.SCHED_BATCH] * 3, "of the run's group, and of the one along each axis"
 
 
+SPINNING = """
+import distlab, statistics, time, torch
+matrix, times = torch.ones(256, 256), []
+for _ in range(8):
+    matrix.mm(matrix)
+    busy = time.process_time()
+    time.sleep(0.1)
+    times.append(time.process_time() - busy)
+print(statistics.median(times))
+"""
+
+
 @pytest.mark.alone
 @pytest.mark.skipif(cores() < 2 or sys.platform != "linux", reason="needs a second core, and GNU's OpenMP")
 def test_threads_that_have_computed_leave_their_cores_to_other_ranks() -> None:
     """And soon: by default they would use them for 15 times as long, waiting in a loop."""
-    code = "import distlab; from distlab_planner.measuring import measure_spinning; print(measure_spinning(2))"
     spins: tuple[dict[str, Any], ...] = ({}, {"GOMP_SPINCOUNT": "300000"})
     usual, default = (
-        float(run(sys.executable, "-c", code, OMP_NUM_THREADS="2", **environment).out) for environment in spins
+        float(run(sys.executable, "-c", SPINNING, OMP_NUM_THREADS="2", **environment).out) for environment in spins
     )
     assert usual < default / 3
