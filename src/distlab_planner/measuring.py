@@ -20,6 +20,7 @@ from distlab.parallel.expert_parallel import equal_loads
 from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import KINDS
 from distlab.pipeline.activations import MicroBatch, Stage
+from distlab.pipeline.rehearsal import now, rehearse
 from distlab_planner.collective_probes import seconds_in_turn
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
 from distlab_planner.model import PARTS, ModelPart, Sizes
@@ -63,32 +64,23 @@ class Passes:
         self._net, self._stage, self._device = net, Stage(net, loss, None), device
         self._compiling = compiler.applied if compiler else contextlib.nullcontext
         ids = torch.zeros(rows, sizes.seq_len, dtype=torch.int64, device=device)
-        self._ids, self._shape = ids, (rows, sizes.seq_len, sizes.dmodel)
+        self._ids, self._width, self._stages = ids, sizes.dmodel, self._index + (1 if net.has_head else 2)
 
     def run(self, letters: str, before: Callable[[], object] = lambda: None, micro_batches: int = 1) -> list[float]:
         """Return the mean seconds of each of the actions "FB" or "FIW", one after another on all micro-batches.
 
         `before` is called before each of them, and not timed.
         """
-        programs = [[KINDS[letter](self._index, number) for number in range(micro_batches)] for letter in letters]
         parts = [MicroBatch(self._stage, self._ids) for _ in range(micro_batches)]
-        for action in itertools.chain.from_iterable(programs):
-            action.prepare(parts[action.micro_batch])
-        activations = [] if self._index == 0 else [torch.zeros(*self._shape, device=self._device)]
-        gradients = [] if self._stage.loss is not None else [torch.ones(*self._shape, device=self._device)]
-        seconds = []
-        for actions in programs:
-            received = {"F": activations, "B": gradients, "I": gradients}.get(actions[0].letter, [])
-            taken = 0.0
-            for action in actions:
+        actions = [KINDS[letter](self._index, number) for letter in letters for number in range(micro_batches)]
+        rehearsal = rehearse(actions, lambda action: parts[action.micro_batch], self._stages, self._width)
+        seconds = dict.fromkeys(letters, 0.0)
+        before()
+        with self._compiling():
+            for action, taken in rehearsal:
+                seconds[action.letter] += taken / micro_batches
                 before()
-                tensors = [tensor.clone() for tensor in received]
-                started = now(self._device)
-                with self._compiling():
-                    action.run(parts[action.micro_batch], *tensors)
-                taken += now(self._device) - started
-            seconds.append(taken / micro_batches)
-        return seconds
+        return [*seconds.values()]
 
     def turn(self) -> dict[str, float]:
         """Return the seconds of each kind of pass; as "again", the additional ones of one with recomputation.
@@ -105,13 +97,6 @@ class Passes:
             self._net.recompute = "none"
             seconds["again"] = max(0.0, recomputing - backward)
         return seconds
-
-
-def now(device: torch.device) -> float:
-    """Return the time after waiting for all work that was started on a device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: torch.device) -> LLamaPart:

@@ -20,6 +20,7 @@ from distlab.pipeline.actions import Action, ActionCosts, Programs, Result, stag
 from distlab.pipeline.activations import Loss, MicroBatch, PartOf, Stage
 from distlab.pipeline.links import Links, Way
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
+from distlab.pipeline.rehearsal import rehearse
 from simplellm.errors import require
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
@@ -190,11 +191,8 @@ class Pipeline:
         return [*{tuple(map(type, actions)): actions for actions in passes.values()}.values()]
 
     def _rehearse(self, actions: Sequence[Action], here: MicroBatch) -> None:
-        for action in actions:
-            action.prepare(here)
-        for action in actions:
-            needed = [result for result in action.needs(len(self.owners)) if result.stage != action.stage]
-            action.run(here, *(torch.zeros(*here.ids.shape, self.width, device=here.ids.device) for _ in needed))
+        for _ in rehearse(actions, lambda _: here, len(self.owners), self.width):
+            pass
 
 
 class Flow:

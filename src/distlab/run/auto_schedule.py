@@ -1,6 +1,5 @@
 """`--schedule auto` in a run: a rehearsal measures the costs of the passes, for which a schedule is then searched."""
 
-import time
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -14,8 +13,9 @@ from distlab.comm.names import CONTROL, counted_as, named
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.expert_parallel import equal_loads
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
-from distlab.pipeline.activations import Loss, MicroBatch, Part, PartOf, Stage
+from distlab.pipeline.activations import Loss, MicroBatch, PartOf, Stage
 from distlab.pipeline.plan import simulate
+from distlab.pipeline.rehearsal import now, rehearse
 from distlab.pipeline.schedules import all_stages
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
@@ -83,7 +83,8 @@ def measure(
             if worker == pipeline.rank:
                 for stage, net in nets.items():
                     own = loss if stage == stages - 1 else None
-                    table[stage] = _rehearse(net, stage, own, ids, part, width, recompute)
+                    here = MicroBatch(Stage(net, own, SavedActivations(net.parameters())), ids, part=part)
+                    table[stage] = _rehearse(here, stage, stages, width, recompute)
         for worker in range(pipeline.size - 1):
             _meet(f"the rehearsal of messages between the workers {worker} and {worker + 1}", device)
             if pipeline.rank in (worker, worker + 1):
@@ -113,32 +114,17 @@ def _meet(what: str, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device))
 
 
-def _rehearse(
-    net: nn.Module,
-    index: int,
-    loss: Loss | None,
-    ids: Tensor,
-    part: Part | None,
-    width: int,
-    recompute: bool,
-) -> Tensor:
+def _rehearse(here: MicroBatch, index: int, stages: int, width: int, recompute: bool) -> Tensor:
     """Return the seconds of a stage's F, R, I and W, and the bytes it keeps after F, at most, and after I: (7,)."""
-    kept, device, shape = SavedActivations(net.parameters()), ids.device, ids.shape
-    here = MicroBatch(Stage(net, loss, kept), ids, part=part)
-    letters = dict(zip(COLUMNS, "fRIW", strict=True)) if recompute else {kind: kind for kind in "FIW"}
-    passes = {kind: KINDS[letter](index, 0) for kind, letter in letters.items()}
-    seconds: dict[str, list[float]] = {kind: [] for kind in passes}
-    sizes, peak = dict[str, int](), 0
+    net, kept = here.stage.net, here.stage.saved
+    assert kept is not None
+    letters = "fRIW" if recompute else "FIW"
+    seconds, sizes, peak = {kind: list[float]() for kind in letters.upper()}, dict[str, int](), 0
     with torch.random.fork_rng({p.device for p in net.parameters() if p.is_cuda}):
         for _ in range(1 + REHEARSALS):  # the first one, which loads kernels and allocates memory, does not count
-            passes["W"].prepare(here)
-            activations = [torch.zeros(*shape, width, device=device)] if index else []
-            received = {"F": activations, "I": [torch.zeros(*shape, width, device=device)] if loss is None else []}
-            for kind, action in passes.items():
-                started = _now(device)
-                action.run(here, *received.get(kind, []))
-                seconds[kind].append(_now(device) - started)
-                sizes[kind] = kept.now_bytes
+            for action, taken in rehearse([KINDS[one](index, 0) for one in letters], lambda _: here, stages, width):
+                seconds[action.letter.upper()].append(taken)
+                sizes[action.letter.upper()] = kept.now_bytes
             # The memory that I needs temporarily counts only on top of an input, not of all that F keeps.
             peak = kept.take_recent_peak() if recompute else sizes["F"]
     net.zero_grad(set_to_none=True)
@@ -154,18 +140,12 @@ def _exchange(pipeline: Axis, first: int, tensor: Tensor) -> float:
     open_queues([*ranks, ranks[0]], tensor.nbytes, tensor)
     seconds = []
     for _ in range(1 + REHEARSALS):
-        start = _now(tensor.device)
+        start = now(tensor.device)
         with named("a message of the rehearsal", CONTROL):
             if is_first:
                 dist.send(tensor, other)
             dist.recv(tensor, other)
             if not is_first:
                 dist.send(tensor, other)
-        seconds.append(_now(tensor.device) - start)
+        seconds.append(now(tensor.device) - start)
     return min(seconds[1:]) / 2
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
