@@ -11,8 +11,6 @@ first one adds its square, to a number for its place in a replica; each of these
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -28,20 +26,12 @@ from distlab.comm.names import named
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-@dataclass(frozen=True)
-class NormSum:
-    """The global norm, while the sum of its square over the ranks is in progress."""
-
-    squared: Tensor  # float64, a scalar or parts of it; the sum over all ranks after the wait for `transfer`
-    transfer: dist.Work | None  # None where every rank holds everything
-
-    @cached_property
-    def late(self) -> LateNumber:
-        return LateNumber(self.squared, self.transfer)
+class NormSum(LateNumber):
+    """The global norm, while its square, float64, a scalar or parts of it, is added up over the ranks."""
 
     def wait(self) -> float:
         """Return the norm, the same number on all ranks."""
-        return math.sqrt(self.late.read())
+        return math.sqrt(self.read())
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ class RunningOn:
     def leave_norm_open(self, norm: NormSum) -> None:
         """Also leave open the norm of the step's gradients, which are used without clipping."""
         self._open_norm = norm
-        norm.late.leave()
+        norm.leave()
 
     def settle(self) -> None:
         """Check the loss of the previous step, if it is still unknown. All ranks call this, with the same result.
@@ -112,8 +112,9 @@ class RunningOn:
 
     def keep_arrived(self) -> None:
         """Record the loss of the open step if it has arrived: for a run that ends early, when no rank may wait."""
-        numbers = [number.late for number in (self._open, self._open_norm) if number is not None]
-        if self._open is not None and all(number and number.has_arrived() for number in numbers):
+        if self._open is None or self._open.late is None:
+            return
+        if self._open.late.has_arrived() and (self._open_norm is None or self._open_norm.has_arrived()):
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 

@@ -234,7 +234,7 @@ class TrainingRun(Run[TrainSettingsT]):
 
         parameters = parameters_of(optimizer)
         under_way = self._sum_norm(parameters)
-        under_way.late.leave()
+        under_way.leave()
         self._print_loss_under_way()
         norm = self.records.values["grad_norm"] = under_way.wait()
         if not math.isfinite(norm):
