@@ -200,7 +200,7 @@ def compare_memory(name: str, size: Size, settings: Settings) -> list[str]:
     report = MemoryReport(optimizer)
     with report.counting():
         step(ids)
-    counts = report.collect(context_of())[0][: len(KINDS)]
+    counts = report.counts(context_of().recorder)[: len(KINDS)]
     if device.type == "cpu":
         return [memory_row(name, counts, None)]
     torch.cuda.reset_peak_memory_stats(device)

@@ -176,10 +176,10 @@ def zeros(read: Callable[[Tensor], Any], calls: list[Call]) -> Callable[[Tensor]
 
 
 def store_with_accounts(size: int) -> dist.HashStore:
-    """Return a store with the bytes that each rank has sent, for which rank 0 waits at the end of a run."""
+    """Return a store with the account of each rank, for which rank 0 waits at the end of a run."""
     store = dist.HashStore()
     for rank in range(size):
-        store.set(f"account/{rank}", json.dumps({"rank": rank}))
+        store.set(f"account/{rank}", json.dumps({"rank": rank, "memory": []}))
     return store
 
 

@@ -6,11 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from distlab.axes.shards import ReplicaShards
-from distlab.comm.context import Context
-from distlab.comm.names import CONTROL, named
+from distlab.comm.recorder import Recorder
 from distlab.machine.saved_activations import SavedActivations
 from simplellm.errors import InputError
 
@@ -23,7 +21,7 @@ ROWS = "rows of experts"  # of the activations, those of the largest pass throug
 
 
 class MemoryReport:
-    """Counts the tensors of a rank, and collects the counts of all ranks. The optimizer must have all its parameters.
+    """Counts the tensors of a rank. The optimizer must have all its parameters.
 
     If replicas shard a model, the optimizer has shards of it, and either `sharded` has the parts of the model, or
     `parameters` are the model's, which each replica holds whole. `outer_bytes` are the memory of an outer optimizer;
@@ -50,20 +48,15 @@ class MemoryReport:
         self._has_counted = True
         return self._saved.counting()
 
-    def collect(self, context: Context) -> list[list[int]]:
-        """Return the counts of all ranks, which all must call this."""
-        if not self._has_counted:  # no step was taken
+    def counts(self, recorder: Recorder) -> list[int]:
+        """Return this rank's bytes by kind, and two further numbers; [] if no step was taken."""
+        if not self._has_counted:
             return []
-        saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in context.recorder.kept_bytes)])
+        saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in recorder.kept_bytes)])
         own = count_bytes(self._optimizer, saved_bytes, self._sharded, self.copied_bytes(), self._parameters)
         own[KINDS.index("optimizer state")] += self._outer_bytes
         further = max(own[-1], self._saved.usual_peak_bytes), self._rows_bytes() if self._rows_bytes else 0
-        by_rank = torch.zeros(context.world_size, len(KINDS) + 2, dtype=torch.int64, device=context.device)
-        by_rank[context.rank] = torch.tensor([*own, *further])
-        with named("the memory of each rank", CONTROL):
-            dist.all_reduce(by_rank)
-        counts: list[list[int]] = by_rank.tolist()
-        return counts
+        return [*own, *further]
 
 
 def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:

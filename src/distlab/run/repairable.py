@@ -233,13 +233,13 @@ class RepairableRun(UndoableRun[RepairFlagT]):
         self._printed = step, loss
         super()._print_loss(step, loss)
 
-    def _end_together(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    def _end_together(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         while True:
             with self.surviving():
                 if self.repair.is_at_the_end:  # another rank has yet to
                     self.meet()
                 return super()._end_together()
 
-    def _keep_ledger(self) -> None:
+    def _keep_ledger(self, accounts: Sequence[dict[str, Any]]) -> None:
         if not self.repair.survivor.epoch:  # a repair numbers the ranks again
-            super()._keep_ledger()
+            super()._keep_ledger(accounts)

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -200,20 +200,20 @@ class Run(Generic[SettingsT]):
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""
         if self.recording is not None:
             self.recording.end(self._wait_for_weights)
-        held, traces = self._end_together()
+        accounts, traces = self._end_together()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
         if traces:
             from distlab.run.tracing import keep_trace
 
             keep_trace(traces, self.out, self.grid, self.recorder, self.steps_overlap)
-        if held and self.is_first:
-            alive, by_rank = zip(*sorted(zip(self.grid.alive, held, strict=True)), strict=True)
-            memory.keep(self.out / "memory.json", by_rank)
-            for line in memory.as_table(by_rank, alive):
+        held = [account.pop("memory") for account in accounts]
+        if any(held):
+            memory.keep(self.out / "memory.json", held)
+            for line in memory.as_table(held, sorted(self.grid.alive)):
                 say(line)
-        if self.is_first and self.records.steps:
-            self._keep_ledger()
+        if accounts and self.records.steps:
+            self._keep_ledger(accounts)
         self.summarize()
         self.records.close()
         dist.destroy_process_group()
@@ -225,21 +225,22 @@ class Run(Generic[SettingsT]):
     def _wait_for_weights(self) -> None:
         """Wait until this rank has all the weights with which it computes."""
 
-    def _end_together(self) -> tuple[list[list[int]], list[dict[str, Any]]]:
-        """Wait for all ranks; return the memory that each rank held and, on the first rank, their traces."""
-        held = self.memory.collect(self.context) if self.memory else []
+    def _end_together(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Wait for all ranks; on the first rank, return the account and the memory of each, and their traces."""
+        account = self.records.account() | {"memory": self.memory.counts(self.recorder) if self.memory else []}
         traces = []
         if self.recorder.enabled:
             from distlab.run.tracing import gather_traces
 
             traces = gather_traces(self.context)
-        self.joined.store.set(f"account/{self.rank}", json.dumps(self.records.account()))
+        store = self.joined.store
+        store.set(f"account/{self.rank}", json.dumps(account))
         self.meet()
-        return held, traces
+        alive = sorted(self.grid.alive) if self.is_first else []
+        return [json.loads(store.get(f"account/{rank}")) for rank in alive], traces
 
-    def _keep_ledger(self) -> None:
+    def _keep_ledger(self, accounts: Sequence[dict[str, Any]]) -> None:
         """Write the bytes that each rank sent."""
-        accounts = [json.loads(self.joined.store.get(f"account/{rank}")) for rank in range(self.world_size)]
         named = [{"name": self.grid.describe(account["rank"]), **account} for account in accounts]
         (self.out / LEDGER).write_text(json.dumps(named) + "\n")
 
