@@ -20,6 +20,7 @@ from distlab.comm.lab_group import LabGroup
 from distlab.machine.devices import Place
 from distlab.machine.torch_patches import group_of_one, without_compiler
 from distlab.pipeline.actions import KINDS, Action
+from distlab.reports import memory
 from distlab.run.run import Run
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
@@ -179,7 +180,7 @@ def store_with_accounts(size: int) -> dist.HashStore:
     """Return a store with the account of each rank, for which rank 0 waits at the end of a run."""
     store = dist.HashStore()
     for rank in range(size):
-        store.set(f"account/{rank}", json.dumps({"rank": rank, "memory": []}))
+        store.set(f"account/{rank}", json.dumps({"rank": rank, "memory": [0] * (len(memory.KINDS) + 2)}))
     return store
 
 

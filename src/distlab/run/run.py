@@ -208,7 +208,7 @@ class Run(Generic[SettingsT]):
 
             keep_trace(traces, self.out, self.grid, self.recorder, self.steps_overlap)
         held = [account.pop("memory") for account in accounts]
-        if any(held):
+        if held and all(held):  # every rank has taken a step
             memory.keep(self.out / "memory.json", held)
             for line in memory.as_table(held, sorted(self.grid.alive)):
                 say(line)
