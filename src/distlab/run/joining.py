@@ -127,8 +127,10 @@ def code_of_packages(roots: tuple[Path, ...]) -> str:
 def modules_beside(script: Path) -> dict[str, Path]:
     """Return a script and the modules beside it that it has imported, by their names."""
     folder = script.absolute().parent
-    names = {path.stem for path in folder.glob("*.py")}  # in a fork, each module that is touched is a page to copy
-    imported = (sys.modules.get(name) for name in [*sys.modules] if name.rpartition(".")[2] in names)
+    packages = [folder.parts[first:] for first in range(1, len(folder.parts) + 1)]  # as `module`, or `package.module`
+    names = (".".join((*package, path.stem)) for path in folder.glob("*.py") for package in packages)
+    # In a fork, to go through all of sys.modules would copy each page that holds one of its names.
+    imported = (sys.modules.get(name) for name in names)
     files = (getattr(module, "__file__", None) for module in imported)
     beside = (Path(file).absolute() for file in files if file)
     return {path.name: path for path in (script, *beside) if path.absolute().parent == folder}

@@ -119,14 +119,17 @@ def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
 ) -> None:
     """However the script's path is given, and whatever else is there."""
     script, beside, package = tmp_path / "script.py", tmp_path / "model_of_mine.py", tmp_path / "distlab"
-    script.write_text("")
-    beside.write_text("")
+    in_package = tmp_path / "data_of_mine.py"
+    for file in (script, beside, in_package):
+        file.write_text("")
     (package / "run").mkdir(parents=True)
     (package / "run" / "steps.py").write_text("STEPS = 1\n")
     monkeypatch.setattr(joining, "PACKAGES", (package,))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(".")
     importlib.import_module("model_of_mine")
+    monkeypatch.syspath_prepend(tmp_path.parent)
+    importlib.import_module(f"{tmp_path.name}.data_of_mine")
 
     def digests(path: Path = script) -> tuple[str, ...]:
         joining.code_of_packages.cache_clear()
@@ -136,6 +139,7 @@ def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
     for change in (
         lambda: script.write_text("# other\n"),
         lambda: beside.write_text("# other\n"),
+        lambda: in_package.write_text("# other\n"),
         lambda: (package / "run" / "steps.py").write_text("STEPS = 2\n"),
         lambda: (package / "run" / "steps.py").rename(package / "steps.py"),
         lambda: (package / "more.py").write_text(""),
@@ -143,7 +147,7 @@ def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
         change()
         seen.add(digests())
         assert digests(Path("script.py")) == digests()
-    assert len(seen) == 6
+    assert len(seen) == 7
     (tmp_path / "notes.txt").write_text("not code")
     (tmp_path / "scratch.py").write_text("not imported")
     assert digests() in seen
