@@ -188,6 +188,8 @@ def read_machine(path: Path) -> Machine:
         raise InputError(
             f"{path}: cannot be read ({reason}); python -m distlab.calibrate {path} writes one for this computer"
         ) from None
+    if isinstance(content, dict):
+        content.pop("spin_seconds", None)  # measured by an earlier revision
     machine = _read(Machine, content, f"{path}: ")
     for entry in machine.measured:
         many = [len(getattr(getattr(entry, part), kind)) for part in PARTS for kind in "FBIW"]

@@ -26,6 +26,12 @@ def test_a_machine_survives_its_file(tmp_path: Path) -> None:
     assert read_machine(tmp_path / "machine.json") == MACHINE
 
 
+def test_a_file_of_an_earlier_revision_is_read(tmp_path: Path) -> None:
+    write_machine(MACHINE, path := tmp_path / "machine.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "spin_seconds": 5e-4}))
+    assert read_machine(path) == MACHINE
+
+
 def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
     write_machine(CLUSTER, path := tmp_path / "machine.json")
     content = json.loads(path.read_text())
