@@ -126,7 +126,7 @@ def test_with_the_cache_a_token_is_several_times_faster(one_thread: None) -> Non
     net = saved_model(dmodel=512, hidden_dim=2048, n_layers=1, ctx_size=256).build()
     ids = torch.arange(256)[None]
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(5):
+    for _ in range(15):  # other processes' use of the memory can only add to a time
         cache = net.new_cache()
         net(ids[:, :-1], cache)
         for cached in (True, False):
