@@ -1,14 +1,15 @@
 """The script of dp-repair, or the one in LESSON, whose ranks die where DEATHS says: [[rank, step, point, how], …].
 
 Ranks pass numbered points within a step. In dp-repair: before and after the loss of each of two micro-batches (0 to 3),
-the sum of the gradients (4, 5), `run.log` (6, 7), and the completion of a checkpoint (8, 9). In hybrid-repair, there is
-a point before each action of the rank's program; then the same six. In step -1, a rank dies at its start (point 0), or
-a spare that waits (rank -1), whose number is the point. `how` is the name of a signal, or "exception"; or "lost": the
-rank does not die, but takes its connections for lost when another has died; or "corrupt": one of its weights changes;
-or "replaced": it dies when a spare without weights has joined; or "agree", "groups": it dies within the next repair,
-before it has told the others how far it is, or after that. With LEAVE_OUT, nobody computes the micro-batches of the
-dead. With ALL_BACK, the step after a death waits for spares. With CORES, detours are planned for as many cores. Each
-rank writes what it held at each step and at its end.
+the sum of the gradients (4, 5), `run.log` (6, 7), the comparison of the replicas where it is due (8, 9), and the
+completion of a checkpoint (the next two). In hybrid-repair, there is a point before each action of the rank's program;
+then the same ones. In step -1, a rank dies at its start (point 0), or a spare that waits (rank -1), whose number is the
+point. `how` is the name of a signal, or "exception"; or "lost": the rank does not die, but takes its connections for
+lost when another has died; or "corrupt": one of its weights changes; or "replaced": it dies when a spare without
+weights has joined; or "late": it dies when the others have what it has sent; or "agree", "groups": it dies within the
+next repair, before it has told the others how far it is, or after that. With LEAVE_OUT, nobody computes the
+micro-batches of the dead. With ALL_BACK, the step after a death waits for spares. With CORES, detours are planned for
+as many cores. Each rank writes what it held at each step and at its end.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ sys.path.insert(0, str(LESSON.parent))
 lesson: Any = importlib.import_module(LESSON.stem)
 DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
-SECONDS_TO_CLOSE = 5.0
+SECONDS_TO_CLOSE, SECONDS_TO_SEND = 5.0, 0.3
 WITHIN: dict[str, tuple[Any, str]] = {"agree": (Survivor, "agree"), "groups": (dist, "init_process_group")}
 starting = os.environ.get("RANK") if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
 for rank, step, number, how in DEATHS:
@@ -104,6 +105,9 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                 if how == "replaced":
                     await_news(run)
                     how = "SIGKILL"
+                if how == "late":
+                    time.sleep(SECONDS_TO_SEND)
+                    how = "SIGKILL"
                 if how in WITHIN:
                     setattr(*WITHIN[how], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
                     continue
@@ -144,7 +148,10 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         lesson.Pipeline.step = lambda self, rows, before: run_step(self, rows, with_points(before, after=False))
     else:
         lesson.causalLLMLoss = with_points(lesson.causalLLMLoss)
-    for place, name in ((lesson, "add_up"), (run, "log"), (saving, "together")):
+    places: list[tuple[Any, str]] = [(lesson, "add_up"), (run, "log"), (saving, "together")]
+    if isinstance(run, RepairableRun):
+        places.append((run.repair, "compare"))
+    for place, name in places:
         setattr(place, name, with_points(getattr(place, name)))
     run.steps = steps  # type: ignore[method-assign]
     if "LEAVE_OUT" in os.environ:

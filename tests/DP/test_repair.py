@@ -71,6 +71,27 @@ def test_a_death_while_saving_costs_no_checkpoint(point: int, expected: list[flo
     assert [latest_valid(folder).step for folder in saved] == [DIES_IN + 1, STEPS]
 
 
+def test_a_loss_that_arrives_before_the_record_of_its_step_is_in_it(expected: list[float], tmp_path: Path) -> None:
+    """With `--run-on`, the others know it when rank 1 dies between its update and the comparison of the replicas."""
+    flags = [*FLAGS, *"--run-on --clip-norm 1000 --compare-every 1 --transport gloo".split()]
+    printed = run_with([(1, DIES_IN, 8, "late")], tmp_path / "run", LESSON, *flags)
+    assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
+    assert "grad_norm" in json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[DIES_IN])
+    assert "steps that were taken again" not in printed
+
+
+def test_a_spare_that_comes_while_a_checkpoint_is_saved_saves_it_with_the_others(
+    expected: list[float], tmp_path: Path
+) -> None:
+    """Point 10 is where the two others, each with three micro-batches, complete it."""
+    out, flags = tmp_path / "run", [*FLAGS, "--spares", "1", "--save-every", str(DIES_IN + 1)]
+    printed = run_with([(1, DIES_IN, 1, "SIGKILL"), (0, DIES_IN, 10, "lost")], out, LESSON, *flags)
+    assert printed.count(" is back") == 1
+    assert losses(out) == pytest.approx(expected, abs=1e-6)
+    assert sorted(latest_valid(folder).step for folder in (out / "checkpoints").iterdir()) == [DIES_IN + 1, STEPS]
+    assert len(json.loads((out / "memory.json").read_text())) == 3, "also of the spare, which has taken other steps"
+
+
 def test_without_the_rows_of_the_dead_the_losses_differ(expected: list[float], tmp_path: Path) -> None:
     run_with([(2, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LESSON, *FLAGS, LEAVE_OUT="1")
     own = losses(tmp_path / "run")

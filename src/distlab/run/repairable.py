@@ -51,8 +51,9 @@ class RepairableSteps(UndoableSteps[BatchT]):
     _to_measure = 0  # steps until a step is long enough after a repair
 
     def __iter__(self) -> Iterator[tuple[int, BatchT]]:
-        step, phase, is_again = *self._begin(), False
-        run, repair = self._run, self._repair
+        run = self._run
+        step, phase, is_again = *self._begin(), run.joins_late
+        repair = self._repair
         while step < self._steps:
             repair.reach(step, phase)
             timed = step + 1  # the number of steps that have records
@@ -126,7 +127,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
         at, repair.done, self._alive = repair.done.position, None, repair.alive
         self._batches.load_state_dict(repair.received["data"])
         self._source = iter(self._batches)
-        run.records.count, run.first_step = repair.received["count"], at.step
+        run.records.count, run.first_step = repair.received["count"], at.updates
         self._origin = run.records.count - at.updates * self._per_step
         run.records.continue_at(at.step + (at.phase > EVALUATE), run.is_first)
         return at

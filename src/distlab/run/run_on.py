@@ -161,8 +161,13 @@ class UndoableLog(RunLog):
                     super()._write(record)
 
     def record(self, step: int) -> None:
-        if self.times:  # else, this rank has just taken the place of another
-            super().record(step)
+        if not self.times:  # this rank has just taken the place of another
+            return
+        last = None if self.late is None else self.late.last
+        if last is not None and last.step == step:  # it has arrived already, in a repair
+            self.loss = last.loss
+            self.values |= {} if last.norm is None else {"grad_norm": last.norm}
+        super().record(step)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.late is not None and self.late.is_open(record["step"]):
