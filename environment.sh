@@ -68,6 +68,11 @@ prepare() {
     esac
     python=$(command -v python3 || command -v python || true)
     if [ -n "$python" ] && has_all "$python" "${files[@]}"; then return; fi
+    if [ -n "$python" ] && ! "$python" -c '' 2>/dev/null && "$python" -E -c '' 2>/dev/null; then
+        echo "# Python does not start with the variables PYTHON... of this shell" \
+            "($("$python" -c '' 2>&1 | grep Error: | tail -n 1)); correct or unset them" >&2
+        return 2
+    fi
 
     python=$lab/.venv/bin/python
     if is_installed "${files[@]}"; then return; fi

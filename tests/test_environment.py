@@ -275,6 +275,20 @@ def test_an_environment_is_checked_whatever_python_leaves_out(lab: Lab) -> None:
     assert ended.out.strip() == str(lab.path / ".venv/bin/python")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("PYTHONIOENCODING", "latin-9x", "LookupError: unknown encoding: latin-9x"),
+        ("PYTHONHOME", "/nowhere", "ModuleNotFoundError: No module named 'encodings'"),
+    ],
+)
+def test_variables_with_which_python_does_not_start_are_told(lab: Lab, name: str, value: str, why: str) -> None:
+    ended = lab.prepare(**{name: value})
+    assert ended.status == 2
+    sentence = f"# Python does not start with the variables PYTHON... of this shell ({why}); correct or unset them"
+    assert ended.err.splitlines() == [sentence]
+
+
 def test_another_choice_is_refused(lab: Lab) -> None:
     ended = lab.prepare(LAB_TORCH="rocm")
     assert ended.status == 2
