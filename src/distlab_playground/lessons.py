@@ -194,6 +194,7 @@ class Answers:
 
 def read_answers(path: Path) -> Answers:
     """Read a file of answers; `InputError` if it is none."""
+    told = f"{path}: not a file of answers, as a lesson of the playground writes it"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         answers = Answers(**content)
@@ -204,9 +205,11 @@ def read_answers(path: Path) -> Answers:
             and f"{answers.lesson}{answers.student}".isprintable()
             and all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
         )
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise InputError(f"{path}: not a file of answers, as a lesson of the playground writes it ({error})") from error
-    require(is_right, f"{path}: not a file of answers, as a lesson of the playground writes it")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{told} ({error})") from error
+    except (TypeError, AttributeError, OverflowError, RecursionError) as error:  # JSON, with other keys or values
+        raise InputError(told) from error
+    require(is_right, told)
     return answers
 
 

@@ -113,7 +113,9 @@ def test_what_is_not_answers_is_named(text: str, tmp_path: Path, capsys: pytest.
         check(Request(tmp_path))
     file.write_text(text)
     assert check(Request(tmp_path)) == 1
-    assert f"# {file}: not a file of answers" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"# {file}: not a file of answers" in told
+    assert "Answers" not in told, "the sentence is Python's"
     file.write_text(Answers("dance", "ada", {}, {}).to_json())
     assert run_subcommand("answers", [str(tmp_path)]) == 1
     assert "# dance: no such lesson; there are replicas, collectives" in capsys.readouterr().out
