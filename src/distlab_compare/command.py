@@ -1,7 +1,7 @@
 """Compare two runs of the same training: the first step, parameter, rank and factor at which they part.
 
-distlab compare RUN_A RUN_B
-distlab compare RUN_A --with-one-process
+    distlab compare RUN_A RUN_B
+    distlab compare RUN_A --with-one-process
 
 Both runs may have any layout. They are compared by the gradients and weights that --record-gradients has recorded, else
 by their checkpoints. RUN_B counts as right. The exit status is 0 if the runs are equal, 1 if they part.

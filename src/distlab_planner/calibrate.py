@@ -42,8 +42,8 @@ TINY = "--dmodel 8 --num-heads 1 --n-layers 1 --seq-len 8 --batch-size 1 --micro
 
 
 @dataclass
-class CalibrateSettings(ModelFlags, WorldSize, RunSettings):
-    """The settings of the measurement."""
+class Measurement(WorldSize):
+    """The file to write, and what to measure for it."""
 
     machine_file: Path = Path("machine.json")
     """the file to write"""
@@ -53,6 +53,13 @@ class CalibrateSettings(ModelFlags, WorldSize, RunSettings):
     """sequences of a micro-batch"""
     seconds: float = 20
     """how long to measure passes"""
+
+
+@dataclass
+class CalibrateSettings(ModelFlags, RunSettings, Measurement):  # `--help` lists the flags of the last base first
+    """The settings of the measurement."""
+
+    layout = Measurement.layout
     timeout: float = 600
     """seconds that any wait may take; ranks wait while one of them computes alone"""
 

@@ -1,5 +1,7 @@
 """The subcommands of `distlab` and `./launch.sh`, and the earlier names of some of them."""
 
+import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +33,30 @@ def test_each_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert end.value.code == 0
     assert shown.startswith(f"usage: ./launch.sh {'' if name == 'calibrate' else name}")
+
+
+EXAMPLE = re.compile(r" *((?:python -m|distlab|\./launch\.sh) .*)")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_example_has_a_line_of_its_own(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        launch([name, "--help"])
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    module = importlib.import_module(FUNCTIONS[name].partition(":")[0])
+    for line in (module.__doc__ or "").splitlines():
+        if example := EXAMPLE.fullmatch(line):
+            assert example[1] in shown
+
+
+def test_calibrate_lists_first_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch(["calibrate", "--help"])
+    flags = re.findall(r"^\W*(--[\w-]+)", capsys.readouterr().out, re.M)
+    assert flags.index("--seconds") < flags.index("--seed") < flags.index("--dmodel")
 
 
 def test_a_topology_may_follow_the_word_launch(capsys: pytest.CaptureFixture[str]) -> None:
