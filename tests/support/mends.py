@@ -14,7 +14,6 @@ class Mend:
 
 AVERAGE = "            parameter.grad /= run.world_size\n"
 MLP_BELOW = "return x + ReduceFrom.apply(self.mlp(self.post_attention_layernorm(x)))"
-ATTENTION = "ReduceFrom.apply(self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions, **others))"
 PREDICTIONS = """            predictions = max(1, int((~ignored).sum()))
             loss = next_token_loss(net(ids), ids.roll(-1, dims=1), ignored, predictions) / args.micro_batches
 """
