@@ -184,4 +184,7 @@ def _send(sent: signal.Signals, process: Process) -> None:
     """Send a signal to a rank that has not exited, and to the processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it is exiting
         if process.poll() is None:
-            os.killpg(process.pid, sent)
+            try:
+                os.killpg(process.pid, sent)
+            except ProcessLookupError:  # a fork that has yet to make its group
+                os.kill(process.pid, sent)
