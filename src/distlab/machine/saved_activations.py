@@ -1,6 +1,7 @@
 """A count of the bytes that autograd saves for backward passes."""
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -61,7 +62,7 @@ class SavedActivations:
 
     def _count(self, tensor: Tensor, *counts: "_Bytes") -> object:
         storage = tensor.untyped_storage()
-        return None if storage._cdata in self._parameters else [_Counted(storage, count) for count in counts]
+        return None if storage._cdata in self._parameters else [count.add(storage) for count in counts]
 
 
 def _keep_and_count(tensor: Tensor) -> tuple[Tensor, object]:
@@ -72,22 +73,32 @@ class _Bytes:
     """The total size of some storages, now and at its maximum so far."""
 
     def __init__(self) -> None:
-        self.users: Counter[StorageWeakRef] = Counter()  # references that prevent the reuse of its address
-        self.now = self.peak = self.recent_peak = 0
+        self._users: Counter[StorageWeakRef] = Counter()  # references that prevent the reuse of its address
+        self._counted: dict[weakref.ref[_Kept], tuple[StorageWeakRef, int]] = {}
+        self._ended: list[weakref.ref[_Kept]] = []
+        self._now = self.peak = self.recent_peak = 0
+
+    def add(self, storage: torch.UntypedStorage) -> object:
+        """Count a storage for as long as the returned object exists, whether or not the storage is in memory."""
+        kept, reference, size = _Kept(), StorageWeakRef(storage), storage.nbytes()
+        # Not a `__del__`: Ctrl-C would be lost if it came while one runs.
+        self._counted[weakref.ref(kept, self._ended.append)] = reference, size
+        self._users[reference] += 1
+        if self._users[reference] == 1:
+            self._now = self.now + size
+            self.peak, self.recent_peak = max(self.peak, self._now), max(self.recent_peak, self._now)
+        return kept
+
+    @property
+    def now(self) -> int:
+        while self._ended:
+            reference, size = self._counted.pop(self._ended.pop())
+            self._users[reference] -= 1
+            if not self._users[reference]:
+                del self._users[reference]
+                self._now -= size
+        return self._now
 
 
-class _Counted:
-    """Counts a storage for as long as this object exists, whether or not the storage is in memory."""
-
-    def __init__(self, storage: torch.UntypedStorage, count: _Bytes) -> None:
-        self._storage, self._size, self._count = StorageWeakRef(storage), storage.nbytes(), count
-        count.users[self._storage] += 1
-        if count.users[self._storage] == 1:
-            count.now += self._size
-            count.peak, count.recent_peak = max(count.peak, count.now), max(count.recent_peak, count.now)
-
-    def __del__(self) -> None:
-        self._count.users[self._storage] -= 1
-        if not self._count.users[self._storage]:
-            del self._count.users[self._storage]
-            self._count.now -= self._size
+class _Kept:
+    """Exists for as long as a storage is counted."""
