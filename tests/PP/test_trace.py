@@ -2,7 +2,10 @@
 
 import io
 import json
+import math
+import os
 import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 3".split()
+PASS_SECONDS = 0.04
 
 
 def launch(topology: str, *flags: str | Path) -> Ended:
@@ -95,10 +99,33 @@ def measured_by_the_benchmark(rank: int, port: int) -> list[list[float]]:
 
     bubble = load("bench/bubble.py")
     join(rank, 4, port)
-    settings = bubble.Settings(schedules=["zb-h2"], steps=1, in_a_row=3, seconds=0.04)
+    settings = bubble.Settings(schedules=["zb-h2"], steps=1, in_a_row=3, seconds=PASS_SECONDS)
     with redirect_stdout(io.StringIO()) as printed:
         bubble.measure(4, 8, settings)
     return [[float(cell.strip(" %")) for cell in line.split("|")[4:-1]] for line in printed.getvalue().splitlines()]
+
+
+def lateness(seconds: float) -> float:
+    """Seconds by which two processes are late that sleep in turns, and wake each other over pipes.
+
+    They are 0.2 ms on most machines, and a millisecond on virtual ones whose host takes back what is idle.
+    """
+    there, back, rounds = os.pipe(), os.pipe(), 8
+    began, child = time.perf_counter(), os.fork()
+    reads, writes = (back[0], there[1]) if child else (there[0], back[1])
+    for _ in range(rounds):
+        if child:
+            os.write(writes, b"x")
+        os.read(reads, 1)
+        time.sleep(seconds)
+        if not child:
+            os.write(writes, b"x")
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    for end in (*there, *back):
+        os.close(end)
+    return (time.perf_counter() - began) / (2 * rounds) - seconds
 
 
 @pytest.mark.alone
@@ -106,16 +133,17 @@ def test_the_measured_bubble_is_that_of_theory() -> None:
     """Of a step at whose end all wait, and of several that run on, which is what `zb-h2` is for.
 
     Other processes can only add to what is measured: the least of up to three measurements counts. The benchmark, which
-    takes the median of more steps, keeps to 1.1 points.
+    takes the median of more steps, keeps to 1.1 points. What processes without the lab are late by is the machine's.
     """
-    least = torch.full((1, 2), 100.0)
+    least, late = torch.full((1, 2), 100.0), math.inf
     for _ in range(3):
+        late = min(late, lateness(PASS_SECONDS))
         rows = torch.tensor(run_ranks(4, measured_by_the_benchmark, free_port())[0])
         planned, least = rows[:, 0::2], torch.minimum(least, rows[:, 1::2])
         if (least - planned).max() <= 1.5:
             break
     assert planned.flatten().tolist() == pytest.approx([11.1, 4.0])
-    assert least.flatten().tolist() == pytest.approx([11.1, 4.0], abs=2)
+    assert least.flatten().tolist() == pytest.approx([11.1, 4.0], abs=max(2, 1.5 + 100 * late / PASS_SECONDS)), late
     assert least[0, 1] < least[0, 0] - 2, "running on is worth it"
 
 
