@@ -75,7 +75,7 @@ class Repair:
 
     # Set by the run before its first step:
     copy: StateCopy  # of the state before the last update
-    running_on: RunningOn
+    late: RunningOn
     state: HandedOver  # what a newcomer gets
     received: dict[str, Any] | None = None  # by a newcomer, beside the state
 
@@ -106,8 +106,8 @@ class Repair:
         if not is_death(error):
             raise error
         recorder, started = self._joined.context.recorder, time.perf_counter()
-        if self.running_on.unsettled == self.position.updates - 1:
-            self.running_on.keep_arrived()
+        if self.late.unsettled == self.position.updates - 1:
+            self.late.keep_arrived()
         while True:
             self._joined.context.abandon()
             if dist.is_initialized():
@@ -160,7 +160,7 @@ class Repair:
             raise ChangedError(f"its weights are not those that most of {who} have")
 
     def _answer(self) -> Answer:
-        known, late = self.position.updates, self.running_on
+        known, late = self.position.updates, self.late
         return Answer(self.position, known if late.unsettled is None else min(known, late.unsettled), late.last)
 
     def _same(self, rank: int) -> tuple[int, ...]:

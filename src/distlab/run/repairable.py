@@ -194,7 +194,7 @@ class RepairableRun(UndoableRun[RepairFlagT]):
 
     def track(self, model: Any, optimizer: Optimizer, *further: Any, **options: Any) -> None:
         super().track(model, optimizer, *further, **options)
-        self.repair.copy, self.repair.running_on, self.repair.state = self.copy, self.late, HandedOver(optimizer)
+        self.repair.copy, self.repair.late, self.repair.state = self.copy, self.late, HandedOver(optimizer)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[Sequence[int]]:
