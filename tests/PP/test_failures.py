@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.processes import Ended, Started, alive, children, finish, process_of, start, steps_taken, wait_for
+from support.processes import Ended, Started, alive, children, finish, process_of, start, wait_for, wait_for_steps
 from support.terminals import Fork, fork_launcher, terminals
 
 from distlab.rendezvous.notices import SECONDS_BETWEEN_LOOKS
@@ -29,16 +29,11 @@ TO_SAY_SO = 20  # seconds for the ranks to tell each other, and to end; the comp
 LAUNCHER_ENDS_IN = 20
 
 
-def wait_for_steps(out: Path) -> None:
-    """Return when the run is well under way."""
-    assert wait_for(lambda: steps_taken(out) > 3), "no steps"
-
-
 @contextmanager
 def training(script: str, world_size: int, tmp_path: Path, *flags: str) -> Iterator[list[Fork]]:
     """All ranks of a script, started as in terminals of their own, that train for ever."""
     with terminals(script, world_size, tmp_path, *TINY, "--timeout", str(TIMEOUT), *flags) as ranks:
-        wait_for_steps(tmp_path / "run")
+        wait_for_steps(tmp_path / "run", *ranks)
         yield ranks
 
 
@@ -194,7 +189,7 @@ def launched(tmp_path: Path, victim: int, *command: str) -> Iterator[tuple[Start
     flags = [*TINY, "--timeout", str(TIMEOUT), "--out", str(tmp_path)]
     launcher = start(*command, *flags) if command else fork_launcher("hybrid", *FOUR_RANKS, *flags)
     try:
-        wait_for_steps(tmp_path)
+        wait_for_steps(tmp_path, launcher)
         yield launcher, process_of(victim, children(launcher.pid))
     finally:
         if launcher.poll() is None:

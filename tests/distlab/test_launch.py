@@ -20,6 +20,7 @@ from support.processes import (
     start,
     steps_taken,
     wait_for,
+    wait_for_steps,
 )
 from support.terminals import fork_launcher, fork_python
 
@@ -148,7 +149,7 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(
 )
 def test_a_killed_rank_is_named_whatever_carries_the_messages(topology: str, tmp_path: Path) -> None:
     launcher = fork_launcher(*topology.split(), *TINY, "--steps", "1000000", "--out", tmp_path)
-    assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
+    wait_for_steps(tmp_path, launcher, steps=1)
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish(30)
     stage = " (stage 1)" * topology.startswith("pp-")
@@ -168,7 +169,7 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_a
     flags = [*TINY, "--steps", "1000000", "--out", tmp_path]
     launcher = start("./launch.sh", "dp-ga", *flags) if to_all else fork_launcher("dp-ga", *flags)
     try:
-        assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
+        wait_for_steps(tmp_path, launcher, steps=1)
         ranks = children(launcher.pid)
         assert len(ranks) >= 3
         if to_all:
@@ -214,7 +215,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     steps = 150
     launcher = start("nohup", "./launch.sh", "dp-ga", *TINY, "--steps", str(steps), "--out", tmp_path)
     try:
-        assert wait_for(lambda: steps_taken(tmp_path) > 0), "training began"
+        wait_for_steps(tmp_path, launcher, steps=1)
         os.killpg(launcher.pid, signal.SIGHUP)  # what a terminal does that closes
         assert steps_taken(tmp_path) < steps
         assert finish(launcher, 60).status == 0

@@ -309,3 +309,19 @@ def steps_taken(out: Path) -> int:
     """How many steps the records of a run hold, which may be going on."""
     metrics = out / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def wait_for_steps(out: Path, *run: Started, steps: int = 4) -> None:
+    """Return when a run has taken that many steps; `run` is its processes.
+
+    Raises:
+        AssertionError: one of them has ended before, or a minute has passed; with what each printed, and where forks
+            of `terminals` were.
+    """
+    wait_for(lambda: steps_taken(out) >= steps or any(process.poll() is not None for process in run))
+    if (taken := steps_taken(out)) < steps:
+        for process in run:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGABRT)  # whereupon a fork prints its stacks
+        ended = [finish(process, 10) for process in run]
+        raise AssertionError(f"{taken} steps:\n" + "\n".join(f"{end.out}\n{end.err}" for end in ended))

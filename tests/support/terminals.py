@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import runpy
@@ -143,6 +144,7 @@ def _become(program: Callable[[], object], environment: Mapping[str, str], outpu
         leave_group()
         for number, output in enumerate(outputs, start=1):
             os.dup2(output, number)
+        faulthandler.enable(2)  # not to where the tests' process has it print
         sys.stdin = open(os.devnull)  # noqa: SIM115
         # As with `sys.__stdout__`, their descriptors stay open when another object takes their place.
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.chapters import losses, train_on
 from support.hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
-from support.processes import Ended, Started, finish, parent, process_of, start, steps_taken, wait_for
+from support.processes import Ended, Started, finish, parent, process_of, start, steps_taken, wait_for, wait_for_steps
 from support.terminals import fork_launcher
 
 WHY_NOT = why_not()
@@ -45,10 +45,6 @@ def command(node: int, *flags: object, master: str, steps: int = 1_000_000) -> l
 
 def launch(host: Host, node: int, *flags: object, master: str, steps: int = 1_000_000) -> Started:
     return fork_launcher(*command(node, *flags, master=master, steps=steps), namespace=host.namespace)
-
-
-def wait_for_steps(out: Path, steps: int = 3) -> None:
-    assert wait_for(lambda: steps_taken(out) >= steps), "no steps"
 
 
 def pids(host: Host) -> list[int]:
@@ -118,7 +114,7 @@ def test_a_killed_rank_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path)
     rank = 3
     nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
-        wait_for_steps(tmp_path)
+        wait_for_steps(tmp_path, *nodes)
         there = rank // RANKS_OF_A_HOST
         os.kill(process_of(rank, pids(hosts[there])), signal.SIGKILL)
         sentences, ended = last_lines(nodes)
@@ -134,7 +130,7 @@ def test_a_killed_rank_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path)
 def test_a_killed_launcher_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
-        wait_for_steps(tmp_path)
+        wait_for_steps(tmp_path, *nodes)
         os.kill(launcher_on(hosts[0], 0), signal.SIGKILL)
         end = finish(nodes[1], SECONDS_TO_END)
         assert end.status == 1
@@ -152,7 +148,7 @@ def test_a_stopped_launcher_ends_the_other_host(
     monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 4.0)
     nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
-        wait_for_steps(tmp_path)
+        wait_for_steps(tmp_path, *nodes)
         os.kill(launcher_on(hosts[0], 0), signal.SIGSTOP)
         end = finish(nodes[1], SECONDS_TO_END)
         assert end.status == 1
@@ -169,7 +165,7 @@ def test_both_hosts_start_again_when_a_rank_was_killed(hosts: tuple[Host, Host],
     flags = ["--out", tmp_path / "restarted", "--save-every", "20", "--max-restarts", "1"]
     nodes = [launch(host, node, *flags, master=hosts[0].address, steps=STEPS) for node, host in enumerate(hosts)]
     try:
-        wait_for_steps(tmp_path / "restarted", 23)
+        wait_for_steps(tmp_path / "restarted", *nodes, steps=23)
         os.kill(process_of(0, pids(hosts[0])), signal.SIGKILL)
         ended = [finish(node, 90) for node in nodes]
         assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
@@ -190,10 +186,10 @@ def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_
     flags = ["--out", tmp_path, "--max-restarts", "1"]
     nodes = [launch(host, node, *flags, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
-        wait_for_steps(tmp_path, 100)
+        wait_for_steps(tmp_path, *nodes, steps=100)
         os.kill(process_of(3, pids(hosts[1])), signal.SIGKILL)
         assert wait_for(lambda: steps_taken(tmp_path) < 100), "it began again"
-        wait_for_steps(tmp_path)
+        wait_for_steps(tmp_path, *nodes)
         os.kill(process_of(0, pids(hosts[0])), signal.SIGKILL)
         sentences, ended = last_lines(nodes)
         assert [end.status for end in ended] == [1, 1]

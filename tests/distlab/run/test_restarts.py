@@ -3,12 +3,11 @@
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.chapters import losses, train_on
-from support.processes import Started, children, finish, process_of, steps_taken, wait_for
+from support.processes import Started, children, finish, process_of, steps_taken, wait_for, wait_for_steps
 from support.terminals import fork_launcher
 
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 200".split()
@@ -22,10 +21,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return train_on(2, SCRIPT, tmp_path_factory.mktemp("undisturbed"), *FLAGS)[-1]
 
 
-def await_that(condition: Callable[[], bool]) -> None:
-    assert wait_for(condition)
-
-
 def kill_rank(rank: int, launcher: Started) -> None:
     """SIGKILL to one of the ranks that a launcher has started."""
     os.kill(process_of(rank, children(launcher.pid)), signal.SIGKILL)
@@ -35,7 +30,7 @@ def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_p
     """Killed twice: after the first checkpoint, and again after the second."""
     process = fork_launcher(*LAUNCH, "--save-every", "50", "--max-restarts", "2", "--out", tmp_path)
     for steps in (54, 104):
-        await_that(lambda steps=steps: steps_taken(tmp_path) >= steps)  # type: ignore[misc]
+        wait_for_steps(tmp_path, process, steps=steps)
         kill_rank(1, process)
     ended = process.finish()
     assert ended.status == 0, ended.err
@@ -51,9 +46,9 @@ def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_p
 def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_used_up(tmp_path: Path) -> None:
     process = fork_launcher(*LAUNCH, "--steps", "1000000", "--max-restarts", "1", "--out", tmp_path)
     for _ in range(2):
-        await_that(lambda: steps_taken(tmp_path) >= 100)
+        wait_for_steps(tmp_path, process, steps=100)
         kill_rank(0, process)
-        await_that(lambda: steps_taken(tmp_path) < 100 or process.poll() is not None)
+        assert wait_for(lambda: steps_taken(tmp_path) < 100 or process.poll() is not None)
     ended = finish(process, deadline=30)
     assert ended.status == 1
     assert ended.err.splitlines()[-1] == "# rank 0 failed: it was terminated by SIGKILL"

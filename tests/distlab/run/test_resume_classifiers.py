@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from support import chapters, sentiment_ranks
 from support.bad_inputs.files import forge
 from support.chapters import losses
-from support.processes import LAB, children, free_port, process_of, run_ranks, steps_taken, wait_for
+from support.processes import LAB, children, free_port, process_of, run_ranks, wait_for_steps
 from support.small_models import saved_model
 from support.terminals import fork_launcher, fork_python
 
@@ -162,7 +162,7 @@ def test_ranks_that_are_killed_start_again_from_the_last_checkpoint(tmp_path: Pa
     shape = [*MLP, *LAYOUTS["mlp-ddp"][2].split(), *flags]
     out = [*CPU, "--out", tmp_path / "killed", "--max-restarts", "1"]
     launcher = fork_launcher("mlp-ddp", *shape, *out)
-    assert wait_for(lambda: steps_taken(tmp_path / "killed") > 110)
+    wait_for_steps(tmp_path / "killed", launcher, steps=111)
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish()
     assert ended.status == 0, ended.err

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.chapters import BATCH, LAYOUTS, MODEL, State, assert_equal, losses, train_on
-from support.processes import children, steps_taken, wait_for
+from support.processes import children, wait_for_steps
 from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
@@ -197,7 +197,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     _, _, own = LAYOUTS["hybrid"]
     launch = ["hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "10"]
     launcher = fork_launcher(*launch, "--steps", "1000000", "--out", killed)
-    assert wait_for(lambda: steps_taken(killed) >= 15)
+    wait_for_steps(killed, launcher, steps=15)
     for pid in [launcher.pid, *children(launcher.pid)]:
         os.kill(pid, signal.SIGKILL)
     launcher.wait(10)
