@@ -24,15 +24,18 @@ DDP = "DP/ddp/intro_DP_DDP.py"
 HYBRID = "hybrid/intro_hybrid.py"
 FOUR_RANKS = "--dp 2 --pp 2".split()
 ZB_V = "--schedule zb-v --n-layers 4".split()
-TIMEOUT = 4
+TIMEOUT = 4  # of a run in which a rank is stopped: nothing but the time tells that
+LONG_TIMEOUT = 60  # of a run in which a rank is killed: the others find it out long before
 TO_SAY_SO = 20  # seconds for the ranks to tell each other, and to end; the computer may be busy
 LAUNCHER_ENDS_IN = 20
 
 
 @contextmanager
-def training(script: str, world_size: int, tmp_path: Path, *flags: str) -> Iterator[list[Fork]]:
+def training(
+    script: str, world_size: int, tmp_path: Path, *flags: str, timeout: int = LONG_TIMEOUT
+) -> Iterator[list[Fork]]:
     """All ranks of a script, started as in terminals of their own, that train for ever."""
-    with terminals(script, world_size, tmp_path, *TINY, "--timeout", str(TIMEOUT), *flags) as ranks:
+    with terminals(script, world_size, tmp_path, *TINY, "--timeout", str(timeout), *flags) as ranks:
         wait_for_steps(tmp_path / "run", *ranks)
         yield ranks
 
@@ -48,10 +51,10 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
     """In terminals, with two schedules, and under the launcher: three runs at once, as they do nothing but wait."""
     with contextlib.ExitStack() as stack:
         in_terminals = [
-            stack.enter_context(training(MICRO_BATCHES, 3, tmp_path / name, *flags))
+            stack.enter_context(training(MICRO_BATCHES, 3, tmp_path / name, *flags, timeout=TIMEOUT))
             for name, flags in (("dapple", []), ("zb-v", ZB_V))
         ]
-        launcher, launched_rank = stack.enter_context(launched(tmp_path / "launched", 0))
+        launcher, launched_rank = stack.enter_context(launched(tmp_path / "launched", 0, timeout=TIMEOUT))
         for stopped in (launched_rank, *(ranks[1].pid for ranks in in_terminals)):
             os.kill(stopped, signal.SIGSTOP)
         held = ["stage {}", "stages {} and {}"]
@@ -94,7 +97,7 @@ def test_a_killed_rank_in_terminals(
     with training(script, world_size, tmp_path, *flags) as ranks:
         os.kill(ranks[victim].pid, signal.SIGKILL)
         for rank in sorted({*range(world_size)} - {victim}):
-            sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))
+            sentence = last_line(ranks[rank].finish(TO_SAY_SO))
             assert sentence.startswith(f"# rank {killed} has exited without reporting a cause"), sentence
 
 
@@ -156,9 +159,9 @@ def test_a_rank_that_is_lost_while_it_waits_is_not_taken_for_one_that_waits(tmp_
                 assert last_line(end).startswith(f"# rank 1 {state}"), (end.out, end.err)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, tmp_path: Path) -> None:
-    with training(MICRO_BATCHES, 3, tmp_path) as ranks:
+@pytest.mark.parametrize(("sent", "timeout"), [(signal.SIGKILL, LONG_TIMEOUT), (signal.SIGSTOP, TIMEOUT)])
+def test_rank_0_takes_the_notices_with_it(sent: signal.Signals, timeout: int, tmp_path: Path) -> None:
+    with training(MICRO_BATCHES, 3, tmp_path, timeout=timeout) as ranks:
         os.kill(ranks[0].pid, sent)
         for rank in (1, 2):
             sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))
@@ -171,7 +174,7 @@ def test_the_store_goes_while_it_is_asked(tmp_path: Path) -> None:
         time.sleep(SECONDS_BETWEEN_LOOKS + 0.5)  # by now the others wait for an answer
         os.kill(ranks[0].pid, signal.SIGKILL)
         for rank in (1, 2):
-            sentence = last_line(ranks[rank].finish(TIMEOUT + TO_SAY_SO))  # and no trace of torch's, from C++
+            sentence = last_line(ranks[rank].finish(TO_SAY_SO))  # and no trace of torch's, from C++
             assert re.match(r"# rank 0( \(stage 0\))? (has exited|does not answer)", sentence), sentence
 
 
@@ -179,14 +182,14 @@ def test_the_store_goes_while_it_is_asked(tmp_path: Path) -> None:
 def test_a_rank_without_memory_in_terminals(victim: int, tmp_path: Path) -> None:
     with training(MICRO_BATCHES, 3, tmp_path) as ranks:
         os.kill(ranks[victim].pid, signal.SIGUSR1)
-        for end in [rank.finish(TIMEOUT + TO_SAY_SO) for rank in ranks]:
+        for end in [rank.finish(TO_SAY_SO) for rank in ranks]:
             assert last_line(end) == f"# rank {victim} (stage {victim}) failed: out of memory: 3 TB", end.err
 
 
 @contextmanager
-def launched(tmp_path: Path, victim: int, *command: str) -> Iterator[tuple[Started, int]]:
+def launched(tmp_path: Path, victim: int, *command: str, timeout: int = LONG_TIMEOUT) -> Iterator[tuple[Started, int]]:
     """A run that trains for ever, by default under launch.sh, and the process of one of its ranks."""
-    flags = [*TINY, "--timeout", str(TIMEOUT), "--out", str(tmp_path)]
+    flags = [*TINY, "--timeout", str(timeout), "--out", str(tmp_path)]
     launcher = start(*command, *flags) if command else fork_launcher("hybrid", *FOUR_RANKS, *flags)
     try:
         wait_for_steps(tmp_path, launcher)
