@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
@@ -34,7 +35,13 @@ def as_command(
     """Return a function that reads arguments as a `request`, by default those of this process, and does the work."""
 
     def command(args: Sequence[str] | None = None, prog: str | None = None) -> int | None:
-        return work(read(lambda: tyro.cli(request, args=args, prog=prog, description=description)))
+        asked = read(lambda: tyro.cli(request, args=args, prog=prog, description=description))
+        for flag in (
+            sys.argv[1:] if args is None else args
+        ):  # tyro takes a flag without any of its values for an empty one
+            if flag.startswith("--") and getattr(asked, flag[2:].replace("-", "_"), None) == ():
+                raise FlagError(f"{flag}: give a value (--help lists the flags)")
+        return work(asked)
 
     return command
 
