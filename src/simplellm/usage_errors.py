@@ -23,6 +23,7 @@ def one_sentence(panel: str) -> str:
         (r"Missing value for argument '(.*)'\. Expected (\d+) values\.", r"\1: give \2 values"),
         (r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number"),
         (r"could not convert string to float: (.*)", r"\1 is not a number"),
+        (r"Error parsing RANK: (.*) is not a whole number", r"\1 is not the value of a flag, nor a rank"),
         (r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)\.", r"\2 \1: give one of \3"),
     ):
         text = re.sub(of_python, plain, text)
