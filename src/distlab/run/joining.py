@@ -126,14 +126,15 @@ def code_of_packages(roots: tuple[Path, ...]) -> str:
 
 def modules_beside(script: Path) -> dict[str, Path]:
     """Return a script and the modules beside it that it has imported, by their names."""
-    folder = script.absolute().parent
+    script = script.resolve()
+    folder = script.parent
     packages = [folder.parts[first:] for first in range(1, len(folder.parts) + 1)]  # as `module`, or `package.module`
     names = (".".join((*package, path.stem)) for path in folder.glob("*.py") for package in packages)
     # In a fork, to go through all of sys.modules would copy each page that holds one of its names.
     imported = (sys.modules.get(name) for name in names)
     files = (getattr(module, "__file__", None) for module in imported)
-    beside = (Path(file).absolute() for file in files if file)
-    return {path.name: path for path in (script, *beside) if path.absolute().parent == folder}
+    beside = (Path(file).resolve() for file in files if file)
+    return {path.name: path for path in (script, *beside) if path.parent == folder}
 
 
 def code_of(files: Mapping[str, Path]) -> str:

@@ -146,7 +146,7 @@ def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
     ):
         change()
         seen.add(digests())
-        assert digests(Path("script.py")) == digests()
+        assert digests(Path("script.py")) == digests(Path("..", tmp_path.name, "script.py")) == digests()
     assert len(seen) == 7
     (tmp_path / "notes.txt").write_text("not code")
     (tmp_path / "scratch.py").write_text("not imported")
