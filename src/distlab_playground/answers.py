@@ -36,6 +36,9 @@ def check(request: Request) -> int:
         except InputError as error:
             unchecked.append(str(error))
     require(bool(handed_in or unchecked), f"{request.folder}: has no file of answers, such as replicas-ada.json")
+    if not handed_in and len(unchecked) > 1:  # of another kind, such as the records of a run
+        others = f"none of its {len(unchecked)} JSON files is a file of answers, such as replicas-ada.json"
+        raise InputError(f"{request.folder}: {others}; the first: {unchecked[0]}")
     print(f"{'lesson':<14} {'student':<16} {'question':<14} {'guess':>12} {'measured':>12}  verdict")
     for name in sorted({one.lesson for one in handed_in}):
         try:

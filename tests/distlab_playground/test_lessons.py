@@ -116,6 +116,10 @@ def test_what_is_not_answers_is_named(text: str, tmp_path: Path, capsys: pytest.
     told = capsys.readouterr().out
     assert f"# {file}: not a file of answers" in told
     assert "Answers" not in told, "the sentence is Python's"
+    (tmp_path / "memory.json").write_text("[]")
+    with pytest.raises(InputError, match=f"none of its 2 JSON files is a file of answers.*; the first: {file}: not a"):
+        check(Request(tmp_path))
+    (tmp_path / "memory.json").unlink()
     file.write_text(Answers("dance", "ada", {}, {}).to_json())
     assert run_subcommand("answers", [str(tmp_path)]) == 1
     assert "# dance: no such lesson; there are replicas, collectives" in capsys.readouterr().out
