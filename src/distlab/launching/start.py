@@ -98,7 +98,9 @@ def read_program_flags(args: list[str]) -> tuple[ProgramSettings, list[str]]:
     parser.add_argument("--world-size", type=int, default=ProgramSettings.world_size)
     own, rest = parser.parse_known_args(args)
     require(0 < own.world_size <= MOST_RANKS, f"--world-size {own.world_size}: give 1 to {MOST_RANKS:,} ranks")
-    return ProgramSettings(world_size=own.world_size, device="cpu"), rest
+    settings = ProgramSettings(world_size=own.world_size, device="cpu")
+    settings.check()
+    return settings, rest
 
 
 def start(path: Path, args: list[str], prog: str) -> int:

@@ -86,6 +86,12 @@ def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
         assert ended.err.splitlines()[-1].endswith("failed: TypeError: a fault")
 
 
+def test_more_threads_than_any_machine_has_are_refused(tmp_path: Path) -> None:
+    ended = fork_launcher(written(tmp_path, PLAIN.format(steps=1)), OMP_NUM_THREADS="99999999").finish()
+    assert ended.status == 2
+    assert "OMP_NUM_THREADS=99999999: give at most 1,024 threads" in ended.err
+
+
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     launcher = fork_launcher(written(tmp_path, PLAIN.format(steps=10**9)))
     ranks: dict[str, int] = {}
