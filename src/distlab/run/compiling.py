@@ -23,7 +23,7 @@ from simplellm.compiled import PartToCompile
 from simplellm.compiler import Compiler, key_of, name_of, parts_of_model
 from simplellm.errors import InputError, require
 from simplellm.llama import LLamaPart
-from simplellm.losses import loss_to_compile
+from simplellm.losses import causalLLMLoss, loss_to_compile
 
 
 def compile_before_steps(
@@ -95,7 +95,10 @@ def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool
         if with_weights:
             yield from parts_of_model(net, batch, seq, is_whole)
         vocab_size = net.options["vocab_size"]
-        if is_whole and net.lm_head is not None and len(net.lm_head.weight) == vocab_size:  # not a slice of it
+        has_all_logits = net.lm_head is not None and (
+            len(net.lm_head.weight) == vocab_size or getattr(parts.loss, "func", None) is causalLLMLoss
+        )  # from all of the head, or gathered from its slices
+        if is_whole and net.lm_head is not None and has_all_logits:
             yield loss_to_compile(batch, seq, vocab_size, net.lm_head.weight.device)
 
 
