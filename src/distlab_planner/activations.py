@@ -166,11 +166,13 @@ class Activations:
         blocks, has_head = parts["block"], parts["head"]
         if action.letter == "I" and self._follows_recompute(action) and not has_head:
             return self.message_bytes  # the gradient of the output, a factor; the output itself is not kept
-        if not self.layout.computes_blocks_again(action.letter) or not blocks:
+        if not self.layout.computes_blocks_again(action.letter) or not (blocks or has_head):
             return 0
         is_split, kept = action.letter in "Ii", 0
         of_block, of_head = (self.factors_of(part) * is_split for part in ("block", "head"))
-        for done in (0, blocks - 1):
+        if is_split and has_head and self.layout.recompute == "all":  # its norm again; blocks need more
+            kept = of_head + self.between_bytes + self.residual_tokens * NUMBER_BYTES
+        for done in (0, blocks - 1) if blocks else ():
             others = (blocks - done) * self.between_bytes + done * of_block
             others += (blocks - done - 1) * self._kept_attention_bytes
             others += self.message_bytes * is_split  # the gradient of the block's output, a factor

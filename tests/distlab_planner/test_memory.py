@@ -65,6 +65,18 @@ def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int,
             assert held(costs, worker).activations == pytest.approx(counted, rel=0.02), (dtype, worker)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("schedule", ["dapple", "zb-h1"])
+def test_activations_of_a_head_alone(schedule: str, recompute: str, dtype: Dtype) -> None:
+    split = (MODEL.n_layers, 0)
+    layout = RunLayout({"pp": 2}, ROWS * MICRO_BATCHES, MICRO_BATCHES, schedule, recompute, "none", split)  # type: ignore[arg-type]
+    costs = Costs(CLUSTER, replace(MODEL, sizes=replace(SIZES, dtype=dtype)), layout)
+    for worker in range(2):
+        counted = kept_by_worker(layout, worker, dtype)
+        assert held(costs, worker).activations == pytest.approx(counted, rel=1e-3), worker
+
+
 def test_weights_are_those_of_the_model() -> None:
     net = build_stage(0, (MODEL.n_layers,), SIZES.vocab_size, dmodel=32, num_heads=4, num_kv_heads=2, hidden_dim=96)
     layout = RunLayout({}, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
