@@ -77,8 +77,8 @@ class Ranks:
     Args:
         script: its path and its arguments.
         errors: a folder to be made, for the record of each rank.
-        forks: that have yet to begin (`fork_ranks`). Those that begin are taken out; when none is left, a process is a
-            new interpreter, which takes seconds to import torch.
+        forks: that have yet to begin (`fork_ranks`). Those that begin are taken out; when too few are left, processes
+            are new interpreters, which take seconds to import torch.
     """
 
     def __init__(self, script: Sequence[str], errors: Path, forks: list[ForkedRank]) -> None:
@@ -118,13 +118,14 @@ class Ranks:
         self.processes[rank] = self._spares.pop(number)
 
     def _start(self, among: dict[int, Process], group: Mapping[int, Mapping[str, str]], who: str) -> None:
+        forks = self._forks if len(self._forks) >= len(group) else []  # fewer would make no start faster: for spares
         with can_start(who), handlers_later():  # a signal between a start and its entry would leave a process running
             for number, own in group.items():
-                among[number] = self._start_one(own)
+                among[number] = self._start_one(own, forks)
 
-    def _start_one(self, own: Mapping[str, str]) -> Process:
-        if self._forks:
-            fork = self._forks.pop(0)
+    def _start_one(self, own: Mapping[str, str], forks: list[ForkedRank]) -> Process:
+        if forks:
+            fork = forks.pop(0)
             fork.begin(own)
             return fork
         command = [sys.executable, "-u", *self._script]

@@ -156,6 +156,16 @@ def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeyp
     assert wait_for(lambda: ranks.exited_spares() == {2: 0})
 
 
+def test_ranks_that_too_few_forks_are_left_for_leave_them_to_spares(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.exit('distlab' in sys.modules)")
+    ranks = Ranks([str(script)], tmp_path / "errors", fork_ranks([str(script)], 1))
+    ranks.start([{"RANK": "0"}, {"RANK": "1"}])
+    ranks.start_spare(1, {})
+    assert [process.wait(20) for process in ranks.processes.values()] == [0, 0]
+    assert wait_for(lambda: ranks.exited_spares() == {1: 1})
+
+
 def test_a_fork_that_was_killed_before_it_began_is_found(tmp_path: Path) -> None:
     forks = fork_ranks(["a"], 1)
     os.kill(forks[0].pid, signal.SIGKILL)
