@@ -2,37 +2,19 @@
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from distlab.comm.recorder import STEP, Recorder
-from distlab.run.logs import RunLog, remove_records_of_the_end
+from distlab.comm.recorder import STEP
+from distlab.run.logs import remove_records_of_the_end
 from distlab.run.progress import Progress
-from distlab.run.terminal import Terminal, counted, say
+from distlab.run.terminal import counted, say
 
 if TYPE_CHECKING:
-    from distlab.run.checkpointer import Batches, Checkpointer
-    from distlab.run.recording import Recording
+    from distlab.run.checkpointer import Batches
+    from distlab.run.run import Run
 
 STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
 BatchT = TypeVar("BatchT")
-
-
-class OfRun(Protocol):
-    """The parts of a `Run` that its loop uses."""
-
-    checkpointer: "Checkpointer | None"
-    recording: "Recording | None"
-    out: Path
-    first_step: int
-    continues: bool  # earlier steps of the same run, in the same folder
-    is_first: bool
-    has_terminal: bool
-    terminal: Terminal
-    recorder: Recorder
-
-    @property
-    def records(self) -> RunLog: ...
 
 
 class Steps(Generic[BatchT]):
@@ -50,7 +32,7 @@ class Steps(Generic[BatchT]):
 
     def __init__(
         self,
-        run: OfRun,
+        run: "Run[Any]",
         batches: "Batches[BatchT]",
         steps: int,
         per_step: int,
