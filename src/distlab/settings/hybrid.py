@@ -190,7 +190,7 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
         single = (
             f"--shard {self.shard} with --dp {self.dp} and --ep {self.ep}: an expert has a single holder, which has "
         )
-        can_shard = self.shard == "none" or self.dp * self.cp > self.ep
+        can_shard = self.shard == "none" or self.ep == 1 or self.dp * self.cp > self.ep
         require(can_shard, f"{single}no others to share with; give a smaller --ep")
 
     def _check_outer(self) -> None:

@@ -126,6 +126,7 @@ COMBINATIONS = [  # of flags that are right one by one
     ("dp-ga", "--hidden-dim -8", "--hidden-dim"),
     ("dp-fsdp", "--shard layers", "--shard"),
     ("hybrid", "--dp 1 --shard optimizer", "--dp 1"),
+    ("5d", "--dp 1 --experts 4 --shard optimizer", "--dp 2"),
     ("hybrid", "--shard weights", "--pp 3"),
     ("tp", "--world-size 4 --num-heads 6", "--num-heads"),
     ("tp", "--world-size 2 --num-heads 6 --num-kv-heads 3", "--num-kv-heads"),
