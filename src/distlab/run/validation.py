@@ -38,6 +38,7 @@ class Validator:
     def loss(self, step: int) -> float:
         """Return the mean loss over all sequences after a step, on every rank; all ranks must call this method."""
         name = f"the activations of validation batch {{}} after step {step}".format
+        self._parts.wait_for_weights()  # a replica without sequences has no forward pass that would wait for them
         with counted_as("validation"):
             queues_for_passes(self._parts, [*self._batches, *self._not_counted])
             total = forward_passes(self._parts, self._batches, name, kind="validation")

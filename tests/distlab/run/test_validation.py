@@ -57,14 +57,16 @@ def test_in_bfloat16_too(expected: list[float], tmp_path: Path) -> None:
 
 
 def test_more_replicas_than_sequences(expected: list[float], tmp_path: Path) -> None:
-    one, many = "--batch-size 3", "--world-size 3 --batch-size 1"
+    many = "--world-size 3 --batch-size 1"
     for name, (ranks, script, flags) in {
-        "one": (1, "primer/intro.py", one),
+        "one": (1, "primer/intro.py", "--batch-size 3"),
         "many": (3, "DP/gradient_aggr/intro_DP_GA.py", many),
+        "sharded": (3, "DP/fsdp/intro_DP_FSDP.py", f"{many} --shard gradients"),
     }.items():
-        train_on(ranks, script, tmp_path / name, *FLAGS, *flags.split(), *"--eval-every 4 --eval-sequences 2".split())
-    both = [records(tmp_path / name)[-1]["validation_loss"] for name in ("one", "many")]
-    assert both[1] == pytest.approx(both[0], rel=1e-6)
+        train_on(ranks, script, tmp_path / name, *FLAGS, *flags.split(), *"--eval-every 2 --eval-sequences 2".split())
+    own = {name: records(tmp_path / name)[1::2] for name in ("one", "many", "sharded")}
+    one, *others = ([record["validation_loss"] for record in of_run] for of_run in own.values())
+    assert others == [pytest.approx(one, rel=1e-6)] * 2
 
 
 def test_is_the_mean_over_other_stories_than_those_trained_on(tmp_path: Path) -> None:
