@@ -1,9 +1,9 @@
 """`--compile`: the ranks of a host compile each part of the model once, before the first step."""
 
 import contextlib
-import hashlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from distlab.axes.placement import placement_of
-from distlab.comm.waits import TrafficError
-from distlab.rendezvous.groups import WorldGroup, world_group
-from distlab.rendezvous.ranks import busy, ranks_store
+from distlab.comm.together import texts_of_all, together
+from distlab.machine.devices import local_ranks
 from distlab.run.logs import RunLog
 from distlab.run.model import ModelParts
 from distlab.run.starting import Joined
@@ -35,51 +34,42 @@ def compile_before_steps(
         say("compiling the blocks, the head and the loss; a later run with the same sizes finds them in a cache")
     rows = args.batch_size // args.micro_batches
     positions = getattr(args, "positions", -(-args.seq_len // parts.grid.axis("cp").size))
-    compile_model(compiler, parts, rows, positions, joined, args.timeout)
+    compile_model(compiler, parts, rows, positions, joined)
     seconds = records.seconds_apart["compiling"] = time.perf_counter() - started
     if is_first:
         say(f"compiled in {seconds:.1f} s")
     return compiler
 
 
-def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, joined: Joined, seconds: float) -> None:
+def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, joined: Joined) -> None:
     """Compile this rank's part of the model for micro-batches (batch, seq), and wait until all ranks have done so.
 
-    The first rank of a host that comes to a part compiles it, while others of the host that need the same wait; they
-    then load it from torch's cache of the host. No wait is longer than `seconds` after the last sign of work.
+    The ranks of a host divide the parts that they need: each compiles some, and then loads the others from torch's
+    cache of the host.
 
     Raises:
         InputError: the model is not the lab's Llama, or the compiler fails.
         TrafficError: another rank exits.
     """
-    rank, host = joined.grid.rank, joined.places[joined.grid.rank].host
+    rank = joined.grid.rank
     programs = joined.context.recorder.programs or ()
     letters = {action.letter for program in programs for action in program}
     is_split = "W" in letters
     if is_split and rank == 0:
         say("the schedule splits backward passes: blocks and head of these micro-batches stay uncompiled")
     with_weights = not is_split or not letters.isdisjoint("Bb")
-    store, check = ranks_store(seconds, joined.store), partial(_check_others, world_group())
     absent = _absent(parts)
+    needed: dict[str, PartToCompile] = {}
     for part in parts_to_compile(parts, batch, seq, with_weights):
-        prepare = partial(_prepare, compiler, part, absent)
-        if joined.grid.size == 1:
-            prepare()
-            continue
         with _as_if_gathered(part[1], absent):
-            key = f"compiled/{host}/{hashlib.sha256(str(key_of(*part)).encode()).hexdigest()}"
-        if store.add(f"{key}/claims") == 1:
-            store.set(f"{key}/by", str(rank))
-            store.work(busy(rank), prepare)
-            store.set(key)
-        else:
-            by = int(store.wait(f"{key}/by", "the rank that compiles", check=check))
-            what = f"rank {by} to compile {name_of(part[0])}"
-            store.wait(key, what, check=check, busy=busy(by), own_busy=busy(rank))
-            store.work(busy(rank), prepare)
-    store.set(f"compiled/{rank}")
-    for other in range(joined.grid.size):
-        store.wait(f"compiled/{other}", f"rank {other} to compile", check=check, busy=busy(other))
+            needed[str(key_of(*part))] = part
+    of_ranks = [json.loads(keys) for keys in texts_of_all(json.dumps([*needed]), "what each rank compiles")]
+    here = local_ranks(joined.places, rank)
+    users = {key: [one for one in here if key in of_ranks[one]] for one in here for key in of_ranks[one]}
+    first = {key: ranks[place % len(ranks)] for place, (key, ranks) in enumerate(users.items())}
+    for is_first in (True, False):
+        own = [part for key, part in needed.items() if (first[key] == rank) == is_first]
+        together("the ranks that compile", partial(_prepare, compiler, own, absent))
 
 
 def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool = True) -> Iterator[PartToCompile]:
@@ -126,19 +116,13 @@ def _as_if_gathered(arguments: tuple[Any, ...], absent: set[nn.Parameter]) -> It
             p.data = data
 
 
-def _check_others(world: WorldGroup | None) -> None:
-    """Raise `TrafficError` if another rank has reported why it exits."""
-    if world is not None and (causes := world.notices.causes()):
-        raise TrafficError(causes, RuntimeError(causes))
-
-
-def _prepare(compiler: Compiler, part: PartToCompile, absent: set[nn.Parameter]) -> None:
+def _prepare(compiler: Compiler, parts: Sequence[PartToCompile], absent: set[nn.Parameter]) -> None:
     from torch._dynamo.exc import TorchDynamoException
 
-    function, arguments = part
-    try:
-        with _as_if_gathered(arguments, absent):
-            compiler.prepare(function, *arguments)
-    except TorchDynamoException as error:
-        told = next((line for line in f"{error}".splitlines() if "rror" in line), f"{error}".partition("\n")[0])
-        raise InputError(f"--compile: torch cannot compile {name_of(function)}: {told:.200}") from error
+    for function, arguments in parts:
+        try:
+            with _as_if_gathered(arguments, absent):
+                compiler.prepare(function, *arguments)
+        except TorchDynamoException as error:
+            told = next((line for line in f"{error}".splitlines() if "rror" in line), f"{error}".partition("\n")[0])
+            raise InputError(f"--compile: torch cannot compile {name_of(function)}: {told:.200}") from error
