@@ -172,3 +172,4 @@ def test_a_spare_that_finds_no_weights_does_not_end_the_run_as_if_it_were_comple
     ended = fork_launcher(LAB / "bench/dying.py", *flags, DEATHS=json.dumps(deaths), LESSON=LESSON).finish()
     assert ended.status
     assert "no rank is left that could give rank 1 its weights" in ended.out + ended.err
+    assert "Traceback" not in ended.err, ended.err

@@ -15,7 +15,7 @@ import torch
 from distlab.comm.waits import TrafficError
 from distlab.machine.processes import leave, started_by_torchrun
 from distlab.rendezvous.groups import world_group
-from distlab.run.handing_over import ChangedError
+from distlab.run.handing_over import ChangedError, LostError
 from distlab.run.logs import human_bytes
 from distlab.run.loss_sum import NotFiniteError
 from distlab.run.terminal import RankOutput, say
@@ -60,7 +60,8 @@ class Failure:
             wait = world.context.waits.failure_of(error)
         if wait is not None:
             return cls._of_wait(wait, world.notices if world else None)
-        cause = str(error) if isinstance(error, ChangedError) else out_of_memory(error) or refused_by_gpu(error)
+        is_told = isinstance(error, ChangedError | LostError)
+        cause = str(error) if is_told else out_of_memory(error) or refused_by_gpu(error)
         if cause is None:
             traceback.print_exception(error)
             cause = f"{type(error).__name__}: {error}".splitlines()[0]

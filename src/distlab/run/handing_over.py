@@ -19,6 +19,10 @@ class ChangedError(RuntimeError):
     """The weights of a rank are not those of its replicas."""
 
 
+class LostError(RuntimeError):
+    """No rank is left that has the weights that another one needs."""
+
+
 class HandedOver:
     """The weights, the optimizer's state, and a record.
 

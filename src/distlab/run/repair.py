@@ -48,7 +48,7 @@ from distlab.rendezvous.survivors import (
     describe_change,
     ended_since,
 )
-from distlab.run.handing_over import ChangedError, HandedOver
+from distlab.run.handing_over import ChangedError, HandedOver, LostError
 from distlab.run.run_on import Arrived, RunningOn
 from distlab.run.starting import Joined
 from distlab.run.state_copy import StateCopy
@@ -168,13 +168,17 @@ class Repair:
         return next(ranks for ranks in ranks_along(self._joined.grid.layout, (REPLICAS,)) if rank in ranks)
 
     def _hand_over(self, news: News, known: Collection[int], position: Position) -> None:
-        """Send the state of ranks that have it to newcomers, each from a rank with the same weights."""
+        """Send the state of ranks that have it to newcomers, each from a rank with the same weights.
+
+        Raises:
+            LostError: no rank is left that has the weights of one of them.
+        """
         for rank in news.alive:
             if rank in known:
                 continue
             source = next((other for other in news.alive if other in self._same(rank) and other in known), None)
             if source is None:
-                raise RuntimeError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
+                raise LostError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
             if self._rank in (source, rank):
                 if self._rank == source:
                     self.state.send(news.alive.index(rank), position)
