@@ -110,8 +110,8 @@ def side_by_side(
 
 
 def work_together(together: threading.Barrier, work: Callable[..., None], *job: Any) -> None:
-    if multiprocessing.parent_process() is not None:
-        end_with_parent(signal.SIGKILL)
+    if (parent := multiprocessing.parent_process()) is not None:
+        end_with_parent(signal.SIGKILL, parent.pid)
     with contextlib.suppress(threading.BrokenBarrierError, KeyboardInterrupt):  # `side_by_side` reports it
         together.wait()
         work(*job)

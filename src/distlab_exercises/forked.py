@@ -25,7 +25,7 @@ def forked(world_size: int, work: Callable[[int, Connection], object]) -> Iterat
     """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-    ranks = [context.Process(target=_run, args=(pipes, rank, work)) for rank in range(world_size)]
+    ranks = [context.Process(target=_run, args=(os.getpid(), pipes, rank, work)) for rank in range(world_size)]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each fork would write the rest of the buffer
     try:
@@ -43,14 +43,16 @@ def forked(world_size: int, work: Callable[[int, Connection], object]) -> Iterat
                 process.join()
 
 
-def _run(pipes: list[tuple[Connection, Connection]], rank: int, work: Callable[[int, Connection], object]) -> None:
+def _run(
+    parent: int, pipes: list[tuple[Connection, Connection]], rank: int, work: Callable[[int, Connection], object]
+) -> None:
     for other, (receiver, sender) in enumerate(pipes):
         receiver.close()
         if other != rank:
             sender.close()  # or its end would not be seen
     with suppress(OSError):
         os.setpgid(0, 0)
-    end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL, parent)
     work(rank, pipes[rank][1])
     leave(0)
 

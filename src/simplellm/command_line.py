@@ -36,9 +36,8 @@ def as_command(
 
     def command(args: Sequence[str] | None = None, prog: str | None = None) -> int | None:
         asked = read(lambda: tyro.cli(request, args=args, prog=prog, description=description))
-        for flag in (
-            sys.argv[1:] if args is None else args
-        ):  # tyro takes a flag without any of its values for an empty one
+        for flag in sys.argv[1:] if args is None else args:
+            # tyro reads a flag that is given without values as an empty list.
             if flag.startswith("--") and getattr(asked, flag[2:].replace("-", "_"), None) == ():
                 raise FlagError(f"{flag}: give a value (--help lists the flags)")
         return work(asked)

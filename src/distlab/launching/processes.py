@@ -118,7 +118,7 @@ class Ranks:
         self.processes[rank] = self._spares.pop(number)
 
     def _start(self, among: dict[int, Process], group: Mapping[int, Mapping[str, str]], who: str) -> None:
-        forks = self._forks if len(self._forks) >= len(group) else []  # fewer would make no start faster: for spares
+        forks = self._forks if len(self._forks) >= len(group) else []  # a start is as slow as its slowest
         with can_start(who), handlers_later():  # a signal between a start and its entry would leave a process running
             for number, own in group.items():
                 among[number] = self._start_one(own, forks)

@@ -32,10 +32,15 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def end_with_parent(by: signal.Signals) -> None:
-    """Ask Linux to send this process a signal when its parent dies."""
+def end_with_parent(by: signal.Signals, parent: int | None = None) -> None:
+    """Ask Linux to send this process a signal when its parent dies, and send it now if that is not `parent` any more.
+
+    Without `parent`, a parent that has died before this call is not noticed.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
+        if parent not in (None, os.getppid()):
+            os.kill(os.getpid(), by)
 
 
 def require_open_files() -> None:

@@ -118,6 +118,5 @@ def flags_to_resume() -> list[str]:
 def end_with_launcher() -> None:
     """On Linux, end this rank when its launcher dies, even by SIGKILL, so that no orphans remain."""
     if started_by_torchrun() and sys.platform == "linux":
-        end_with_parent(signal.SIGKILL)  # a stopped process would not react to SIGTERM
-        if os.environ.get("LAB_LAUNCHER", str(os.getppid())) != str(os.getppid()):
-            leave(1)  # the launcher died while this rank was starting
+        launcher = int(os.environ.get("LAB_LAUNCHER", os.getppid()))
+        end_with_parent(signal.SIGKILL, launcher)  # a stopped process would not react to SIGTERM

@@ -4,8 +4,10 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from support.processes import run
 
 from distlab.machine.supervision import within
 
@@ -68,3 +70,24 @@ def test_a_call_in_time_gives_its_answer_or_its_error() -> None:
     assert within(5, lambda: "answer") == "answer"
     with pytest.raises(KeyError):
         within(5, lambda: dict[str, int]()["missing"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the processes of a parent that was killed")
+@pytest.mark.quick
+def test_a_parent_that_died_before_it_was_asked_for_ends_its_child(tmp_path: Path) -> None:
+    """The child asks for it when the parent is dead."""
+    child = f"""
+import os, signal, sys, time
+from distlab.machine.processes import end_with_parent
+parent = os.getpid()
+if os.fork() > 0:
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+open({str(tmp_path / "asks")!r}, "w")
+end_with_parent(signal.SIGKILL, parent)
+open({str(tmp_path / "lives")!r}, "w")
+"""
+    assert run(sys.executable, "-c", child).status == 0
+    assert (tmp_path / "asks").exists(), "its output ends with the child"
+    assert not (tmp_path / "lives").exists()
