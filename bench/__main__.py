@@ -1,8 +1,8 @@
 """Run benchmarks in a quick form, about ten minutes on two cores, and compare their ratios with bench/README.md.
 
-    python -m bench                                 run all that have a quick form, and compare
-    python -m bench pipeline tensor_parallel        only these
-    python -m bench --write tensor_parallel         in full, as quoted in bench/README.md, and write its tables there
+    python bench                                    run all that have a quick form, and compare
+    python bench pipeline tensor_parallel           only these
+    python bench --write tensor_parallel            in full, as quoted in bench/README.md, and write its tables there
 
 A ratio has moved if it is outside of the quartiles in bench/README.md, and the recorded ratio outside of the new
 quartiles; then the exit status is 1. The quick form measures some of the rows, with fewer rounds. It leaves out

@@ -1,4 +1,4 @@
-"""Markdown tables, printed line by line: bench/README.md has them, and `python -m bench` reads and writes them there.
+"""Markdown tables, printed line by line: bench/README.md has them, and `python bench` reads and writes them there.
 
 print_head("variant", "ms a step (median):", "time over torch (median)", "quartiles")
 print_row("ours", milliseconds(ours), *quartiles_of_ratios(ours, torchs).cells(3))

@@ -1,4 +1,4 @@
-"""python -m bench: compares with the page's tables, and writes them. And the tables that the programs print."""
+"""python bench: compares with the page's tables, and writes them. And the tables that the programs print."""
 
 import importlib.util
 import sys

@@ -183,6 +183,8 @@ class ParsedError(BaseException):
 
 
 def run_script(script: Path, args: list[str]) -> None:
+    if script.is_dir():
+        script /= "__main__.py"
     require(script.is_file(), f"{script}: no such script")
     source = script.read_text()
     if re.search("^DEFAULTS =", source, re.MULTILINE):
