@@ -1,6 +1,7 @@
 """`--compile`: the ranks of a host compile each part of the model once, before the first step."""
 
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,7 @@ def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, j
     needed: dict[str, PartToCompile] = {}
     for part in parts_to_compile(parts, batch, seq, with_weights):
         with _as_if_gathered(part[1], absent):
-            needed[str(key_of(*part))] = part
+            needed[hashlib.sha256(str(key_of(*part)).encode()).hexdigest()[:16]] = part
     of_ranks = [json.loads(keys) for keys in texts_of_all(json.dumps([*needed]), "what each rank compiles")]
     here = local_ranks(joined.places, rank)
     users = {key: [one for one in here if key in of_ranks[one]] for one in here for key in of_ranks[one]}
@@ -84,12 +85,12 @@ def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool
     for net in nets:
         if with_weights:
             yield from parts_of_model(net, batch, seq, is_whole)
-        vocab_size = net.options["vocab_size"]
-        has_all_logits = net.lm_head is not None and (
-            len(net.lm_head.weight) == vocab_size or getattr(parts.loss, "func", None) is causalLLMLoss
-        )  # from all of the head, or gathered from its slices
-        if is_whole and net.lm_head is not None and has_all_logits:
-            yield loss_to_compile(batch, seq, vocab_size, net.lm_head.weight.device)
+        head, vocab_size = net.lm_head, net.options["vocab_size"]
+        if head is None or not is_whole:
+            continue
+        are_gathered = getattr(parts.loss, "func", None) is causalLLMLoss  # logits, from slices of the head
+        if len(head.weight) == vocab_size or are_gathered:
+            yield loss_to_compile(batch, seq, vocab_size, head.weight.device)
 
 
 def _absent(parts: ModelParts) -> set[nn.Parameter]:
