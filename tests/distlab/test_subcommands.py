@@ -66,6 +66,17 @@ def test_a_topology_may_follow_the_word_launch(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("usage: ./launch.sh primer ")
 
 
+def test_help_of_a_lesson_lists_the_flags_of_the_scripts_that_run_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch(["hybrid", "--help"])
+    paragraphs = [" ".join(part.split()) for part in capsys.readouterr().out.split("\n\n")]
+    of_5d = next(part for part in paragraphs if part.startswith("With one of these flags, intro_5d.py runs instead:"))
+    of_repair = next(part for part in paragraphs if "intro_hybrid_repair.py runs instead" in part)
+    assert {"--shard,", "--cp,", "--experts,"} < set(of_5d.split())
+    assert "--micro-batches" not in of_5d  # hybrid has it
+    assert set(of_repair.split("instead: ")[1].rstrip(".").split(", ")) == {"--repair", "--compare-every"}
+
+
 @pytest.mark.parametrize("module", ["plan", "calibrate", "collective_costs", "figures"])
 def test_earlier_names_still_work(module: str) -> None:
     ended = fork_python("-m", f"distlab.{module}", "--help").finish()

@@ -40,7 +40,7 @@ class Script:
 
     def parse(self, args: list[str], prog: str) -> RunSettings:
         """Return the script's settings for `args`; a wrong flag is reported here, before any rank starts."""
-        return parse(self.defaults, self.description, args, prog=prog)
+        return parse(self.defaults, self.description, args, prog, self.more)
 
 
 def read_script(path: Path) -> Script:

@@ -42,17 +42,18 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         if started_by_torchrun() and isinstance(defaults, WorldSize):
             defaults.world_size = int(os.environ["WORLD_SIZE"])
         names = getattr(work, "__globals__", {})
+        more = script.parent / names["MORE"] if "MORE" in names else None
         try:
-            settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()])
+            settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()], more=more)
             if REFUSAL in names and os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has its terminal
                 say(f"these flags are those of {script.name}, which runs now")
         except InputError as error:
-            more, refusal = names.get("MORE"), error
+            refusal = error
             if isinstance(error, FlagError):  # the sentence on a value, of an earlier script, says more
                 refusal = names.get(REFUSAL) or error
-            if more is None or not (script.parent / more).exists():
+            if more is None or not more.exists():
                 raise refusal from None
-            become(script.parent / more, None if isinstance(refusal, FlagError) else refusal)
+            become(more, None if isinstance(refusal, FlagError) else refusal)
         if NEWCOMER in os.environ:
             from distlab.run.repairable import await_place
 

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -232,19 +232,19 @@ def require_positive(settings: Any, *names: str) -> None:
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 
 
-def parse(defaults: SettingsT, description: str, args: list[str] | None = None, prog: str | None = None) -> SettingsT:
+def parse(
+    defaults: SettingsT,
+    description: str,
+    args: list[str] | None = None,
+    prog: str | None = None,
+    more: Path | None = None,  # a script that runs instead if it has the flags; --help lists those too
+) -> SettingsT:
     """Read the command line, with a script's defaults, and check it; `InputError` for values that cannot work."""
 
     def read(defaults: SettingsT) -> SettingsT:
-        options: dict[str, Any] = {"args": args, "prog": prog, "description": description}
-        if prog is not None and not {"-h", "--help"}.isdisjoint(args or ()):
-            kind = type(defaults)  # without RANK, which launch.sh gives each rank itself
-            shown: Any = make_dataclass(
-                kind.__name__, [("rank", Annotated[int, tyro.conf.Suppress], -1)], bases=(kind,)
-            )
-            options["default"] = shown(**{part.name: getattr(defaults, part.name) for part in fields(shown)})
-            command_line.read(lambda: tyro.cli(shown, **options))  # prints and exits
-        return command_line.read(lambda: tyro.cli(type(defaults), default=defaults, **options))
+        return command_line.read(
+            lambda: tyro.cli(type(defaults), default=defaults, args=args, prog=prog, description=description)
+        )
 
     args = sys.argv[1:] if args is None else args
     has_repair = any(arg.partition("=")[0] == "--repair" for arg in args)
@@ -253,6 +253,10 @@ def parse(defaults: SettingsT, description: str, args: list[str] | None = None, 
 
         args = complete_repair(args, defaults)
     check_values(args)
+    if not {"-h", "--help"}.isdisjoint(args):
+        from distlab.settings.help import show_help
+
+        show_help(defaults, description, args, prog, more)
     try:
         settings = read(defaults)
     except FlagError as error:
