@@ -56,7 +56,8 @@ def through_ranks(rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Seque
     expert = torch.arange(from_ranks.shape[1]).repeat(len(from_ranks)).repeat_interleave(from_ranks.flatten().cpu())
     order = expert.argsort(stable=True).to(rows.device)  # by expert, and for each expert by source
     outputs = compute(arrived[order], from_ranks.sum(dim=0).tolist())
-    return Exchange.apply(outputs[order.argsort()], received, sent)
+    as_arrived = order.argsort()  # the inverse of `order`: outputs in the order in which their rows arrived
+    return Exchange.apply(outputs[as_arrived], received, sent)
 
 
 def add_up(parameters: Mapping[str, nn.Parameter]) -> None:

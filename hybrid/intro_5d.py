@@ -94,20 +94,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
             keep, rounded = corrections_in(net), net.rounded_parameters()
             sharded[s] = ShardedDP(net, args.shard, same, passes, keep=keep, rounded=rounded, initial=net.initial)
     optimizer = run.optimizer(sharded or nets)
-    costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
-    cores, run_on = run.shared_cores, args.run_on
-    pipeline = Pipeline(
-        sharded or nets,
-        programs,
-        run.grid,
-        loss,
-        args.dmodel,
-        cores=cores,
-        costs=costs,
-        part_of=part_of,
-        run_on=run_on,
-        dtype=run.message_dtype,
-    )
+    pipeline = Pipeline(sharded or nets, programs, run.grid, loss, part_of=part_of, **run.pipeline_options())
     outer: OuterOptimizer | None = None
     if args.outer == "diloco":
         weights = flatten_weights(nn.ModuleList(nets.values()), replicas)

@@ -50,10 +50,7 @@ def train(run: TrainingRun[ThreeAxesSettings]) -> None:
     for net in nets.values():
         shard(net, axis=slices)  # draws the weights of the slices; with --tp 1, a slice is the whole layer
     loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
-    costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
-    pipeline = Pipeline(
-        nets, programs, run.grid, loss, args.dmodel, cores=run.shared_cores, costs=costs, dtype=run.message_dtype
-    )
+    pipeline = Pipeline(nets, programs, run.grid, loss, **run.pipeline_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
     optimizer = run.optimizer(nets)
     run.track(nets, optimizer, loss, owners=pipeline.owners)

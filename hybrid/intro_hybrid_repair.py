@@ -58,12 +58,15 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
     for net in nets.values():
         shard(net, axis=slices)
     loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
-    costs = args.pass_costs(tokenizer.vocab_size)
     stories = TinyStories(tokenizer, **{**run.data_options(), "batch_size": pipelines * args.batch_size})
     optimizer = run.optimizer(nets)
     run.track(nets, optimizer, loss, owners=args.owners)
     sums = pipelines if is_exact else 1  # of gradients, on each rank
-    shared = None if is_exact else run.shared_cores  # other numbers of threads would round in another way
+    of_pipelines = run.pipeline_options() | {"pipelines": pipelines}
+    if is_exact:
+        of_pipelines["cores"] = None  # other numbers of threads would round in another way
+    elif of_pipelines["cores"]:
+        of_pipelines["cores"] *= pipelines
     made_for: Sequence[int] = ()  # the ranks that follow the programs
 
     for step, batch in run.steps(stories):
@@ -72,19 +75,10 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
                 made_for = alive
                 run.grid.make_groups("dp", "tp")
                 workers = sorted({rank // args.tp for rank in alive})
-                detours = reroute(programs, pipelines, workers, costs, whole=is_exact, cores=cores() / args.tp)
-                pipeline = Pipeline(
-                    nets,
-                    detours,
-                    run.grid,
-                    loss,
-                    args.dmodel,
-                    pipelines=pipelines,
-                    cores=shared and shared * pipelines,
-                    costs=costs,
-                    run_on=args.run_on,
-                    dtype=run.message_dtype,
+                detours = reroute(
+                    programs, pipelines, workers, of_pipelines["costs"], whole=is_exact, cores=cores() / args.tp
                 )
+                pipeline = Pipeline(nets, detours, run.grid, loss, **of_pipelines)
                 gradients = GradientRows(nn.ModuleList(nets.values()), sums, pipelines * parts // sums, peers)
             gradients.flat.zero_()
             losses = pipeline.step(batch.chunk(pipelines * parts), before=gradients.use)

@@ -38,11 +38,7 @@ def train(run: TrainingRun[ScheduledPipelineSettings]) -> None:
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
     if args.schedule == "auto":  # the order depends on what the passes take here
         programs = find_schedule(run, nets, loss)
-    costs = args.pass_costs(tokenizer.vocab_size)  # by which an action uses the cores of idle stages
-    cores, run_on = run.shared_cores, args.run_on
-    pipeline = Pipeline(
-        nets, programs, run.grid, loss, args.dmodel, cores=cores, costs=costs, run_on=run_on, dtype=run.message_dtype
-    )
+    pipeline = Pipeline(nets, programs, run.grid, loss, **run.pipeline_options())
     run.track(nets, optimizer, owners=pipeline.owners)
 
     for step, batch in run.steps(stories):

@@ -52,11 +52,6 @@ class TrainingRun(Run[TrainSettingsT]):
         dtype: torch.dtype = getattr(torch, self.settings.dtype)
         return dtype
 
-    @property
-    def message_dtype(self) -> torch.dtype | None:
-        """The data type in which stages exchange activations; None is torch's default, in which they compute them."""
-        return torch.bfloat16 if self.dtype == torch.bfloat16 else None
-
     def model_options(self) -> dict[str, Any]:
         """Return keyword arguments for the models of `simplellm.llama`, from the flags or the checkpoint."""
         args = self.settings
@@ -72,6 +67,14 @@ class TrainingRun(Run[TrainSettingsT]):
             model = resumed.record["model"]
             options |= {name: model[name] for name in OF_CHECKPOINTS if name in model}
         return options
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """Return keyword arguments for `distlab.pipeline.executor.Pipeline`: width, messages, cores, from the flags."""
+        args: Any = self.settings
+        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None  # of activations on the way
+        costs = args.pass_costs(SPTokenizer(args.tokenizer).vocab_size)  # by which an action uses cores of idle stages
+        cores = {"cores": self.shared_cores, "costs": costs}
+        return {"width": args.dmodel, "run_on": args.run_on, "dtype": dtype, **cores}
 
     def data_options(self) -> dict[str, Any]:
         """Return keyword arguments for `simplellm.dataloaders.TinyStories`, from the flags and rank 0's decision."""
