@@ -45,8 +45,8 @@ MORE = "compare_collectives.py"  # measures other ways, too
 def reduce_scatter(chunks: Sequence[Tensor]) -> None:
     """Add up the ranks' chunks, in place, so that rank r has the sum of chunk r + 1; others hold partial sums."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    for turn in range(n - 1):
-        sent, added_to = chunks[(rank - turn) % n], chunks[(rank - turn - 1) % n]
+    for k in range(n - 1):  # round k
+        sent, added_to = chunks[(rank - k) % n], chunks[(rank - k - 1) % n]
         received = torch.empty_like(added_to)
         sending = dist.isend(sent, (rank + 1) % n)  # a plain send, on all ranks at once, could wait forever
         dist.recv(received, (rank - 1) % n)
@@ -57,9 +57,9 @@ def reduce_scatter(chunks: Sequence[Tensor]) -> None:
 def all_gather(chunks: Sequence[Tensor]) -> None:
     """Give all ranks all chunks, in place, of which rank r has chunk r + 1."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    for turn in range(n - 1):
-        sending = dist.isend(chunks[(rank + 1 - turn) % n], (rank + 1) % n)
-        dist.recv(chunks[(rank - turn) % n], (rank - 1) % n)
+    for k in range(n - 1):
+        sending = dist.isend(chunks[(rank + 1 - k) % n], (rank + 1) % n)
+        dist.recv(chunks[(rank - k) % n], (rank - 1) % n)
         sending.wait()
 
 
