@@ -64,6 +64,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         path, _, anchor = link.partition("#")
         there = target(page, path)
         assert not anchor or anchor in anchors(there), f"{page}: {there} has no heading #{anchor}"
+    for name in re.findall(r"\]\[([\w-]+)\]", prose(page)):
+        assert re.search(rf"^\[{name}\]:\s+https://\S+$", text(page), re.MULTILINE), f"{page}: [{name}] leads nowhere"
 
 
 @pytest.mark.quick
