@@ -125,6 +125,23 @@ def test_an_own_schedule_is_run_drawn_and_listed(tmp_path: Path) -> None:
     assert lines[2].split()[2:] == "F0 F1 F2 . . . . . . B2 - B1 - B0 -".split()
 
 
+def test_a_checkpoint_does_not_choose_the_file_of_a_schedule(tmp_path: Path) -> None:
+    """The file is a program, and the checkpoint may be a stranger's."""
+    order, ran = tmp_path / "order.py", tmp_path / "ran"
+    order.write_text(f"{(LAB / OWN_SCHEDULE).read_text()}\nopen({str(ran)!r}, 'w').close()\n")
+    flags = ("hybrid", *TINY, "--dp", "1", "--pp", "2")
+    steps_of(fork_launcher(*flags, "--schedule", order, "--save-every", "1", "--out", tmp_path / "run").finish())
+    resume = "--resume", tmp_path / "run/checkpoints/step-00000001"
+    for given in ([], ["--schedule", order]):
+        ran.unlink(missing_ok=True)
+        ended = fork_launcher(*flags, *resume, *given, "--out", tmp_path / f"again{len(given)}").finish()
+        assert len(steps_of(ended)) == 1
+        assert ran.exists() == bool(given)
+        assert (f"the checkpoint's run followed --schedule {order}; this one follows dapple" in ended.out) != bool(
+            given
+        )
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

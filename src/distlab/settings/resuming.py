@@ -25,6 +25,7 @@ def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
         policies.append(ResumePolicy.PER_REPLICA)
         # Another script may have a setting of this name with other choices.
         same = [name for name in marked(settings, ResumePolicy.SAME_LAYOUT) if name in saved]
+        same = [name for name in same if not is_program(saved[name])]
         choices = {name: get_args(kinds[name]) for name in same if get_origin(kinds[name]) is Literal}
         values |= {name: saved[name] for name in same if saved[name] in choices.get(name, (saved[name],))}
     values |= {name: saved[name] for name in marked(settings, *policies) if name in saved}
@@ -102,6 +103,22 @@ def lr_remarks(settings: Any, checkpoint: Checkpoint) -> list[str]:
     lrs = [replace(settings, steps=steps).learning_rate(checkpoint.step) for steps in (before, settings.steps)]
     sentence = f"the learning rate now falls until step {settings.steps:,}, not {before:,}"
     return [f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"]
+
+
+def is_program(value: Any) -> bool:
+    """Return whether a setting is a file that would be run, as in `--schedule FILE`: no checkpoint may choose one."""
+    return isinstance(value, str) and value.endswith(".py")
+
+
+def schedule_remarks(settings: Any, checkpoint: Checkpoint) -> list[str]:
+    """Return the line to print if the run does not follow the schedule in a file that the checkpoint names."""
+    before = checkpoint.record["settings"].get("schedule")
+    if not is_program(before) or settings.schedule == before:
+        return []
+    return [
+        f"the checkpoint's run followed --schedule {before}; this one follows {settings.schedule}: a file is a "
+        "program, so no checkpoint chooses it"
+    ]
 
 
 def check_folders(settings: Any) -> None:

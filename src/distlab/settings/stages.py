@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
@@ -25,6 +25,9 @@ from distlab.settings.training import TrainSettings
 from simplellm.errors import require
 from simplellm.options import BLOCK_BY_BLOCK
 from simplellm.tokenizers import SPTokenizer
+
+if TYPE_CHECKING:
+    from distlab.checkpoints.format import Checkpoint
 
 
 @dataclass
@@ -121,8 +124,6 @@ class WrittenScheduleSettings(StageSettings):
 
     def check(self) -> None:
         read_schedule(self.schedule)
-        names = schedule_names()
-        require(self.schedule in names, f"--schedule {self.schedule}: give one of {', '.join(names)}")
         super().check()
         check_schedule(self.schedule, self.layout["pp"], self.micro_batches, self.chunks, self.limit)
         if self.schedule != AUTO:
@@ -132,6 +133,11 @@ class WrittenScheduleSettings(StageSettings):
     def files(self) -> dict[str, Path]:
         own = {f"--schedule {self.schedule}": Path(self.schedule)} if self.schedule.endswith(".py") else {}
         return super().files | own
+
+    def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
+        from distlab.settings.resuming import schedule_remarks
+
+        return [*super().remarks_on_resuming(checkpoint), *schedule_remarks(self, checkpoint)]
 
     def programs(self) -> list[list[Action]]:
         """Return each worker's actions, in order."""
