@@ -224,6 +224,13 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     assert page["ring"]["rows"] == [[0.25, 0.25], [0.125, 0.0]]
 
 
+def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None:
+    run = read(hybrid)
+    own = replace(run, config=run.config | {"settings": run.settings | {"schedule": "my/order.py"}})
+    assert contents(own)["layout"]["ranks"] == contents(run)["layout"]["ranks"], "by the trace"
+    assert [rank["stages"] for rank in contents(replace(own, trace=None))["layout"]["ranks"]] == [[0], [1], [2]] * 2
+
+
 def test_the_curves_of_a_long_run_keep_all_validation_losses(alone: Path) -> None:
     record = lines(alone)[0]
     steps = [record | {"step": n} | ({"validation_loss": 1.0} if n % 97 == 96 else {}) for n in range(9700)]

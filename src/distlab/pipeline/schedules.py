@@ -102,8 +102,10 @@ def schedule_names() -> list[str]:
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule of a name, one of `schedule_names()`."""
-    return SCHEDULES[ALIASES.get(name, name)]
+    """Return the schedule of a name; `InputError` if it is not one of `schedule_names()`."""
+    known = ALIASES.get(name, name)
+    require(known in SCHEDULES, f"--schedule {name}: give one of {', '.join(schedule_names())}")
+    return SCHEDULES[known]
 
 
 def stages_per_worker(name: str, chunks: int = DEFAULT_CHUNKS) -> int:
@@ -114,7 +116,7 @@ def stages_per_worker(name: str, chunks: int = DEFAULT_CHUNKS) -> int:
 def check_schedule(
     name: str, workers: int, micro_batches: int, chunks: int = DEFAULT_CHUNKS, limit: Limit | None = None
 ) -> Schedule:
-    """Return the schedule `name`, one of `schedule_names()`, if it supports these settings; `InputError` otherwise."""
+    """Return the schedule `name` if it exists and supports these settings; `InputError` otherwise."""
     found = find_schedule(name)
     what = f"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}"
     require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
