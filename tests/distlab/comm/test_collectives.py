@@ -120,9 +120,10 @@ class Compared:
         self.same(self.whole_other, to_this)
         dist.all_to_all(list(self.whole_other.fill_(-1)), list(self.whole), group=self.group)
         self.same(self.whole_other, to_this)
-        # The first ranks send and receive less than the last.
+        # The first rank sends most, more than any rank receives.
         sizes = [
-            [max(0, self.elements - sender - receiver) for receiver in range(self.size)] for sender in range(self.size)
+            [max(0, self.elements // (1 + 9 * sender) - receiver) for receiver in range(self.size)]
+            for sender in range(self.size)
         ]
         sent, received = sizes[self.rank], [row[self.rank] for row in sizes]
         source = torch.cat([part[:length] for part, length in zip(self.grid[self.rank], sent, strict=True)])
