@@ -8,14 +8,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from distlab.settings.common import RunSettings
 from simplellm import command_line
 from simplellm.errors import as_flag
 
 
-def show_help(
-    defaults: RunSettings, description: str, args: Sequence[str], prog: str | None, more: Path | None
-) -> None:
+def show_help(defaults: Any, description: str, args: Sequence[str], prog: str | None, more: Path | None) -> None:
     """Print how a script is called, and exit; `more` is the script that runs instead if it has the flags."""
     shown: Any = defaults
     if prog is not None:  # launch.sh, which gives each rank its RANK itself
@@ -26,7 +23,7 @@ def show_help(
     command_line.read(lambda: tyro.cli(type(shown), default=shown, args=args, prog=prog, description=description))
 
 
-def more_flags(defaults: RunSettings, more: Path | None) -> str:
+def more_flags(defaults: Any, more: Path | None) -> str:
     """Return a paragraph on each script that may run instead, from `more` on: its name, and the flags that it adds."""
     known, paragraphs = {part.name for part in fields(defaults)}, []
     while more is not None and more.exists():
