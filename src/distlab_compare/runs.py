@@ -211,7 +211,7 @@ class Pair:
         found = shares.fit(part.flat, [right])
         if found and abs(found[0] - 1) > 1e-3:
             return Mistake("weights-scaled", f"are {found[0]:.4g} times what they should be", away)
-        return Mistake("other", "are others", away)
+        return Mistake("other", "differ", away)
 
     def _before(self, step: int, rank: int, name: str, part: Part) -> tuple[Tensor, Tensor]:
         own = self.run.ranks(step)[rank].part("weights", name)

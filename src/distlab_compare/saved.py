@@ -117,7 +117,7 @@ def _sentence(step: int, what: str, wrong: Sequence[str], keys: Mapping[str, str
     more = f" and {len(wrong) - 1} other parameter{'s' * (len(wrong) > 2)}" if len(wrong) > 1 else ""
     factor = shares.fit(mine, [others])
     is_scaled = factor is not None and abs(factor[0] - 1) > 1e-3
-    told = f"are {factor[0]:.4g} times what they should be" if factor and is_scaled else "are others"
+    told = f"are {factor[0]:.4g} times what they should be" if factor and is_scaled else "differ"
     return f"after {step} steps: {what} {wrong[0]}{more}{ranks} {told} ({100 * away:.3g} % away)"
 
 

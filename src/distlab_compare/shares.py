@@ -205,7 +205,7 @@ def name_loss(observed: float, expected: float, n: int, m: int) -> Mistake:
     ):
         if factor != 1 and _near(k, factor):
             return Mistake(name, f"is {_factor(k)} {sentence}")
-    return Mistake("loss", "is another one: the sequences, the labels, the forward pass or the divisor differ")
+    return Mistake("loss", "differs: compare the sequences, the labels, the forward pass and the divisor")
 
 
 def _near(a: float, b: float) -> bool:

@@ -47,12 +47,12 @@ def _check_model(model: nn.Module, config: Any) -> None:
     if differs(logits, expected):
         variants = {
             "lack the tanh between the layers": _logits(weights, data, between=False),
-            "went through a tanh after the last layer, too": _logits(weights, data, after_last=True),
+            "also went through a tanh after the last layer": _logits(weights, data, after_last=True),
             "are probabilities: they went through a softmax": expected.softmax(-1),
             "went through a log-softmax": expected.log_softmax(-1),
         }
         known = [sentence for sentence, variant in variants.items() if not differs(logits, variant)]
-        others = "are others than those of linear layers with tanh between them"
+        others = "differ from those of linear layers with tanh between them"
         raise Wrong("logits", f"its logits {[*known, others][0]}")
     is_mean = loss is not None and not differs(loss, functional.cross_entropy(expected, targets))
     expect(is_mean, "loss", "its loss is not the mean cross-entropy of the logits")

@@ -150,7 +150,7 @@ def _check_result(own: nn.Module, whole: nn.Module, dims: tuple[int, ...], rank:
     told = f"the output is {tuple(result.shape)}, and should be {tuple(right.shape)}"
     expect(result.shape == right.shape, "shape", told)
     swapped = torch.equal(result.sort(-1)[0], right.sort(-1)[0])
-    why = "has the ranks' slices in the wrong order" if swapped else "is another one than that of the whole layer"
+    why = "has the ranks' slices in the wrong order" if swapped else "differs from that of the whole layer"
     why = "is not the sum of the ranks' terms (g)" if is_pair else why
     expect(not differs(result, right), "output", f"the output {why}")
     (result * weigh).sum().backward()

@@ -22,7 +22,7 @@ OBSERVED = {
     "routers": "gate.weight and 1 other parameter on all ranks is that of this rank's own sequences",
     "slices": "layers.1.post_attention_layernorm.weight on all ranks is a part of the gradient: only the sum",
     "groups": "on all ranks is that of this replica's own sequences: it was not averaged",
-    "labels": "the loss of step 0 is another one",
+    "labels": "the loss of step 0 differs",
     "documents": "is no combination of the 2 ranks' gradients",
     "accumulation": "weighs its parts wrongly: it has rank 0's micro-batch 0 once, rank 0's micro-batch 1 0.813 times",
     "shared_weight": "mlp.gate_proj.weight and 5 other parameters on all ranks is not a multiple of the right one",
