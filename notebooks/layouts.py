@@ -47,7 +47,7 @@ def _(lock, locked):
         "8 slices of each layer": dict(tp=(8,)),
     }
     question = ask(
-        "A model of 8.9 thousand million weights is trained with Adam on a host with eight H100 of 80 GB, with 32 "
+        "A model of 8.9 billion weights is trained with Adam on a host with eight H100 of 80 GB, with 32 "
         "sequences of 2,048 tokens in a step. **Which layout has the shortest step?**",
         list(axes),
         locked,

@@ -33,7 +33,10 @@ LESSON = Lesson(
             key="load",
             asks="How many tokens does the fullest expert of the first layer get, relative to the mean?",
             read=load("two"),
-            why=("A router that is hardly trained spreads the tokens nearly evenly; a balanced one must keep it so."),
+            why=(
+                "A router that has hardly been trained spreads the tokens nearly evenly. Later, corrections of its "
+                "scores keep it so."
+            ),
             tolerance=0.2,
         ),
     ),
