@@ -1,13 +1,16 @@
 """Experts that ranks share: outputs, gradients, loads and bytes against one process, in float64."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from distlab.axes.grid import Axis, Grid
-from distlab.parallel.expert_parallel import LoadBalance, own_experts, share_experts
+from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, own_experts, share_experts
+from distlab.parallel.routes import Routes
 from simplellm.feed_forward import MixtureOfExperts
 from simplellm.initial_weights import initialize
 from simplellm.options import Mixture
@@ -76,3 +79,38 @@ def test_is_one_process(sizes: list[int]) -> None:
     leaving = sum(int((ids // held != rank).sum()) for rank, ids in enumerate(chosen(values(0)).split(sizes)))
     sent = sum(ledger.get("rows of experts", 0) for _, ledger in ended)
     assert sent == 4 * leaving * DMODEL * 8, "two ways, forward and backward"
+
+
+def test_the_smallest_gap_is_that_of_the_step() -> None:
+    gaps = {}
+    for seeds in ((0, 1), (1, 0)):
+        net = mixture_of(range(EXPERTS))
+        balance = LoadBalance([net], 0, Grid(0, {}).axis("ep"))
+        for seed in seeds:
+            net(values(seed))
+            gaps[seeds, seed] = balance.step()["smallest_gap"]
+    for seed in (0, 1):
+        assert gaps[(0, 1), seed] == gaps[(1, 0), seed]
+    assert gaps[(0, 1), 0] != gaps[(0, 1), 1]
+
+
+def replay_with_a_favourite(rank: int, folder: Path, port: int) -> float:
+    """Both ranks compute the same tokens; in the replay, a free choice would take expert 5 for each of them."""
+    with process_group(rank, 2, port):
+        grid, net = Grid(rank, {"tp": 2}), mixture_of(range(EXPERTS))
+        choices = ChoicesOfSequences(grid.axis("cp"), "contiguous")
+        nets, of_both = [nn.ModuleDict({"mlp": net})], (grid.axis("dp"), TOKENS, TOKENS, choices, rank == 0, 2)
+        recorded = Routes(nets, "record", folder, *of_both)
+        right = net(values(0))
+        recorded.step()
+        dist.barrier()
+        net.gate.e_score_correction_bias.data[5] = 9
+        replayed = Routes(nets, "replay", folder, *of_both)
+        assert net(values(0)).equal(right)
+        return replayed.step()["other_routes"]
+
+
+def test_a_replay_counts_each_token_with_other_routes_once(tmp_path: Path) -> None:
+    expected = int((chosen(values(0)) != 5).all(dim=1).sum())
+    assert 0 < expected < TOKENS
+    assert run_ranks(2, replay_with_a_favourite, tmp_path, free_port()) == [expected] * 2

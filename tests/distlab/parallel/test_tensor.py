@@ -23,6 +23,7 @@ from simplellm.losses import causalLLMLoss
 
 STYLES = {"naive": False, "megatron": False, "sequence": True}
 VOCAB, PADDING = 50, 20  # 50 divides by neither 3 nor 4; the padding is in the middle of a slice
+BIASES = {"attention_bias": True, "mlp_bias": True}
 SIZES = dict(dmodel=48, num_heads=6, n_layers=2, ctx_size=11, padding_idx=PADDING, hidden_dim=40, device="cpu")
 
 
@@ -89,7 +90,7 @@ def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: i
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
-    [(1, {}), (3, {"num_kv_heads": 3}), (2, {"num_kv_heads": 2, "hidden_dim": 41})],
+    [(1, {}), (3, {"num_kv_heads": 3}), (2, {"num_kv_heads": 2, "hidden_dim": 41, **BIASES})],
 )
 def test_sliced_models_train_like_whole_ones(ranks: int, sizes: dict[str, Any], style: str) -> None:
     run_ranks(ranks, train_both, ranks, style, sizes, free_port())
