@@ -71,7 +71,7 @@ EXHIBITS = {
             "pytorch/torchtitan#4194",
             Trial({"pp": 2}, 3, 3),
             ("loss.backward()", "losses.append(loss / micro_batches)"),
-            "The printed loss is right. Is it the loss from which the gradients are computed?",
+            "The printed loss is right. Are the gradients computed from it?",
         ),
         Exhibit(
             "routers",
@@ -88,7 +88,7 @@ EXHIBITS = {
             "pytorch/torchtitan#4054",
             Trial({"tp": 2}),
             ("return x + ReduceFrom.apply(self.mlp(self.post_attention_layernorm(x)))",),
-            "Forward, all is right. Which sum does the backward pass need below each layer that is split?",
+            "The forward pass is right. Which sum does the backward pass need below each layer that is split?",
         ),
         Exhibit(
             "groups",
@@ -137,7 +137,7 @@ EXHIBITS = {
             "pytorch/pytorch#180952",
             Trial({"pp": 2}),
             ("x = y", "saved.append((layer, x, y))", "weight.grad = own if weight.grad is None else weight.grad + own"),
-            "How many ways lead from the output of the upper layer to the shared weight, and who follows each of them?",
+            "How many paths lead from the output of the upper layer to the shared weight, and who follows each?",
             OneProcess(
                 (("n_layers", 4),),
                 shared=(
