@@ -7,16 +7,22 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support.chapters import load
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
+from distlab.axes.layout import coordinate
 from distlab.machine.saved_activations import SavedActivations
+from distlab.parallel.division import Kind
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.stages import build_stage
+from distlab.settings.common import parse
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import RECOMPUTE, RunLayout, default_split
+from distlab_planner.layouts import CP_KINDS, RECOMPUTE, RunLayout, default_split
 from distlab_planner.measuring import build
 from distlab_planner.memory import held, process_bytes
 from distlab_planner.model import Dtype
+from distlab_planner.sequences import SharedAttention
+from distlab_planner.survivors import bytes_after_a_death
 from simplellm.llama import LLamaStage
 from simplellm.losses import causalLLMLoss
 
@@ -105,3 +111,25 @@ def test_a_process_needs_what_it_holds_and_the_gradient_of_the_logits_and_what_i
         assert process_bytes(costs, worker, holds) == 1e9 + holds.total + more
         on_a_cpu = process_bytes(Costs(cpus, MODEL, layout), worker, holds)
         assert on_a_cpu == pytest.approx(1e9 + 1.3 * (holds.total + 2.5 * more))  # and the logits
+
+
+@pytest.mark.parametrize("kind", CP_KINDS)
+def test_a_slice_of_shared_attention_is_that_of_a_model_half_as_wide(kind: Kind) -> None:
+    """Of two key heads, each slice has one, which its ranks cannot share among them."""
+    half = replace(SIZES, dmodel=SIZES.dmodel // 2, num_heads=SIZES.num_heads // 2, num_kv_heads=1)
+    own = SharedAttention(SIZES, ROWS, ranks=2, kind=kind, tp=2)
+    right = SharedAttention(half, ROWS, ranks=2, kind=kind)
+    for name in ("keys", "heads", "kept_bytes", "copied_bytes"):
+        assert getattr(own, name) == getattr(right, name), name
+
+
+@pytest.mark.parametrize(("repair", "sums"), [("on", 1), ("exact", 2)])
+def test_after_a_death_all_ranks_hold_two_copies_of_their_state(repair: str, sums: int) -> None:
+    flags = f"0 --dp 2 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --n-layers 4 --repair {repair}"
+    settings: Any = parse(load("hybrid/intro_hybrid_repair.py").DEFAULTS, "", flags.split())
+    costs, needed = Costs.in_bytes(settings, settings.layout, (2, 2)), 0.0
+    for rank in range(8):
+        one = held(costs, coordinate(settings.layout, rank, "pp"))
+        needed += 2 * (one.parameters + one.optimizer_state) + sums * one.gradients
+        needed += settings.growth() * one.activations
+    assert bytes_after_a_death(settings, (2, 2)) == pytest.approx(needed)
