@@ -4,12 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.planner_machines import CLUSTER, SIZES, cluster
 
 from distlab.comm.link import Link
+from distlab_planner import measuring
 from distlab_planner.calibrate import threads_of_ranks, with_earlier
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Waking, interpolate, read_machine, write_machine
+from distlab_planner.model import Sizes
 from simplellm.errors import InputError
+from simplellm.llama import LLamaPart
 
 PASSES = PassSeconds((1.0, 2.0), (2.0, 4.0), (1.0, 2.0), (1.0, 2.0))
 MACHINE = cluster(
@@ -171,3 +175,22 @@ def test_the_name_of_a_file_does_not_change_what_it_needs(tmp_path: Path) -> Non
     write_machine(replace(CLUSTER, multiply_adds_per_second=0.0), path := tmp_path / "bfloat16.json")
     with pytest.raises(InputError, match=r"multiply_adds_per_second is 0\.0; give a number greater than 0"):
         read_machine(path)
+
+
+def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Passes:
+        """A second for each sequence and each block; the embedding and the head likewise."""
+
+        def __init__(self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int, compiler: object) -> None:
+            self.seconds = float(rows * max(1, len(net.model.layers)))
+
+        def run(self, letters: str, micro_batches: int) -> None: ...
+
+        def turn(self) -> dict[str, float]:
+            return dict.fromkeys(("F", "B", "I", "W", "again"), self.seconds)
+
+    monkeypatch.setattr(measuring, "Passes", Passes)
+    [found] = measuring.measure_passes(SIZES, [measuring.Slicing(1, 1)], (1, 2), torch.device("cpu"), seconds=0)
+    for part in (found.embedding, found.block, found.head):
+        assert part == PassSeconds(*[(1.0, 2.0)] * 4)
+    assert found.again == (1.0, 2.0)

@@ -195,6 +195,19 @@ def test_a_rank_has_the_memory_of_its_gpu_or_its_share_of_the_hosts(capsys: pyte
     assert "2 ranks on 1 host with 8 GPUs, with 80,000 MB for each" in capsys.readouterr().out
 
 
+def test_a_plan_counts_with_the_threads_that_were_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_machine(cluster(device="cpu", cores_per_host=2), tmp_path / "machine.json")
+    tokens = []
+    for threads in ("1", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        plan.command([*SMALL, "--ranks", "1", "--machine", str(tmp_path / "machine.json"), "--top", "1"])
+        [per_second] = re.findall(r"one rank .* ms +([\d,]+) ", capsys.readouterr().out)
+        tokens.append(int(per_second.replace(",", "")))
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
