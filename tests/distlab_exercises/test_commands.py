@@ -224,6 +224,15 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
     assert "# 1 of 3 files of broadcast: not-written: not written yet: write broadcast_naive" in told
 
 
+def test_a_course_has_not_passed_while_a_file_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hand_in(tmp_path / "ada/mine.py", "ep-permutation")
+    (tmp_path / "bob").mkdir()
+    assert launch(["grade", str(tmp_path)]) == 1
+    assert "# 1 of 2 passed" in capsys.readouterr().out
+    (tmp_path / "bob").rmdir()
+    assert launch(["grade", str(tmp_path)]) == 0
+
+
 @pytest.mark.parametrize("name", ["pp-gpipe", "pp-zb"])
 def test_the_command_that_runs_a_file_runs_what_is_not_written_yet(name: str, tmp_path: Path) -> None:
     path = hand_in(tmp_path / EXERCISES[name].file_name, name, solved=False)

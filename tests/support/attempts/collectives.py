@@ -11,6 +11,15 @@ ATTEMPTS = [
 
 allreduce_naive(tensor, op, endpoint)""",
     ),
+    Attempt(  # right where the ranks divide the elements
+        "all-reduce-ring",
+        "wrong-sum",
+        "and should have the sum of all",
+        """from distlab.collectives.ring import allreduce_ring as by_ring
+
+share = len(tensor) // endpoint.get_world_size()
+by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
+    ),
     Attempt(
         "mpi-collectives",
         "deadlock",
