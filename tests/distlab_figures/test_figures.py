@@ -194,6 +194,16 @@ def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, drawn: list
         losses(tmp_path / "a.png", [str(record(tmp_path / "none", [None]))])
 
 
+def test_the_load_of_an_expert_is_relative_to_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
+    run_folder = record(tmp_path / "run", [2.0, 1.0])
+    steps = [{"step": step, "loss": 1.0, "expert_loads": [[0], [3, 1 + step, 2 - step]]} for step in range(2)]
+    lines(run_folder / "metrics.jsonl", steps)
+    figures.expert_loads(tmp_path / "a.png", [str(run_folder)], layer=1)
+    *experts, mean = curves(drawn[0])
+    assert experts == [([1, 2], [1.5, 1.5]), ([1, 2], [0.5, 1.0]), ([1, 2], [1.0, 0.5])]
+    assert mean[1] == [1, 1]
+
+
 def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
     folders = [tmp_path / "a" / "lr=1", tmp_path / "b" / "lr=1", tmp_path / "c"]
     for index, folder in enumerate(folders):

@@ -77,6 +77,9 @@ def test_a_verdict_says_which_losses_are_missing_and_how_many_steps_count(alone:
     assert compared(range(STEPS), []) == (False, "in step 0 and 19 more, the run has no finite loss.")
     early = "equal losses over the first 12 of 20 steps (one process ended early)."
     assert compared([], [], steps=12) == (True, early)
+    longer = replace(run, config=run.config | {"settings": run.settings | {"steps": 2 * STEPS}})
+    text = contents(run, longer)["verdict"]["text"]
+    assert text.endswith("equal losses over the first 20 of 40 steps (one process ended early).")
     seldom = [step for step in range(STEPS) if (step + 1) % 5]
     assert compared(seldom, [], every=5) == (True, "equal losses over 4 of 20 steps.")
     lost = [record | {"loss": math.nan} for record in run.metrics]

@@ -108,7 +108,8 @@ def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -
     ids=lambda text: text[:20],
 )
 def test_what_is_not_answers_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "ada.json"
+    file = tmp_path / "ada" / "answers.json"
+    file.parent.mkdir()
     with pytest.raises(InputError, match="has no file of answers"):
         check(Request(tmp_path))
     file.write_text(text)
@@ -177,7 +178,8 @@ def test_each_lesson_is_predicted_run_compared_handed_in_and_judged(
             assert re.findall(">(right|off)<", text) == [verdict] * len(right), (lesson.name, text)
             assert all(html.escape(each.why) in text for each in lesson.questions)
             [handed_in] = re.findall(r"data:application/json;base64,([\w+/=]+)", text)
-            (submissions / f"{student}-{lesson.name}.json").write_bytes(b64decode(handed_in))
+            (submissions / student).mkdir(exist_ok=True)
+            (submissions / student / f"{lesson.name}.json").write_bytes(b64decode(handed_in))
     assert check(Request(submissions)) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert {(line.split()[0], line.split()[2]) for line in lines} == {
