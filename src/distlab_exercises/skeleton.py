@@ -32,6 +32,7 @@ def write_out(exercise: Exercise, path: Path, solved: bool = False) -> str:
             assert text.count(before) == 1, f"{exercise.name}: {text.count(before)} times {before}"
             text = text.replace(before, after)
         text = _emptied(text, own, exercise.keeps)
+        text = re.sub(r"^MORE = .*\n", "", text, flags=re.MULTILINE)  # its path is that of the chapter's folder
     named = [name.split(":") for name in exercise.takes if ":" in name]
     for module in dict.fromkeys(module for module, _ in named):
         text = _with_definitions(text, module, [name for other, name in named if other == module], exercise, solved)

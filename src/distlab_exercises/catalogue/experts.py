@@ -27,7 +27,7 @@ EXERCISES = [
         chapter=CHAPTER,
         task="""`Exchange` sends the first `sent[0]` rows to rank 0, and so on, and returns the `received[r]` rows of
         each rank r. Write its backward pass: given the gradients of the rows that arrived, return those of the rows
-        that were sent. Whatever happened on the way, the rows only travelled.
+        that were sent. The exchange computes nothing: it only moves rows.
 
         Given: `grad`, (rows that arrived, dmodel); `ctx.sent` and `ctx.received`, which forward has kept. Return a
         gradient for each argument of forward, with None for the lists.""",

@@ -41,9 +41,9 @@ EXERCISES = [
         passes.
 
         Given: `run_program` in the script receives what an action needs and sends its results; you only decide the
-        order. A stage
-        can run `Forward(s, k)` when stage s - 1 has run `Forward(s - 1, k)`, and `Backward(s, k)` when stage s + 1
-        has run its own. Compare with `python -m distlab.show_schedule gpipe --stages 3 --micro-batches 4`.""",
+        order. A stage can run `Forward(s, k)` when stage s - 1 has run `Forward(s - 1, k)`, and
+        `Backward(s, k)` when stage s + 1 has run its own. Compare with
+        `python -m distlab.show_schedule gpipe --stages 3 --micro-batches 4`.""",
         hints=(
             "Write the list for 1 stage and 3 micro-batches on paper first. Does it depend on the stage?",
             "All stages have the same list, but for the number of the stage in each action.",
@@ -60,8 +60,8 @@ EXERCISES = [
         minutes=30,
         chapter=f"{PP}, chapter 10",
         task="""GPipe keeps the activations of all micro-batches until the first backward pass. Write `dapple`, which
-        takes as long, but in which stage s of p keeps those of at most p - s micro-batches: a few forward passes, then
-        one backward and one forward pass alternately, then the backward passes that are left.
+        takes as long as GPipe, but in which stage s of p keeps those of at most p - s micro-batches: a few forward
+        passes, then one backward and one forward pass alternately, then the backward passes that are left.
 
         Given: `Forward(stage, k)` and `Backward(stage, k)`, as in the exercise pp-gpipe; micro-batches in order.
         There may be fewer micro-batches than stages. Compare with `python -m distlab.show_schedule dapple --stages

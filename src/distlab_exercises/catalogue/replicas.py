@@ -16,7 +16,7 @@ EXERCISES = [
         with the gradient of the global batch, which is the mean of the ranks' gradients.
 
         Given: `dist.get_rank()` and `dist.get_world_size()`; `dist.all_reduce(tensor, op)`, which changes a tensor in
-        place, with ReduceOp.SUM (which it also takes without `op`) or ReduceOp.AVG.""",
+        place, with ReduceOp.SUM (the default) or ReduceOp.AVG.""",
         hints=(
             "The sum over the ranks of what, divided by what, is the gradient of the global batch? Each rank has the "
             "same number of sequences, so it is a plain mean.",
@@ -83,8 +83,8 @@ def train(""",
         ranks start from rank 0's weights, whatever they had before.
 
         Given: `parameter.register_post_accumulate_grad_hook(hook)` calls `hook(parameter)` when its gradient has been
-        added to `parameter.grad`; `dist.all_reduce(tensor, ReduceOp.AVG)` takes the mean in place, and with
-        `async_op=True` only starts to, and returns what has a `.wait()`;
+        added to `parameter.grad`; `dist.all_reduce(tensor, ReduceOp.AVG)` takes the mean in place; with `async_op=True`
+        it only starts, and returns a handle, whose `.wait()` waits for the end;
         `torch.autograd.Variable._execution_engine.queue_callback(function)`, called in a hook, calls a function at the
         end of the backward pass; `broadcast_weights(model)` and `GradientBuckets` are the lab's. All ranks must
         start their all-reduces in the same order.
@@ -110,7 +110,7 @@ def train(""",
         title="ZeRO 1: each replica updates its range of the weights",
         minutes=45,
         chapter=f"{DP}, chapter 14",
-        task="""Adam keeps two numbers for each weight, on every replica the same. Instead, let rank r own the r-th of n
+        task="""Adam keeps two numbers for each weight, the same on every replica. Instead, let rank r own the r-th of n
         equal ranges of the weights, and keep an optimizer for that range alone. So it needs the mean gradient of its
         own range only; and after the update, all ranks need all ranges. Write the three functions.
 
