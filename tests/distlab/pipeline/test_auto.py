@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from distlab.pipeline.actions import ActionCosts, stages_of
-from distlab.pipeline.auto import Limit, find_programs, placement, read_limit
+from distlab.pipeline.actions import GRAPH, ActionCosts, BackwardInput, Recompute, Result, stages_of
+from distlab.pipeline.auto import RECOMPUTING, Limit, find_programs, placement, read_limit
 from distlab.pipeline.plan import Plan, simulate
 from distlab.pipeline.schedules import SCHEDULES, all_stages, auto, stages_per_worker, with_recomputation
 from simplellm.errors import InputError
@@ -142,6 +142,48 @@ def test_with_recomputation_a_limit_in_bytes_has_room_for_many_inputs_and_r_fill
         assert max(plan.peak_bytes) <= amount * (1 + 1e-9)
     with pytest.raises(InputError, match=re.escape("one micro-batch takes 0.0001 MB on stage 0")):
         all_stages("auto", 4, 8, 1, costs, Limit(90, True), recompute=True)
+
+
+class FirstHalf(Recompute):
+    letter, gives = "x", ("half of a graph",)
+
+    def seconds(self, costs: ActionCosts) -> float:
+        return super().seconds(costs) / 2
+
+    def kept_share(self, costs: ActionCosts) -> float:
+        return 0.0
+
+
+class SecondHalf(FirstHalf):
+    letter, gives = "y", (GRAPH,)
+
+    def needs(self, stages: int) -> list[Result]:
+        return [self.result("half of a graph")]
+
+    def kept_share(self, costs: ActionCosts) -> float:
+        return Recompute.kept_share(self, costs)
+
+
+def test_recomputation_in_two_actions_starts_when_it_would_start_in_one() -> None:
+    """In any case early enough for the backward pass after it not to wait."""
+    forward, _, weights = RECOMPUTING
+    for workers, transfer in ((3, 0.0), (4, 0.3), (4, 1.5)):
+        costs = ActionCosts(transfer=transfer, input_bytes_share=0.1)
+        whole, halves = (
+            find_programs(
+                workers, 8, 1, costs, Limit(2.5), tries=12, passes=(forward, (*again, BackwardInput), weights)
+            )
+            for again in ((Recompute,), (FirstHalf, SecondHalf))
+        )
+        joined = [
+            [
+                Recompute(a.stage, a.micro_batch) if type(a) is FirstHalf else a
+                for a in program
+                if type(a) is not SecondHalf
+            ]
+            for program in halves
+        ]
+        assert joined == whole
 
 
 def test_more_room_is_used_and_bytes_are_the_same_as_micro_batches() -> None:
