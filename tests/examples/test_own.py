@@ -10,6 +10,7 @@ from support.processes import LAB, Ended
 from support.terminals import fork_launcher
 
 from distlab.parallel.tensor import shard
+from distlab.pipeline import schedules
 from distlab.pipeline.schedules import all_stages, read_schedule
 from distlab.show_schedule import Request, show
 from simplellm.errors import InputError
@@ -156,6 +157,18 @@ def test_a_file_without_a_schedule(text: str | None, sentence: str, tmp_path: Pa
         path.write_text(text)
     with pytest.raises(InputError, match=f"--schedule {path}: {sentence}"):
         read_schedule(str(path))
+
+
+@pytest.mark.parametrize("last", ["one_more", "gpipe"])
+def test_the_last_schedule_of_a_file_is_used(last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it has the name of another."""
+    monkeypatch.setattr(schedules, "SCHEDULES", dict(schedules.SCHEDULES))
+    path = tmp_path / "mine.py"
+    each = "[kind(stage, k) for k in range(micro_batches) for kind in (Forward, Backward)]"
+    more = f"@schedule()\ndef {last}(stage, stages, micro_batches):\n    return {each}\n"
+    path.write_text((LAB / OWN_SCHEDULE).read_text() + more)
+    read_schedule(str(path))
+    assert all_stages(str(path), 2, 3) == all_stages("naive", 2, 3)
 
 
 def test_a_schedule_that_cannot_run_says_why(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def schedule(
         def programs(workers: int, micro_batches: int, **options: Any) -> list[list[Action]]:
             return [order(worker, workers, micro_batches, **options) for worker in range(workers)]
 
-        SCHEDULES[order.__name__.replace("_", "-")] = Schedule(programs, stages_per_worker, fits, needs)
+        name = order.__name__.replace("_", "-")
+        SCHEDULES.pop(name, None)  # the one registered last is the last, also if it replaces another
+        SCHEDULES[name] = Schedule(programs, stages_per_worker, fits, needs)
         return order
 
     return register
