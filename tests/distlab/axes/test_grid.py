@@ -32,6 +32,15 @@ def test_ranks_that_share_a_stage_are_neighbors() -> None:
     assert Grid(0, {"xp": 3, "dp": 5}).describe(6) == "rank 6 (replica 1)"
 
 
+def test_ranks_that_are_left_keep_their_names() -> None:
+    """A rank has its number in the layout, its stage and its replica, also if its number in the group is another."""
+    grid = Grid(3, {"dp": 2, "pp": 2})
+    grid.keep([0, 2, 3])
+    assert (grid.rank, grid.size) == (2, 3)
+    names = ["rank 0 (stage 0 of replica 0)", "rank 2 (stage 0 of replica 1)", "rank 3 (stage 1 of replica 1)"]
+    assert [grid.describe(rank) for rank in range(3)] == names
+
+
 def test_replicas_of_a_stage_can_be_neighbors() -> None:
     layout = {"pp": 2, "dp": 3, "tp": 2}
     grids = [Grid(rank, layout) for rank in range(12)]
