@@ -6,7 +6,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from distlab.launching.forks import fork_ranks
 from distlab.launching.nodes import NodeRendezvous
 from distlab.launching.processes import RankFailure, Ranks
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
+from distlab.machine.processes import NEWCOMER
+from distlab.machine.supervision import is_stopped
 
 
 class Rounds:
@@ -192,5 +195,52 @@ def test_a_spare_that_is_stopped_is_killed(tmp_path: Path) -> None:
 
     try:
         assert wait_for(is_killed)
+    finally:
+        ranks.end(signal.SIGKILL)
+
+
+def test_a_rank_that_was_stopped_and_goes_on_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.launching.processes.SECONDS_STOPPED", 0.2)
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(60)")
+    ranks = Ranks([str(script)], tmp_path / "errors", [])
+    ranks.start([{"RANK": "3"}])
+    rank = ranks.processes[3]
+    try:
+        for sent, stopped in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
+            os.kill(rank.pid, sent)
+            assert wait_for(partial(lambda expected: is_stopped(rank.pid) == expected, stopped))
+            ranks.kill_stopped()
+        time.sleep(0.3)
+        ranks.kill_stopped()
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.2)
+    finally:
+        ranks.end(signal.SIGKILL)
+
+
+def test_a_spare_does_not_leave_the_record_of_the_rank_before_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import json, os, sys, time
+if "{NEWCOMER}" in os.environ:
+    time.sleep(60)
+json.dump({{"message": "a bad row"}}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+sys.exit(1)
+""")
+    ranks = Ranks([str(script)], tmp_path / "errors", [])
+    ranks.start([{"RANK": "3"}])
+
+    def failure() -> tuple[int, Mapping[str, Any]]:
+        assert wait_for(lambda: ranks.look() or 3 in ranks.failures)  # type: ignore[func-returns-value]
+        found = ranks.failures.pop(3)
+        return found.status, found.record
+
+    try:
+        assert failure() == (1, {"message": "a bad row"})
+        ranks.start_spare(1, {})
+        ranks.count_spare(1, 3)
+        os.kill(ranks.processes[3].pid, signal.SIGKILL)
+        assert failure() == (-signal.SIGKILL, {})
     finally:
         ranks.end(signal.SIGKILL)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distlab.comm.recorder import COMPUTE, MESSAGE, STEP, WAIT, Event
+from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, REPAIR, STEP, WAIT, Event
+from distlab.pipeline.actions import Forward
 from distlab.pipeline.schedules import all_stages
-from distlab.reports.timeline import measured_panel
+from distlab.reports.timeline import measured_panel, repair_panel
 from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
 from simplellm.errors import InputError
 
@@ -209,3 +210,21 @@ def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace
     last = [(bar.label, bar.start, bar.end) for bar in panel.bars if bar.row == 3 and bar.label == "B1"]
     assert last == [("B1", 500 + 7 * 250, 500 + 10 * 250), ("B1", 6 * 250, 9 * 250)], "measured, planned"
     assert min(bar.start for bar in panel.bars) == 0
+
+
+def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead() -> None:
+    """Rank 1 of three replicas with one micro-batch each has died; the others have numbers of their own in a trace."""
+    passes = {0: ("F0", "F1"), 2: ("F1", "F2")}
+    events = [
+        [Event(STEP, "step", 0, 2), Event(DEATH, "rank 1 was terminated by SIGKILL", 2, 2), Event(REPAIR, "", 2, 3)]
+        + [Event(COMPUTE, name, 3 + start, 4 + start) for start, name in enumerate(own)]
+        + [Event(STEP, "step", 3, 5)]
+        for own in passes.values()
+    ]
+    programs = [[Forward(0, int(name[1])) for name in own] for own in passes.values()]
+    ranks = [RankTrace(own) for own in events]
+    trace = Trace(ranks, {"dp": 3, "pp": 1}, programs, pipelines=3, alive=[*passes])
+    panel = repair_panel(trace, trace.repairs()[0])
+    computed = [(bar.row, bar.label) for bar in panel.bars if bar.label.startswith("F")]
+    assert computed == [(0, "F0"), (0, "F1*"), (2, "F1*"), (2, "F2")]
+    assert [row for row, _ in panel.deaths] == [1]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distlab.checkpoints.format import latest_valid
 from distlab.pipeline.executor import Pipeline
 from distlab.run.loss_sum import NotFiniteError
-from distlab.run.run_on import LossSum, RunningOn, UndoableRun
+from distlab.run.run_on import Arrived, LossSum, RunningOn, UndoableRun
 from distlab.run.state_copy import StateCopy
 from distlab.run.training import TrainingRun
 
@@ -201,3 +201,15 @@ def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, to
     late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), transfer, counted=2))
     late.keep_arrived()
     assert found == told
+
+
+def test_after_a_death_the_loss_of_the_open_step_is_that_which_a_rank_knows_of_it() -> None:
+    """Others may know only that of the step before."""
+    found: list[tuple[int, float]] = []
+    late = RunningOn(
+        StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), lambda step, loss, _: found.append((step, loss))
+    )
+    late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), Arrives(False), counted=2))  # type: ignore[arg-type]
+    late.go_on_with(4, [Arrived(2, 9.0, None), Arrived(3, 2.0, None)])
+    assert found == [(3, 2.0)]
+    assert late.waits_in == 4

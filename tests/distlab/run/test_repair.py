@@ -1,0 +1,39 @@
+"""How the ranks of a run with `--repair` compare their weights."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.processes import free_port, process_group, run_ranks
+
+from distlab.axes.grid import Grid
+from distlab.run.handing_over import ChangedError
+from distlab.run.repair import Repair
+
+pytestmark = pytest.mark.quick
+
+
+def compare(rank: int, port: int, checksums: list[int]) -> str:
+    """What a rank with one of these checksums finds."""
+    joined: Any = SimpleNamespace(grid=Grid(rank, {"dp": len(checksums)}), store=dist.HashStore())
+    repair = Repair(joined, timeout_seconds=20, first_step=0)
+    repair.state = SimpleNamespace(checksum=lambda: checksums[rank])  # type: ignore[assignment]
+    with process_group(rank, len(checksums), port):
+        try:
+            repair.compare()
+        except ChangedError as error:
+            return str(error)
+    return "equal"
+
+
+OWN = "its weights are not those that most of ranks 0, 1 and 2 have"
+NOBODY = "the weights of ranks 0 and 1 differ, and nobody knows which are right; resume a checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("checksums", "found"),
+    [([7, 7, 8], ["equal", "equal", OWN]), ([7, 8], [NOBODY] * 2), ([7, 7], ["equal"] * 2)],
+)
+def test_the_rank_that_differs_from_most_has_changed(checksums: list[int], found: list[str]) -> None:
+    assert run_ranks(len(checksums), compare, free_port(), checksums) == found
