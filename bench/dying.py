@@ -9,10 +9,11 @@ lost when another has died; or "corrupt": one of its weights changes; or "replac
 weights has joined; or "late": it dies when the others have what it has sent; or "agree", "groups": it dies within the
 next repair, before it has told the others how far it is, or after that. With LEAVE_OUT, nobody computes the
 micro-batches of the dead. With ALL_BACK, the step after a death waits for spares. With CORES, detours are planned for
-as many cores. Each rank writes what it held at each step and at its end.
+as many cores. Each rank writes what it held at each step and at its end, and whether the folder of the run is locked.
 """
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -74,6 +75,18 @@ def held_at_the_end() -> dict[str, int]:
     while (now := held())["descriptors"] > 1 and time.monotonic() < deadline:
         pass
     return now
+
+
+def can_lock(folder: Path) -> bool:
+    """Return whether another run could claim a folder (`distlab.settings.folders.Claim`)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def await_news(run: TrainingRun[RepairSettings]) -> None:
@@ -159,8 +172,9 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         lesson.reroute = lambda programs, count, alive, *_, **__: [side_by_side(programs, count)[w] for w in alive]
 
     def close(close: Callable[[], None] = run.close) -> None:
+        found: dict[str, Any] = {"writes": run.is_first, "others may write": run.is_first and can_lock(run.out)}
         close()
-        found = {"steps": holdings, "at the end": held_at_the_end()}
+        found |= {"steps": holdings, "at the end": held_at_the_end()}
         (run.out / f"held{run.rank}.json").write_text(json.dumps(found))
 
     run.close = close  # type: ignore[method-assign]

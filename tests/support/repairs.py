@@ -26,8 +26,9 @@ def run_with(
     assert not children(launcher.pid)
     recorded = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert recorded == list(range(steps)), "each step once"
-    ends = [json.loads(file.read_text())["at the end"] for file in out.glob("held*.json")]
-    assert ends
+    held = [json.loads(file.read_text()) for file in out.glob("held*.json")]
+    assert [each["others may write"] for each in held if each["writes"]] == [False], "one rank has claimed the folder"
+    ends = [each["at the end"] for each in held]
     assert [(end["descriptors"], end["threads"]) for end in ends] == [(1, 1)] * len(ends)
     printed = {line.partition(" ")[0] for line in ended.out.splitlines()}
     assert printed >= {str(step) for step in range(steps)}, "whichever rank prints them"

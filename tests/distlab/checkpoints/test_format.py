@@ -299,6 +299,13 @@ def test_from_an_earlier_step_a_run_leaves_later_ones_aside(run: Path) -> None:
     assert kept(run) == ["step-00000005", "step-00000900", "superseded"]
 
 
+def test_none_is_deleted_before_there_are_more_than_are_kept(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        record = {"step": number, "tokens": 0, "model": {}, "settings": {}}
+        saving.save(tmp_path, {"weight": torch.ones(3)}, record, b"", keep=4)
+        assert kept(tmp_path) == [step(tmp_path, each).name for each in range(max(1, number - 3), number + 1)]
+
+
 def test_one_that_the_user_has_given_a_later_name_is_in_the_way_of_that_step(run: Path) -> None:
     step(run, 4).rename(step(run, 6))
     [sentence] = trained(run, "--resume", run, "--steps", 8, "--save-every", 2)

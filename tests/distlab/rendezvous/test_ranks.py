@@ -17,7 +17,7 @@ from support.processes import free_port, run_ranks, start
 
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
-from distlab.rendezvous.ranks import agree, open_store, read_places
+from distlab.rendezvous.ranks import agree, open_store, read_places, working
 from distlab.rendezvous.store import listen_at
 from simplellm.errors import InputError
 
@@ -78,6 +78,24 @@ def test_a_rank_that_never_comes_is_named() -> None:
     outcomes = join_all([{"steps": 3}] * 2, size=[3, 3])
     assert outcomes[0] == "waited 3 s for rank 2 to join: is it running? --timeout sets how long"
     assert time.monotonic() - started < 7, "rank 0 does not wait for rank 1, which has waited for as long"
+
+
+def join_after_work(rank: int, port: int, work_seconds: float) -> str:
+    """What a process learns if rank 1 works before it joins."""
+    store = open_store(rank, "localhost", port, 20)
+    if rank == 1:
+        working(store, rank, lambda: time.sleep(work_seconds))
+    decided = agree(store, rank, 3, Place("here"), {}, lambda: {"data": "sample"}, timeout_seconds=1.5)
+    with contextlib.suppress(dist.DistError):
+        store.set(f"done/{rank}", "")
+        if rank == 0:
+            store.wait([f"done/{other}" for other in range(3)], timedelta(seconds=15))
+    return f"agreed on {decided['data']}"
+
+
+def test_a_rank_that_works_is_waited_for_also_by_those_that_wait_for_rank_0() -> None:
+    """It works for longer than the timeout."""
+    assert run_ranks(3, join_after_work, free_port(), 3) == ["agreed on sample"] * 3
 
 
 @pytest.mark.parametrize("address", ["no.such.host.invalid", "", "a..b", "a" * 70])
