@@ -121,6 +121,7 @@ def test_after_the_last_rank_has_died_all_start_again_from_the_checkpoint(
         ([], [2], 8, 3),
         ([], [0, 1], 2, 1),  # two cores had as much to do before
         (["--repair", "exact"], [0, 1], 8, 2),  # one of them does all work of the dead one
+        (["--world-size", "4"], [0, 1, 2], 8, 3 / 2),  # one of three has a micro-batch less than the others
     ],
 )
 def test_the_plan_of_a_death(flags: list[str], alive: list[int], cores: int, slower: float) -> None:

@@ -126,8 +126,10 @@ def test_without_detours_the_check_names_a_micro_batch_that_nobody_computes(tmp_
 
 
 def test_the_last_rank_with_a_stage_cannot_be_replaced(tmp_path: Path) -> None:
-    told = fails_with([(1, DIES_IN, 1, "SIGKILL"), (4, DIES_IN + 1, 1, "SIGKILL")], tmp_path / "run")
+    """It is named by its place in the layout, though the ranks have other numbers among each other by then."""
+    told = fails_with([(1, DIES_IN, 1, "SIGKILL"), (4, DIES_IN + 1, 1, "exception")], tmp_path / "run")
     assert "this cannot be repaired: no rank is left that holds stage 1" in told
+    assert "# rank 4 (stage 1 of replica 1) failed: ValueError: a bad row" in told
 
 
 def test_spares_take_the_places_of_dead_ranks_and_of_the_other_slices(tmp_path: Path) -> None:

@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 
 from distlab.launching.repairs import Repairs
-from distlab.rendezvous.survivors import FINISHED, NEWS, PLACE, READY, Arbiter, News, Survivor
+from distlab.rendezvous.survivors import (
+    EVALUATE,
+    FINISHED,
+    NEWS,
+    PLACE,
+    READY,
+    TAKE,
+    Answer,
+    Arbiter,
+    News,
+    Position,
+    Survivor,
+    common_position,
+)
 from simplellm.errors import InputError
 
 
@@ -123,3 +136,19 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
     repairs.look()
     assert killed == [1]
     assert sorted(ranks.processes) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("answers", "position"),
+    [
+        ([((3, TAKE), 3), ((3, TAKE), 3)], (3, TAKE)),
+        ([((3, EVALUATE), 4), ((3, TAKE), 3)], (3, TAKE)),  # the second has yet to take the update of step 3
+        ([((3, EVALUATE), 4), ((4, TAKE), 4)], (3, EVALUATE)),
+        ([((4, TAKE), 3), ((4, TAKE), 4)], (4, TAKE)),  # with `--run-on`: only the second knows the loss of step 3
+        ([((4, TAKE), 3), ((4, TAKE), 3)], (3, TAKE)),
+    ],
+)
+def test_ranks_go_on_where_all_are_and_a_loss_that_one_of_them_knows_counts(
+    answers: list[tuple[tuple[int, int], int]], position: tuple[int, int]
+) -> None:
+    assert common_position([Answer(Position(*at), known) for at, known in answers]) == position
