@@ -172,6 +172,8 @@ def test_a_clipped_step_that_ran_on_is_undone_and_taken_again(
 ) -> None:
     """The same run bit for bit, whether every step has to be clipped or two of seven."""
     flags = ["--steps", "7", "--micro-batches", "3", "--optimizer", "adam", "--lr", "1e-2"]
+    if layout.startswith("zero"):  # in shared memory, a rank may happen to see another's restored shards
+        flags += ["--transport", "gloo"]
     *expected, expected_losses, expected_norms = clipped(layout, tmp_path / "usual", str(most), *flags)
     *own, own_losses, own_norms = clipped(layout, tmp_path / "late", str(most), *flags, "--run-on")
     assert sum(norm > most for norm in expected_norms) == bites

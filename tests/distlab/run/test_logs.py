@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_keeps_the_records_of_earlier_steps_and_drops_what_is_none(tmp_path: Pat
     path.write_bytes(b"".join([lines[0], *rubbish, *lines[1:], b'{"step": 1']))
     keep_records(path, before=3)
     assert path.read_bytes() == b"".join(lines[:3])
+
+
+def test_the_times_of_work_between_steps_add_up(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, context_of())
+    for _ in range(2):
+        with log.timing_apart("checkpoints", "saving"):
+            time.sleep(0.02)
+    assert log.seconds_apart["checkpoints"] >= 0.04
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
