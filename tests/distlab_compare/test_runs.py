@@ -8,18 +8,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distlab.checkpoints.format import Checkpoint
 from distlab.run.recording import file_of
-from distlab_compare.command import Run
+from distlab_compare.command import Request, Run, compare
 from distlab_compare.records import Records
 from distlab_compare.runs import Pair
+from distlab_compare.saved import Saved, first_parting
 from simplellm.errors import InputError
 
 SHAPE = 4, 2  # of the weight; two ranks hold two rows each
 
 
-def record(run: Path, rank: int, tensors: dict[str, Tensor], start: int = 0, rows: int = SHAPE[0]) -> None:
-    """Write a rank's rows of some tensors, as in step 0."""
-    path, own = file_of(run, 0, rank), slice(start, start + rows)
+def record(
+    run: Path, rank: int, tensors: dict[str, Tensor], start: int = 0, rows: int = SHAPE[0], step: int = 0
+) -> None:
+    """Write a rank's rows of some tensors in a step."""
+    path, own = file_of(run, step, rank), slice(start, start + rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = dict.fromkeys(tensors, (SHAPE, [([start, 0], [rows, SHAPE[1]])]))
     kept = {name: tensor[own].flatten().clone() for name, tensor in tensors.items()}
@@ -54,6 +58,70 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
     parting = Pair(run, one, tolerance=1e-4).first_parting()
     assert parting is not None
     assert parting.sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
+
+
+def test_an_element_whose_gradient_was_rounding_once_may_have_any_weight_from_then_on(tmp_path: Path) -> None:
+    """With Adam, which makes the first update of any gradient the same size."""
+    for name, sign in (("run", 1), ("one", -1)):
+        rounding, moved = torch.ones(SHAPE), torch.ones(SHAPE)
+        rounding[0, 0], moved[0, 0] = sign * 1e-9, 1 + sign * 0.1
+        weights = torch.ones(SHAPE), moved, moved
+        for step, gradient in enumerate((rounding, torch.ones(SHAPE))):
+            record(tmp_path / name, 0, {"gradient.weight": gradient, "weights.weight": weights[step]}, step=step)
+        record(tmp_path / name, 0, {"weights.weight": weights[2]}, step=2)
+    run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
+    assert Pair(run, one, tolerance=1e-4, has_moments=True).first_parting() is None
+    parting = Pair(run, one, tolerance=1e-4).first_parting()
+    assert parting is not None
+    assert parting.step == 0
+
+
+def test_steps_of_a_layout_with_more_ranks_are_not_those_of_a_resumed_run(tmp_path: Path) -> None:
+    for step, ranks in enumerate((3, 2, 2)):
+        for rank in range(ranks):
+            record(tmp_path, rank, {"weights.weight": torch.ones(SHAPE)}, step=step)
+    assert Records(tmp_path, {"layout": {"dp": 2}, "world_size": 2}).steps == [1, 2]
+    assert Records(tmp_path, {"layout": {"dp": 3}, "world_size": 3}).steps == [0]
+
+
+def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, rounded = tmp_path / "float32", tmp_path / "bfloat16"
+    for run, factor in ((plain, 1.0), (rounded, 1.01)):
+        record(run, 0, {"gradient.weight": factor * torch.ones(SHAPE)})
+        config = {"settings": {"dtype": run.name}, "layout": {}, "world_size": 1}
+        (run / "config.json").write_text(json.dumps(config))
+    for own, right in ((plain, rounded), (rounded, plain)):
+        assert compare(Request(own, right)) == 0
+        assert "(tolerance 0.02)" in capsys.readouterr().out
+    assert compare(Request(plain, rounded, tolerance=1e-3)) == 1
+
+
+class Kept(Saved):
+    """A checkpoint of a weight, without files."""
+
+    @property
+    def parameters(self) -> list[str]:
+        return ["weight"]
+
+    def __init__(self, step: int, weight: float) -> None:
+        super().__init__(Checkpoint(Path(), {"step": step}))
+        self._weight = torch.full(SHAPE, weight)
+
+    def __contains__(self, name: str) -> bool:
+        return name == "weight"
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weight
+
+    def writers(self, name: str, wrong: Tensor) -> list[int]:
+        return [0]
+
+
+def test_how_much_too_much_a_weight_has_changed_since_the_checkpoint_before() -> None:
+    own, right = ({2: Kept(2, 1.0), 4: Kept(4, weight)} for weight in (1.6, 1.2))
+    [told] = first_parting(own, right, [2, 4], tolerance=1e-4)
+    assert told.startswith("after 4 steps: the weights weight, as rank 0 wrote them, are 1.333 times what they should")
+    assert told.endswith("since step 2, weight has changed by 3 times as much as it should")
 
 
 def test_metrics_that_are_not_text_are_told(tmp_path: Path) -> None:
