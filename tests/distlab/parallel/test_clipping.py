@@ -1,5 +1,7 @@
 """The global norm of gradients that are spread over ranks, against torch's own for a whole model."""
 
+import math
+
 import pytest
 import torch
 from support.processes import free_port, process_group, run_ranks
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 from distlab.axes.grid import Grid
 from distlab.axes.placement import DimSlice, FlatRange, Placement, place
 from distlab.comm.context import context_of
-from distlab.parallel.clipping import clip, sum_norm
+from distlab.parallel.clipping import clip, is_too_long, sum_norm
 
 CPU = torch.device("cpu")
 
@@ -100,3 +102,9 @@ def test_a_parameter_may_not_be_divided_along_an_axis_that_the_layout_lacks() ->
     parameter = with_gradient(torch.ones(4), Placement((SLICED,)))
     with pytest.raises(ValueError, match="divided along xp, which the layout lacks"):
         sum_norm([parameter], Grid(0, {"dp": 2}), "the norm", CPU)
+
+
+def test_a_norm_that_is_not_finite_is_too_long() -> None:
+    """So that a step which did not wait for it is taken again."""
+    assert not is_too_long(1.0, 2.0)
+    assert all(is_too_long(norm, 2.0) for norm in (3.0, math.inf, math.nan))
