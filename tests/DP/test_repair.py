@@ -148,10 +148,11 @@ def test_a_rank_whose_weights_have_changed_ends_and_is_replaced_from_another(
     expected: list[float], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    flags = [*FLAGS, "--compare-every", "1", "--spares", "2"]
+    flags = [*FLAGS, "--compare-every", str(DIES_IN + 1), "--spares", "2"]  # right after the weights have changed
     deaths = [(2, DIES_IN, 7, "corrupt"), (-1, -1, 1, "SIGKILL")]  # also of the first spare, while it waits
     printed = run_with(deaths, out, LESSON, *flags)
-    assert "# rank 2 failed: its weights are not those that most of ranks 0, 1 and 2 have" in printed
+    told = "# rank 2 failed: its weights are not those that most of ranks 0, 1 and 2 have"
+    assert 0 < printed.find(told) < printed.find(f"\n{DIES_IN + 1} "), "before the next step"
     assert losses(out) == pytest.approx(expected, abs=1e-6)
 
 

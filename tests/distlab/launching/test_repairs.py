@@ -138,6 +138,23 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
     assert sorted(ranks.processes) == [0, 1]
 
 
+def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
+    ranks, store = FakeRanks(), Store()
+    ranks.processes |= {2: object(), 3: object()}
+    settings: Any = SimpleNamespace(layout={"dp": 2, "tp": 2}, why_lost=lambda _: "")
+    repairs = Repairs(settings, spares=2)
+    repairs.begin(ranks, store, [{}] * 4)  # type: ignore[arg-type]
+    store.update({f"{READY}/{rank}": "" for rank in range(4)})
+    repairs.look()
+    del ranks.processes[3]
+    ranks.failures[3], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [3]
+    for number, alive in ((2, (0, 1)), (1, (0, 1, 2, 3))):
+        repairs.look()
+        store[f"{READY}/newcomer{number}"] = ""
+        repairs.look()
+        assert News.from_json(store[NEWS]).alive == alive
+
+
 @pytest.mark.parametrize(
     ("answers", "position"),
     [
