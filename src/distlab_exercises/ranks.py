@@ -39,7 +39,7 @@ SECONDS_FOR_CONSEQUENCES = 1.0  # time for other ranks to fail after a rank has 
 LONGEST_SECONDS = 25.0  # of running ranks; right ones take a few on an idle processor
 LONGEST_LINE, LAST_LINES = 200, 5  # of a rank's output
 LONGEST_WORK_SECONDS = 10.0  # of the processor's time: an endless loop's
-SECONDS_OF_A_WAIT = 0.1  # of the processor's time; a thread that waits takes less until it counts as standing still
+SECONDS_OF_A_WAIT = 0.1  # in which a thread computes, or would if a core were free; one that waits takes less
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
     assert main is not None
     started = since = time.monotonic()
     before: list[tuple[int, int]] = []
-    is_still, worked, worked_before = False, 0.0, 0.0
+    is_still, worked, wanted_before = False, 0.0, 0.0
     while time.monotonic() - started < patience.longest and worked < patience.work:
         time.sleep(0.1)
         frame, now, own = sys._current_frames().get(main), [], ""
@@ -222,9 +222,10 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
             now.append((id(frame.f_code), frame.f_lasti))
             own = own or (_line_at(script, frame.f_lineno) if frame.f_code.co_filename == script else "")
             frame = frame.f_back
-        worked = _seconds_computed_by(main)  # a loop may be seen at one place again and again
-        if now != before or worked - worked_before > SECONDS_OF_A_WAIT:
-            before, since, worked_before = now, time.monotonic(), worked
+        worked = _seconds_computed_by(main)
+        wanted = worked + _seconds_without_a_core()
+        if now != before or wanted - wanted_before > SECONDS_OF_A_WAIT:  # a loop may be seen at one place all the time
+            before, since, wanted_before = now, time.monotonic(), wanted
             if is_still:
                 tell(Report(rank, "moves"))
                 is_still = False
@@ -249,6 +250,14 @@ def _context() -> Context | None:
 def _seconds_computed_by(thread: int) -> float:
     """Return a thread's processor time; 0 where the system does not report it."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread)) if hasattr(time, "pthread_getcpuclockid") else 0.0
+
+
+def _seconds_without_a_core() -> float:
+    """Return how long the main thread would have computed if others had not used the cores; 0 where Linux is not."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _line_at(script: str, number: int) -> str:

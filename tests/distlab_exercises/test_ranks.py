@@ -77,6 +77,19 @@ def test_an_endless_loop_is_ended_and_its_line_named(tmp_path: Path) -> None:
     assert re.match(r"rank 0 had not finished after \d+ s, in line ", found.sentences[1])
 
 
+def never_end_without_a_core(rank: int, submission: Submission) -> Facts:
+    """All ranks on one core, so that each gets less of it than a thread that waits may take."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    return never_end(rank, submission)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how long a thread has had no core")
+def test_an_endless_loop_on_a_busy_machine_is_not_taken_for_a_wait(tmp_path: Path) -> None:
+    patience = Patience(still=0.5, longest=2)
+    found = trouble(Submission(Path(__file__), tmp_path, patience).run_ranks(12, never_end_without_a_core))
+    assert all("had not finished" in sentence for sentence in found.sentences[1:])
+
+
 def wait_without_a_name(rank: int, submission: Submission) -> Facts:
     """Both ranks receive first, without the lab's names for waits."""
     if dist.is_initialized():  # in the process of the tests, of which this is a fork
