@@ -96,6 +96,45 @@ def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: 
     assert compare(Request(plain, rounded, tolerance=1e-3)) == 1
 
 
+def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(tmp_path: Path) -> None:
+    for step in (0, 1):
+        record(tmp_path / "one", 0, {"gradient.weight": torch.ones(SHAPE)}, step=step)
+        record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.full(SHAPE, 1 + 5e-4)}, step=step)
+        record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.ones(SHAPE)}, step=1 - step)
+    first, second, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run0", "run1", "one"))
+    parting = Pair(first, one, tolerance=1e-4, has_moments=True).first_parting()
+    assert parting is not None
+    assert parting.step == 0
+    assert Pair(second, one, tolerance=1e-4, has_moments=True).first_parting() is None
+    assert Pair(second, one, tolerance=1e-4).first_parting() is not None
+
+
+@pytest.mark.parametrize("change", [0.5, 3])
+def test_an_update_of_another_size_is_told_with_its_factor(change: float, tmp_path: Path) -> None:
+    start = torch.ones(SHAPE)
+    for name, factor in (("run", change), ("one", 1.0)):
+        record(tmp_path / name, 0, {"gradient.weight": start, "weights.weight": start})
+        record(tmp_path / name, 0, {"weights.weight": start - 0.1 * factor}, step=1)
+    run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
+    parting = Pair(run, one, tolerance=1e-4).first_parting()
+    assert parting is not None
+    told = f"after step 0: the weights weight on rank 0 have changed by {change:g} times as much as they should"
+    assert parting.sentences[0].startswith(told)
+
+
+def test_ranks_of_the_right_run_that_part_among_each_other_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, factors in (("own", (1, 1)), ("right", (1, 2))):
+        for rank, factor in enumerate(factors):
+            record(tmp_path / name, rank, {"gradient.weight": factor * torch.ones(SHAPE)})
+        config = {"settings": {}, "layout": {"dp": 2}, "world_size": 2}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert compare(Request(tmp_path / "own", tmp_path / "right")) == 1
+    told = f"the ranks of {tmp_path / 'right'}, which counts as right, part among each other:"
+    assert told in capsys.readouterr().out
+
+
 class Kept(Saved):
     """A checkpoint of a weight, without files."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.collectives import algorithms as collectives
-from distlab.collectives.buffers import Op
+from distlab.collectives.buffers import Op, scratch_buffer
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.endpoint import Endpoint
 
@@ -269,3 +269,10 @@ def test_complex_numbers_are_added_and_multiplied() -> None:
         return [total[0].item(), product[0].item()]
 
     assert SimulatedWorld(3).run(combine) == [[3 + 3j, -3 + 1j]] * 3
+
+
+def test_scratch_memory_is_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.collectives.buffers.KEPT_BYTES", 400)
+    kept, larger = torch.empty(100), torch.empty(101)  # four bytes each
+    assert scratch_buffer(kept) is scratch_buffer(kept)
+    assert scratch_buffer(larger) is not scratch_buffer(larger)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 
 from distlab.collectives.ring import AHEAD, Turn, _route, allreduce_ring
+from distlab.comm.names import named
 
 pytestmark = pytest.mark.quick
 
@@ -53,6 +54,21 @@ def all_reduce_odd_sizes(rank: int, size: int, port: int) -> None:
         imaginary = torch.full((5,), complex(rank, 1 + rank)).conj().imag
         allreduce_ring(imaginary)
         assert torch.equal(imaginary, expected.imag)
+
+
+def messages_by_size(rank: int, port: int) -> list[int]:
+    """How many messages a rank sends for a tensor of just less than 40 bytes per rank, and for one of 40."""
+    counts = []
+    with process_group(rank, 3, port) as context:
+        for elements in (14, 15):
+            with named("the tensor", str(elements)):
+                allreduce_ring(torch.zeros(elements, dtype=torch.float64), both_ways_bytes=40)
+            counts.append(context.ledger.messages[str(elements)])
+    return counts
+
+
+def test_halves_travel_both_ways_from_so_many_bytes_per_rank_on() -> None:
+    assert run_ranks(3, messages_by_size, free_port()) == [[4, 8]] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

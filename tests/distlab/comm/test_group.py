@@ -170,18 +170,20 @@ def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
         assert waits_apart, "a wait for a message is none in a collective"
 
 
-def average_in_groups(rank: int, port: int) -> tuple[float, int]:
-    """Ranks 0 and 2 average, and ranks 1 and 3; the mean and the bytes sent."""
+def average_in_groups(rank: int, port: int) -> tuple[float, int, int]:
+    """Ranks 0 and 2 average, and ranks 1 and 3, then the second one sends; the mean, and the bytes sent by each."""
     with process_group(rank, 4, port) as context:
         grid = Grid(rank, {"dp": 2, "pp": 2})
         grid.make_groups("dp")
         tensor = torch.full((8,), float(rank))
         dist.all_reduce(tensor, ReduceOp.AVG, grid.axis("dp").group)
-        return tensor[0].item(), context.ledger.sent_bytes["all_reduce"]
+        mean = tensor[0].item()
+        dist.broadcast(tensor, group=grid.axis("dp").group, group_src=1)
+        return mean, context.ledger.sent_bytes["all_reduce"], context.ledger.sent_bytes["broadcast"]
 
 
 def test_an_average_over_the_replicas_of_a_stage() -> None:
-    assert run_ranks(4, average_in_groups, free_port()) == [(1, 32), (2, 32), (1, 32), (2, 32)]
+    assert run_ranks(4, average_in_groups, free_port()) == [(1, 32, 0), (2, 32, 0), (1, 32, 32), (2, 32, 32)]
 
 
 def poll(rank: int, port: int, transport: Transport) -> list[bool]:

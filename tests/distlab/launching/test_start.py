@@ -8,7 +8,7 @@ from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES, find_script
-from distlab.launching.start import read_script, whole_sentences
+from distlab.launching.start import read_script, tell_story, whole_sentences
 from distlab.settings.common import RunSettings
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
@@ -108,6 +108,17 @@ def test_a_story_that_stopped_at_a_limit_ends_with_a_whole_sentence(told: str, s
     ending = "# stopped after --max-tokens 3"
     assert [*whole_sentences(["Tim and Ben\n", f"{told}\n", f"{ending}\n"])] == ["Tim and Ben", shown, ending]
     assert next(whole_sentences([f"{told}\n", "# the model ended its story\n"])) == told
+
+
+def test_a_story_is_printed_whatever_encoding_the_terminal_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (teller := tmp_path / "primer/tell_story.py").parent.mkdir()
+    teller.write_text('print("Am\\u00e9lie sang.")\nraise SystemExit(3)\n')
+    monkeypatch.setattr("distlab.launching.start.LAB", tmp_path)
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert tell_story(tmp_path, "Once", "cpu") == 3
+    assert capsys.readouterr().out == "# Am\u00e9lie sang.\n"
 
 
 @pytest.mark.parametrize("kills", [0, 1, 3])
