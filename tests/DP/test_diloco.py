@@ -274,6 +274,15 @@ def test_a_resumed_run_refuses_it_too_and_has_compressions_of_its_own(tmp_path: 
     assert settings.compress == "none"
 
 
+def test_pipelines_that_average_gradients_go_on_with_the_checkpoint_s_settings_of_outer_steps(tmp_path: Path) -> None:
+    """And do without them: nobody has to give the flags of a part that is left out."""
+    flags = "--world-size 2 --optimizer sgd --steps 2 --save-every 2 --sync-every 2 --fragments 2".split()
+    train_on(2, SCRIPT, tmp_path, *flags)
+    resume = ["0", "--resume", str(tmp_path), "--steps", "4", "--dp", "2", "--pp", "1"]
+    goes_on = parse(load(HYBRID).DEFAULTS, "", resume)
+    assert (goes_on.outer, goes_on.fragments) == ("none", 2)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("elements", [1, 255, 256, 1001])
 def test_a_message_has_its_size_and_rounds_to_half_a_step(kind: Compression, elements: int) -> None:

@@ -113,6 +113,8 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
         (Request("auto", chunks_per_stage=3), "--chunks-per-stage 3 with --schedule auto: give 1 or 2"),
         (Request("gpipe", steps=0), "--steps 0: must be at least 1"),
         (Request("gpipe", steps=3), "--steps 3: give --run-on too; without it, all steps are the same"),
+        (Request("gpipe", pipelines=2, steps=3, run_on=True), "--pipelines with --steps or --recompute: leave one"),
+        (Request("gpipe", pipelines=2, recompute=True), "--pipelines with --steps or --recompute: leave one"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_its_sentence(request_: Request, sentence: str) -> None:

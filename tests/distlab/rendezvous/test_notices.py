@@ -1,10 +1,13 @@
 """Ranks that hang for real, and what they find out about it from each other's notices."""
 
+import os
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, join, run_ranks
+from support.processes import free_port, join, meeting_of, run_ranks
 
 from distlab.comm.context import Options, Transport
 from distlab.comm.group import empty, shares
@@ -40,3 +43,34 @@ def test_a_deadlock_is_named_that_only_shared_memory_has() -> None:
     named = "deadlock: rank 0 waits for rank 1, which waits for rank 0"
     assert run_ranks(2, wait_in_another_order, free_port(), "shared") == [(True, named)] * 2
     assert run_ranks(2, wait_in_another_order, free_port(), "gloo") == [(False, "")] * 2
+
+
+def wait_when_the_launcher_has_exited(rank: int, port: int, meeting: Barrier) -> str:
+    """What rank 1 finds out about rank 0, which is silent; the third process is their launcher, with the store."""
+    if rank == 2:
+        store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        meeting.wait(20)
+        del store
+        for _ in range(2):
+            meeting.wait(20)
+        return ""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "here", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    context, found = join(rank, 2, port), None
+    world = world_group()
+    assert world is not None
+    dist.barrier()
+    for _ in range(2):
+        meeting.wait(20)
+    if rank == 1:
+        context.waits.timeout_seconds = 0.5
+        with pytest.raises(TrafficError) as caught:
+            dist.recv(torch.empty(1), 0)
+        found = world.notices.explain(caught.value)
+    meeting.wait(20)
+    return found.sentence if found else ""
+
+
+def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
+    _, sentence, _ = run_ranks(3, wait_when_the_launcher_has_exited, free_port(), meeting_of(3))
+    assert sentence == "rank 0 does not answer, nor does the store that the ranks share"
