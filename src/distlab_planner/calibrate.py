@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from distlab.comm.link import Link
 from distlab.comm.recorder import COMPUTE
 from distlab.launch import launch
 from distlab.launching.command import lab_command
@@ -96,8 +97,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     together = [neighbors[:count] for count in range(2, len(neighbors) + 1)]
     pairs = [*([(0, peer)] for peer in peers), *together]
     messages = [measuring.measure_messages(run.rank, at_once, device) for at_once in pairs]
-    own_seconds = min(messages[0].own_seconds, *(one.link.latency_seconds for one in messages))
-    links = [replace(one.link, latency_seconds=one.link.latency_seconds - own_seconds) for one in messages]
+    own_seconds, links = links_of(messages)
     reductions = measuring.measure_all_reduces(run.rank, local, device)
     if run.rank > 0:
         return  # and wait for rank 0 at the end of the run, without computing
@@ -149,6 +149,13 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
 def speed_of(entry: Measured) -> float:
     """Return the multiply-adds per second of a block's forward pass over the smallest micro-batch."""
     return entry.rows[0] * entry.sizes.seq_len * entry.sizes.multiply_adds("block") / entry.block.F[0]
+
+
+def links_of(messages: Sequence[measuring.Messages]) -> tuple[float, list[Link]]:
+    """Return the seconds of the call that sends, and the links, whose latency is counted without them."""
+    own_seconds = min(messages[0].own_seconds, *(one.link.latency_seconds for one in messages))
+    links = [replace(one.link, latency_seconds=one.link.latency_seconds - own_seconds) for one in messages]
+    return own_seconds, links
 
 
 def threads_of_ranks(cores: int, tp: int, ranks: int) -> list[int]:

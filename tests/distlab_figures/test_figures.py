@@ -18,6 +18,7 @@ from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.memory import KINDS
+from distlab.reports.style import SERIES
 from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures import diagrams
@@ -101,7 +102,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "replicas": lambda png, run: diagrams.replicas(png, ranks=4),
     "averaging": lambda png, run: diagrams.averaging(png),
     "stages": lambda png, run: diagrams.stages(png, pp=2, layers=6),
-    "block": lambda png, run: diagrams.block(png, ranks=2),
+    "block": lambda png, run: diagrams.block(png, ranks=len(SERIES)),
     "sequence_parts": lambda png, run: diagrams.sequence_parts(png),
     "topologies": lambda png, run: diagrams.topologies(png),
     "collectives": lambda png, run: figures.collectives(png, run),

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from support.planner_machines import CLUSTER, SIZES, cluster
+from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.link import Link
 from distlab_planner import measuring
-from distlab_planner.calibrate import threads_of_ranks, with_earlier
+from distlab_planner.calibrate import links_of, threads_of_ranks, with_earlier
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Waking, interpolate, read_machine, write_machine
+from distlab_planner.measuring import Messages
 from distlab_planner.model import Sizes
 from simplellm.errors import InputError
 from simplellm.llama import LLamaPart
@@ -139,6 +141,40 @@ def test_numbers_of_threads_that_ranks_may_have() -> None:
     assert threads_of_ranks(8, 1, 4) == [1, 2, 4, 8]
     assert threads_of_ranks(8, 2, 4) == [1, 2, 4]
     assert threads_of_ranks(12, 1, 5) == [1, 2, 3, 4, 6, 12]
+
+
+def test_as_many_ranks_as_the_hosts_have_room_for_are_not_too_many() -> None:
+    assert CLUSTER.with_room_for(32, "c.json") == CLUSTER
+    with pytest.raises(InputError, match=r"c.json has 4 hosts with 8 ranks each, but the layout has 33 ranks"):
+        CLUSTER.with_room_for(33, "c.json")
+    assert cluster(device="cpu", hosts=1).with_room_for(33, "c.json").ranks_per_host == 33
+
+
+def test_the_senders_own_time_is_no_part_of_a_links_latency() -> None:
+    """It is that of the first pair, unless a whole message takes less."""
+    messages = [Messages(Link(5e-5, 1e9), 2e-5), Messages(Link(7e-5, 2e9), 4e-5)]
+    seconds, links = links_of(messages)
+    assert seconds == 2e-5
+    assert [link.latency_seconds for link in links] == pytest.approx([3e-5, 5e-5])
+    assert [link.bytes_per_second for link in links] == [1e9, 2e9]
+    assert links_of([*messages, Messages(Link(1e-5, 1e9), 3e-5)])[0] == 1e-5
+
+
+def measure_reductions(rank: int, port: int) -> tuple[AllReduce, ...]:
+    """On two ranks, with a clock that a computation takes to 2, and a computation and an all-reduce to 5."""
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            measuring,
+            "seconds_in_turn",
+            lambda works, *_, **__: {name: [2.0 if name == "2" else 5.0] for name in works},
+        )
+        return measuring.measure_all_reduces(rank, 2, torch.device("cpu"))
+
+
+def test_the_time_of_an_all_reduce_is_without_the_computation_before_it() -> None:
+    for found in run_ranks(2, measure_reductions, free_port()):
+        assert [(one.ranks, one.transport) for one in found] == [(2, "gloo"), (2, "shared")]
+        assert {seconds for one in found for seconds in one.seconds} == {3.0}
 
 
 def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path: Path) -> None:
