@@ -81,11 +81,20 @@ def rewrite(pattern: str, change: Callable[[bytes], bytes]) -> Callable[[Path], 
     return damage
 
 
-flip_a_bit = rewrite("*.safetensors", lambda b: b[: len(b) // 2] + bytes([b[len(b) // 2] ^ 1]) + b[len(b) // 2 + 1 :])
+def with_a_flipped_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+flip_a_bit = rewrite("*.safetensors", with_a_flipped_bit)
 RECORD = "checkpoint.json"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (rewrite("*.safetensors", lambda content: content[:-1]), r" has [\d,]+ bytes instead of [\d,]+"),
     "a flipped bit": (flip_a_bit, r"\.safetensors is damaged: its checksum"),
+    "a flipped bit of a smaller file": (
+        rewrite("tokenizer.model", with_a_flipped_bit),
+        "tokenizer.model is damaged: its checksum",
+    ),
     "a file gone": (lambda folder: next(folder.glob("*.safetensors")).unlink(), r"\.safetensors is missing"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), "tokenizer.model is missing"),
     "no record": (lambda folder: (folder / RECORD).unlink(), "is incomplete: it has no checkpoint.json"),

@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from distlab.axes.grid import Grid
 from distlab.collectives.algorithms import allreduce_ring
 from distlab.comm.context import Options, Transport, context_of
-from distlab.comm.group import all_gather_single, empty, open_queues, reduce_scatter_single
+from distlab.comm.group import all_gather_single, empty, open_queues, reduce_scatter_single, shares
 from distlab.comm.names import counted_as, line_of_script, named
 from distlab.comm.waits import TrafficError
 
@@ -184,6 +184,23 @@ def average_in_groups(rank: int, port: int) -> tuple[float, int, int]:
 
 def test_an_average_over_the_replicas_of_a_stage() -> None:
     assert run_ranks(4, average_in_groups, free_port()) == [(1, 32, 0), (2, 32, 0), (1, 32, 32), (2, 32, 32)]
+
+
+def share_in_groups(rank: int, port: int) -> list[bool]:
+    """Whether each of two groups of the same ranks has shared memory: one is told to, in a run over gloo."""
+    found = []
+    with process_group(rank, 2, port, options=Options(transport="gloo")):
+        for options in (None, Options(transport="shared")):
+            group = dist.new_group(range(2), backend="lab", pg_options=options)
+            tensor = empty(1000, torch.empty(0), group).fill_(1)
+            dist.all_reduce(tensor, group=group)
+            assert tensor[-1] == 2
+            found.append(shares(tensor, group))
+    return found
+
+
+def test_a_group_has_the_transport_that_it_is_given() -> None:
+    assert run_ranks(2, share_in_groups, free_port()) == [[False, True]] * 2
 
 
 def poll(rank: int, port: int, transport: Transport) -> list[bool]:

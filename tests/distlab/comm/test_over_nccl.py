@@ -2,13 +2,15 @@
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from support.processes import run_ranks
 from support.recorded_nccl import Call, run_alone
 
+from distlab.pipeline.actions import Action
+from distlab.pipeline.activations import MicroBatch
 from distlab.pipeline.executor import Pipeline
 
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
@@ -75,6 +77,28 @@ def test_receives_that_are_posted_before_kernels_are_loaded_are_found_to_hang(
 
     monkeypatch.setattr(Pipeline, "_warm_up", start_cold)
     assert stuck(record(*PIPELINES["2 stages"], tmp_path)) == [0, 1]
+
+
+def passes_before_the_first_step(rank: int, out: Path) -> list[tuple[int, str]]:
+    """The passes that a rank of "interleaved" rehearses, in order: stage, and what it does."""
+    size, script, flags = PIPELINES["interleaved"]
+    found: list[tuple[int, str]] = []
+    rehearse = Pipeline._rehearse
+
+    def noted(pipeline: Pipeline, actions: Sequence[Action], here: MicroBatch) -> None:
+        found.append((actions[0].stage, "".join(action.letter for action in actions)))
+        rehearse(pipeline, actions, here)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "_rehearse", noted)
+        run_alone(rank, size, script, [*flags.split(), "--out", str(out)])
+    return found
+
+
+def test_every_kind_of_pass_runs_twice_before_the_first_step(tmp_path: Path) -> None:
+    """The first time sets gradients, the second time adds to them, by another kernel."""
+    found = run_ranks(2, passes_before_the_first_step, tmp_path)
+    assert found == [[(stage, "FB") for stage in (rank, rank + 2) for _ in range(2)] for rank in range(2)]
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [("--case both-send", [0, 1, 2]), ("--case order", [0, 1, 2])])
