@@ -14,7 +14,8 @@ import torch.distributed as dist
 from support.processes import alive, wait_for
 
 from distlab_compare.shares import name_loss, name_ratios, name_weights
-from distlab_exercises.ranks import Facts, Patience, Report, Submission, raise_trouble
+from distlab_exercises.collectives import name_difference
+from distlab_exercises.ranks import LAST_LINES, Facts, Patience, Report, Submission, raise_trouble
 from distlab_exercises.verdict import Wrong
 
 PATIENCE = Patience(still=0.5, longest=1)
@@ -35,7 +36,7 @@ def misbehave(rank: int, submission: Submission) -> Facts:
             time.perf_counter()
     if rank == 1:
         os._exit(3)
-    print("# a line of the lab's\n0 8.3\nseen by rank 2\n" + 1000 * "x")
+    print("# a line of the lab's\n" + "an earlier line\n" * LAST_LINES + "0 8.3\nseen by rank 2\n" + 1000 * "x")
     return {"rank": rank}
 
 
@@ -46,7 +47,9 @@ def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
     assert time.monotonic() - started < 20
     assert [report.state for report in reports][1:] == ["died", "ended"]
     assert reports[2].facts == {"rank": 2}
-    assert submission.printed() == ["rank 2: seen by rank 2", f"rank 2: {200 * 'x'}"], "no more than that of a line"
+    *earlier, last, cut = submission.printed()
+    assert earlier == ["rank 2: an earlier line"] * (LAST_LINES - 2)
+    assert (last, cut) == ("rank 2: seen by rank 2", f"rank 2: {200 * 'x'}"), "no more than that of a line"
     first, second = trouble(reports).sentences
     assert trouble(reports).mistake == "died"
     assert first == "rank 1 ended without a word: it was killed, or called os._exit"
@@ -106,6 +109,16 @@ def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
     waits = tuple(f"rank {rank} waits, in {reports[rank].line}" for rank in range(2))
     assert trouble(reports).sentences[1:] == waits
     assert reports[0].line.endswith("dist.recv(torch.zeros(1), 1 - rank)")
+
+
+def test_a_wrong_row_of_an_all_to_all_is_described_by_the_segments_for_that_rank() -> None:
+    inputs = [*torch.randn(2, 2, 8)]  # by rank, a segment for each rank
+    for kind, mixed in (("alltoall", "segment"), ("allgather", "tensor")):
+        of_rank_1 = [x[1] for x in inputs] if kind == "alltoall" else inputs
+        right = torch.stack(of_rank_1)
+        with pytest.raises(Wrong) as found:
+            name_difference(kind, 1, right.flip(0), right, inputs, None, None)
+        assert found.value.sentences == (f"rank 1: row 0, where rank 0's {mixed} should be, has rank 1's tensor",)
 
 
 def test_mistakes_by_the_coefficients_of_the_shares() -> None:

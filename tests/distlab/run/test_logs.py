@@ -3,11 +3,13 @@
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from distlab.comm.context import context_of
+from distlab.comm.recorder import Ledger
 from distlab.run.earlier_records import keep_records
 from distlab.run.logs import RunLog, human_bytes
 from distlab.run.terminal import RankOutput
@@ -53,6 +55,20 @@ def test_the_times_of_work_between_steps_add_up(tmp_path: Path) -> None:
         with log.timing_apart("checkpoints", "saving"):
             time.sleep(0.02)
     assert log.seconds_apart["checkpoints"] >= 0.04
+
+
+def test_each_record_has_the_bytes_of_its_step(tmp_path: Path) -> None:
+    context = replace(context_of(), ledger=Ledger())
+    sent_bytes = context.ledger.sent_bytes
+    sent_bytes["weights"] += 7
+    log = RunLog(tmp_path, context)
+    log.begin(10, "tokens")
+    for step in range(2):
+        with log.timing_a_step():
+            sent_bytes["gradients"] += 3 + step
+        log.record(step)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["sent_bytes"] for line in lines] == [{"gradients": 3}, {"gradients": 4}]
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

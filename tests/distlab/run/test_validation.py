@@ -84,6 +84,20 @@ def test_is_the_mean_over_other_stories_than_those_trained_on(tmp_path: Path) ->
     assert perplexity(1e9) > 1e300
 
 
+def test_a_run_validates_on_stories_that_it_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, start = tmp_path / "sequences.pt", Validator.__init__
+
+    def noted(validator: Validator, parts: ModelParts, sequences: Tensor, rows: int) -> None:
+        torch.save(sequences, given)
+        start(validator, parts, sequences, rows)
+
+    monkeypatch.setattr(Validator, "__init__", noted)
+    train_on(1, "primer/intro.py", tmp_path / "run", *FLAGS, "--eval-every", "2", "--eval-sequences", "5")
+    sequences = torch.load(given)
+    stories = TinyStories(SPTokenizer(), 5, sequences.shape[1], data="sample", split="validation")
+    assert torch.equal(sequences, next(stories))
+
+
 def test_changes_nothing_and_is_counted_apart(tmp_path: Path) -> None:
     """What the layers of a tensor-parallel run send to validate is not taken for training."""
     ranks, script, flags = LAYOUTS["tp"]
