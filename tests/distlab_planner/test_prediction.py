@@ -76,6 +76,16 @@ def test_what_the_planner_does_not_know_is_said(flags: str, sentence: str, machi
         parse(HybridSettings(), "", [*SMALL, *given.split()])
 
 
+def test_keys_and_values_that_travel_in_a_ring_are_messages(machine: Path) -> None:
+    ring, gathered = (settings_of(f"{command} --world-size 2", machine).prediction for command in ("cp-ring", "cp"))
+    assert isinstance(ring, Prediction)
+    assert isinstance(gathered, Prediction)
+    assert ring.step.exchanging > 0
+    assert ring.parts["collectives"] == pytest.approx(ring.step.averaging)
+    assert gathered.parts["collectives"] == pytest.approx(gathered.step.averaging + gathered.step.exchanging)
+    assert gathered.parts["waiting for messages"] == pytest.approx(0)
+
+
 def test_the_part_that_was_off_is_named(machine: Path) -> None:
     settings = settings_of("dp-ga --world-size 2", machine)
     prediction = settings.prediction

@@ -15,7 +15,8 @@ from simplellm.attention_blocks import (
     plain_forward,
 )
 from simplellm.documents import within_documents
-from simplellm.llama import CausalLLama, LLama
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama, LLamaLastStage
 
 END = 7
 
@@ -29,6 +30,16 @@ def test_documents_in_one_sequence_are_computed_as_if_each_were_alone() -> None:
     for logits, alone in zip(together, [*documents, ids[:, -2:]], strict=True):
         torch.testing.assert_close(logits, net(alone))
     assert within_documents(ids, END).positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1]]
+
+
+def test_a_stage_without_token_ids_has_to_be_given_the_documents() -> None:
+    net = LLama(LLamaLastStage, 8, dmodel=12, num_heads=2, n_layers=1, ctx_size=16, first_layer=1, document_end=END)
+    x, ids = torch.randn(1, 3, 12), torch.tensor([[1, END, 2]])
+    with pytest.raises(InputError, match=r"needs the part of the sequence \(part=\) to mask documents"):
+        net(x)
+    torch.testing.assert_close(
+        net(x, part=within_documents(ids, END))[:, 2:], net(x[:, 2:], part=net.part_of(ids[:, 2:]))
+    )
 
 
 def random(heads: int, length: int, seed: int) -> Tensor:

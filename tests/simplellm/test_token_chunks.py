@@ -126,6 +126,13 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def flip_in_ends(path: Path) -> None:
+    """Where a document ends."""
+    content = bytearray(path.read_bytes())
+    content[HEAD.size] ^= 1
+    path.write_bytes(content)
+
+
 def flip_in_head(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[28] ^= 1  # of the end
@@ -136,7 +143,7 @@ def overwrite(path: Path) -> None:
     path.write_text("something else\n" * 20)
 
 
-@pytest.mark.parametrize("damage", [shorten, empty, flip, flip_in_head, overwrite])
+@pytest.mark.parametrize("damage", [shorten, empty, flip, flip_in_head, flip_in_ends, overwrite])
 def test_a_broken_file_is_encoded_again(damage: object, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = next(TinyStories(TOKENIZER, data="sample"))
     [path] = files_of(cache)
