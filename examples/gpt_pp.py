@@ -41,7 +41,7 @@ def train(run: TrainingRun[GPTSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options())
     optimizer = run.optimizer(net)
     loss = partial(causalLLMLoss, vocab_size=tokenizer.vocab_size)
-    pipeline = Pipeline(net, args.programs(), run.grid, loss, args.dmodel)
+    pipeline = Pipeline(net, args.programs(), run.grid, loss, args.dmodel, run_on=args.run_on)
     run.track(net, optimizer)
 
     for step, batch in run.steps(stories):

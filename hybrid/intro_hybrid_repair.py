@@ -62,11 +62,10 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
     optimizer = run.optimizer(nets)
     run.track(nets, optimizer, loss, owners=args.owners)
     sums = pipelines if is_exact else 1  # of gradients, on each rank
-    of_pipelines = run.pipeline_options() | {"pipelines": pipelines}
-    if is_exact:
-        of_pipelines["cores"] = None  # other numbers of threads would round in another way
-    elif of_pipelines["cores"]:
-        of_pipelines["cores"] *= pipelines
+    options = run.pipeline_options() | {"pipelines": pipelines}
+    costs, shared = options["costs"], options["cores"]
+    # With `exact`, the number of threads stays the same: another one would round in another way.
+    options["cores"] = None if is_exact or shared is None else shared * pipelines
     made_for: Sequence[int] = ()  # the ranks that follow the programs
 
     for step, batch in run.steps(stories):
@@ -75,10 +74,8 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
                 made_for = alive
                 run.grid.make_groups("dp", "tp")
                 workers = sorted({rank // args.tp for rank in alive})
-                detours = reroute(
-                    programs, pipelines, workers, of_pipelines["costs"], whole=is_exact, cores=cores() / args.tp
-                )
-                pipeline = Pipeline(nets, detours, run.grid, loss, **of_pipelines)
+                detours = reroute(programs, pipelines, workers, costs, whole=is_exact, cores=cores() / args.tp)
+                pipeline = Pipeline(nets, detours, run.grid, loss, **options)
                 gradients = GradientRows(nn.ModuleList(nets.values()), sums, pipelines * parts // sums, peers)
             gradients.flat.zero_()
             losses = pipeline.step(batch.chunk(pipelines * parts), before=gradients.use)

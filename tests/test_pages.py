@@ -65,7 +65,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         there = target(page, path)
         assert not anchor or anchor in anchors(there), f"{page}: {there} has no heading #{anchor}"
     for name in re.findall(r"\]\[([\w-]+)\]", prose(page)):
-        assert re.search(rf"^\[{name}\]:\s+https://\S+$", text(page), re.MULTILINE), f"{page}: [{name}] leads nowhere"
+        assert re.search(rf"^\[{name}\]:\s+\S+$", text(page), re.MULTILINE), f"{page}: [{name}] is not defined"
 
 
 @pytest.mark.quick

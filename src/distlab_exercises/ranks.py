@@ -39,7 +39,8 @@ SECONDS_FOR_CONSEQUENCES = 1.0  # time for other ranks to fail after a rank has 
 LONGEST_SECONDS = 25.0  # of running ranks; right ones take a few on an idle processor
 LONGEST_LINE, LAST_LINES = 200, 5  # of a rank's output
 LONGEST_WORK_SECONDS = 10.0  # of the processor's time: an endless loop's
-SECONDS_OF_A_WAIT = 0.1  # in which a thread computes, or would if a core were free; one that waits takes less
+SECONDS_OF_A_WAIT = 0.1  # of the processor's time; a thread that waits takes less until it counts as standing still
+SHARE_OF_A_WAIT = 2 / 3  # of the time, in which a thread that waits computes, or would if a core were free
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
     assert main is not None
     started = since = time.monotonic()
     before: list[tuple[int, int]] = []
-    is_still, worked, wanted_before = False, 0.0, 0.0
+    is_still, worked, worked_before, wanted_before = False, 0.0, 0.0, 0.0
     while time.monotonic() - started < patience.longest and worked < patience.work:
         time.sleep(0.1)
         frame, now, own = sys._current_frames().get(main), [], ""
@@ -224,12 +225,13 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
             frame = frame.f_back
         worked = _seconds_computed_by(main)
         wanted = worked + _seconds_without_a_core()
-        if now != before or wanted - wanted_before > SECONDS_OF_A_WAIT:  # a loop may be seen at one place all the time
-            before, since, wanted_before = now, time.monotonic(), wanted
+        if now != before or worked - worked_before > SECONDS_OF_A_WAIT:  # a loop may be seen at one place all the time
+            before, since, worked_before, wanted_before = now, time.monotonic(), worked, wanted
             if is_still:
                 tell(Report(rank, "moves"))
                 is_still = False
-        if not is_still and time.monotonic() - since > patience.still:
+        seconds = time.monotonic() - since
+        if not is_still and seconds > patience.still and wanted - wanted_before < SHARE_OF_A_WAIT * seconds:
             is_still = True
             notice, context = Notice(rank, None), _context()
             if context is not None:
@@ -253,7 +255,7 @@ def _seconds_computed_by(thread: int) -> float:
 
 
 def _seconds_without_a_core() -> float:
-    """Return how long the main thread would have computed if others had not used the cores; 0 where Linux is not."""
+    """Return how long the main thread would have computed if others had not used the cores; 0 if not on Linux."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except OSError:

@@ -1,5 +1,6 @@
 """A model and a schedule of one's own: the run of one process in five ways, saved in one and resumed in another."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,13 +132,18 @@ def test_a_checkpoint_does_not_choose_the_file_of_a_schedule(tmp_path: Path) -> 
     order, ran = tmp_path / "order.py", tmp_path / "ran"
     order.write_text(f"{(LAB / OWN_SCHEDULE).read_text()}\nopen({str(ran)!r}, 'w').close()\n")
     flags = ("hybrid", *TINY, "--dp", "1", "--pp", "2")
-    steps_of(fork_launcher(*flags, "--schedule", order, "--save-every", "1", "--out", tmp_path / "run").finish())
+    first = "--schedule", order, "--layers-per-stage", "1,2", "--save-every", "1"
+    steps_of(fork_launcher(*flags, *first, "--out", tmp_path / "run").finish())
     resume = "--resume", tmp_path / "run/checkpoints/step-00000001"
     for given in ([], ["--schedule", order]):
         ran.unlink(missing_ok=True)
         ended = fork_launcher(*flags, *resume, *given, "--out", tmp_path / f"again{len(given)}").finish()
         assert len(steps_of(ended)) == 1
         assert ran.exists() == bool(given)
+        settings = json.loads((tmp_path / f"again{len(given)}/config.json").read_text())["settings"]
+        assert settings["layers_per_stage"] == (
+            "1,2" if given else None
+        )  # another schedule may have another number of stages
         assert (f"the checkpoint's run followed --schedule {order}; this one follows dapple" in ended.out) != bool(
             given
         )

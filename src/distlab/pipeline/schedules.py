@@ -77,6 +77,11 @@ def schedule(
     return register
 
 
+def is_file(name: str) -> bool:
+    """Return whether a schedule's name is that of a Python file, which defines it, and has to be run."""
+    return name.endswith(".py")
+
+
 def read_schedule(name: str) -> None:
     """Register the schedule that a file such as `my/order.py` defines, under the file's path; ignore other names.
 
@@ -85,7 +90,7 @@ def read_schedule(name: str) -> None:
     Raises:
         InputError: there is no such file, it cannot be run, or it defines no schedule.
     """
-    if not name.endswith(".py") or name in SCHEDULES:
+    if not is_file(name) or name in SCHEDULES:
         return
     require(os.path.isfile(name), f"--schedule {name}: there is no such file")
     before = dict(SCHEDULES)
@@ -149,7 +154,8 @@ def all_stages(
         recompute: see `with_recomputation`.
 
     Raises:
-        InputError: the schedule does not support this number of micro-batches with this number of workers, or a limit.
+        InputError: there is no such schedule; or it does not support this number of micro-batches with this number of
+            workers, or a limit.
     """
     found = check_schedule(name, workers, micro_batches, chunks, limit)
     options: dict[str, Any] = {} if found.stages_per_worker else {"chunks": chunks}

@@ -99,6 +99,7 @@ def warn_of_other_checkout(script: Path) -> None:
 def become(script: Path, refusal: InputError | None) -> NoReturn:
     """Run another script instead, with the same flags."""
     sys.argv[0] = str(script)
+    sys.path.insert(0, str(script.parent))
     runpy.run_path(sys.argv[0], {REFUSAL: refusal}, run_name="__main__")
     leave(0)
 

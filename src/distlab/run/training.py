@@ -69,12 +69,11 @@ class TrainingRun(Run[TrainSettingsT]):
         return options
 
     def pipeline_options(self) -> dict[str, Any]:
-        """Return keyword arguments for `distlab.pipeline.executor.Pipeline`: width, messages, cores, from the flags."""
+        """Return keyword arguments for a `Pipeline`: width, messages, cores, from the flags of `StageSettings`."""
         args: Any = self.settings
-        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None  # of activations on the way
+        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 and args.casts_messages else None  # of activations
         costs = args.pass_costs(SPTokenizer(args.tokenizer).vocab_size)  # by which an action uses cores of idle stages
-        cores = {"cores": self.shared_cores, "costs": costs}
-        return {"width": args.dmodel, "run_on": args.run_on, "dtype": dtype, **cores}
+        return {"width": args.dmodel, "run_on": args.run_on, "dtype": dtype, "cores": self.shared_cores, "costs": costs}
 
     def data_options(self) -> dict[str, Any]:
         """Return keyword arguments for `simplellm.dataloaders.TinyStories`, from the flags and rank 0's decision."""

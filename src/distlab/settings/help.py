@@ -1,6 +1,7 @@
 """`--help` of a script."""
 
 import runpy
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, make_dataclass
 from pathlib import Path
@@ -13,7 +14,10 @@ from simplellm.errors import as_flag
 
 
 def show_help(defaults: Any, description: str, args: Sequence[str], prog: str | None, more: Path | None) -> None:
-    """Print how a script is called, and exit; `more` is the script that runs instead if it has the flags."""
+    """Print how a script is called, and exit, unless -h is the value of a flag.
+
+    `more` is the script that runs instead if it has the flags.
+    """
     shown: Any = defaults
     if prog is not None:  # launch.sh, which gives each rank its RANK itself
         kind = type(defaults)
@@ -25,12 +29,16 @@ def show_help(defaults: Any, description: str, args: Sequence[str], prog: str | 
 
 def more_flags(defaults: Any, more: Path | None) -> str:
     """Return a paragraph on each script that may run instead, from `more` on: its name, and the flags that it adds."""
-    known, paragraphs = {part.name for part in fields(defaults)}, []
-    while more is not None and more.exists():
+    known, described, paragraphs = {part.name for part in fields(defaults)}, set[Path](), []
+    while more is not None and more.exists() and more.resolve() not in described:
+        described.add(more.resolve())
+        sys.path.insert(0, str(more.parent))  # as Python does for a script
         names = runpy.run_path(str(more))
+        if "DEFAULTS" not in names:
+            break
         added = [part.name for part in fields(names["DEFAULTS"]) if part.name not in known]
         known.update(added)
-        flags = ", ".join(map(as_flag, added))
-        paragraphs.append(f"\n\nWith one of these flags, {more.name} runs instead: {flags}.")
+        flags = f" It also has {', '.join(map(as_flag, added))}." if added else ""
+        paragraphs.append(f"\n\n{more.name} runs instead if it accepts flags that this script refuses.{flags}")
         more = more.parent / names["MORE"] if "MORE" in names else None
     return "".join(paragraphs)

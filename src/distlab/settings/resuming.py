@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
@@ -14,6 +15,8 @@ from distlab.settings.resume import ResumePolicy, marked
 from simplellm.errors import InputError, as_flag, require
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
+OF_SCHEDULE = "layers_per_stage", "chunks_per_stage", "keep_at_most"  # settings that go with a schedule
+
 
 def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the settings whose defaults come from the checkpoint, by name; `InputError` for a wrong type."""
@@ -25,7 +28,8 @@ def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
         policies.append(ResumePolicy.PER_REPLICA)
         # Another script may have a setting of this name with other choices.
         same = [name for name in marked(settings, ResumePolicy.SAME_LAYOUT) if name in saved]
-        same = [name for name in same if not is_program(saved[name])]
+        if chooses_program(settings, saved):
+            same = [name for name in same if name not in ("schedule", *OF_SCHEDULE)]
         choices = {name: get_args(kinds[name]) for name in same if get_origin(kinds[name]) is Literal}
         values |= {name: saved[name] for name in same if saved[name] in choices.get(name, (saved[name],))}
     values |= {name: saved[name] for name in marked(settings, *policies) if name in saved}
@@ -105,19 +109,24 @@ def lr_remarks(settings: Any, checkpoint: Checkpoint) -> list[str]:
     return [f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"]
 
 
-def is_program(value: Any) -> bool:
-    """Return whether a setting is a file that would be run, as in `--schedule FILE`: no checkpoint may choose one."""
-    return isinstance(value, str) and value.endswith(".py")
+def chooses_program(settings: Any, saved: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint's schedule is a file, which would be run, and this run's is not one.
+
+    No checkpoint may choose a program.
+    """
+    from distlab.pipeline.schedules import is_file
+
+    return is_file(str(saved.get("schedule"))) and not is_file(getattr(settings, "schedule", ""))
 
 
 def schedule_remarks(settings: Any, checkpoint: Checkpoint) -> list[str]:
     """Return the line to print if the run does not follow the schedule in a file that the checkpoint names."""
-    before = checkpoint.record["settings"].get("schedule")
-    if not is_program(before) or settings.schedule == before:
+    saved = checkpoint.record["settings"]
+    if not chooses_program(settings, saved):
         return []
     return [
-        f"the checkpoint's run followed --schedule {before}; this one follows {settings.schedule}: a file is a "
-        "program, so no checkpoint chooses it"
+        f"the checkpoint's run followed --schedule {saved['schedule']}; this one follows {settings.schedule}: "
+        "a file is a program, so no checkpoint chooses it"
     ]
 
 

@@ -14,6 +14,7 @@ from distlab.pipeline.schedules import (
     DEFAULT_CHUNKS,
     all_stages,
     check_schedule,
+    is_file,
     read_schedule,
     schedule_names,
     stages_per_worker,
@@ -131,7 +132,7 @@ class WrittenScheduleSettings(StageSettings):
 
     @property
     def files(self) -> dict[str, Path]:
-        own = {f"--schedule {self.schedule}": Path(self.schedule)} if self.schedule.endswith(".py") else {}
+        own = {f"--schedule {self.schedule}": Path(self.schedule)} if is_file(self.schedule) else {}
         return super().files | own
 
     def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
