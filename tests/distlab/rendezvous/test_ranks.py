@@ -94,7 +94,7 @@ def join_after_work(rank: int, port: int, work_seconds: float) -> str:
 
 
 def test_a_rank_that_works_is_waited_for_also_by_those_that_wait_for_rank_0() -> None:
-    """It works for longer than the timeout; each of the two others looks for a sign of it once a second."""
+    """It works for longer than the timeout; each of the others looks for a sign every half second."""
     assert run_ranks(3, join_after_work, free_port(), 6) == ["agreed on sample"] * 3
 
 
