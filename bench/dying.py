@@ -13,7 +13,6 @@ as many cores. Each rank writes what it held at each step and at its end, and wh
 """
 
 import contextlib
-import fcntl
 import gc
 import importlib
 import json
@@ -35,6 +34,7 @@ from distlab.run.main import main
 from distlab.run.repairable import RepairableRun
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import RepairSettings
+from distlab_page.records import is_claimed
 
 LESSON = Path(__file__).resolve().parents[1] / os.environ.get("LESSON", "DP/repair/intro_DP_repair.py")
 sys.path.insert(0, str(LESSON.parent))
@@ -75,18 +75,6 @@ def held_at_the_end() -> dict[str, int]:
     while (now := held())["descriptors"] > 1 and time.monotonic() < deadline:
         pass
     return now
-
-
-def can_lock(folder: Path) -> bool:
-    """Return whether another run could claim a folder (`distlab.settings.folders.Claim`)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def await_news(run: TrainingRun[RepairSettings]) -> None:
@@ -172,7 +160,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         lesson.reroute = lambda programs, count, alive, *_, **__: [side_by_side(programs, count)[w] for w in alive]
 
     def close(close: Callable[[], None] = run.close) -> None:
-        found: dict[str, Any] = {"writes": run.is_first, "others may write": run.is_first and can_lock(run.out)}
+        found: dict[str, Any] = {"writes": run.is_first, "has claimed": run.is_first and is_claimed(run.out)}
         close()
         found |= {"steps": holdings, "at the end": held_at_the_end()}
         (run.out / f"held{run.rank}.json").write_text(json.dumps(found))

@@ -129,7 +129,7 @@ def read(folder: Path, has_ended: bool = False) -> Records:
     ledger, memory = (_of_ranks(folder / name, keys) for name, keys in (("ledger.json", ACCOUNT), ("memory.json", ())))
     return Records(
         folder=folder,
-        is_running=not has_ended and _is_claimed(folder),
+        is_running=not has_ended and is_claimed(folder),
         config=config,
         metrics=_of_steps(folder / "metrics.jsonl"),
         trace=trace if trace and trace.steps() else None,
@@ -175,7 +175,7 @@ def _remarks(path: Path) -> list[str]:
     return [line.removeprefix("#").removeprefix(" ") for line in lines if line.startswith("#")]
 
 
-def _is_claimed(folder: Path) -> bool:
+def is_claimed(folder: Path) -> bool:
     """Return whether a run is writing to a folder; it holds a lock on it (`distlab.settings.folders.Claim`)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -27,7 +27,7 @@ def run_with(
     recorded = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert recorded == list(range(steps)), "each step once"
     held = [json.loads(file.read_text()) for file in out.glob("held*.json")]
-    assert [each["others may write"] for each in held if each["writes"]] == [False], "one rank has claimed the folder"
+    assert [each["has claimed"] for each in held if each["writes"]] == [True], "one rank has claimed the folder"
     ends = [each["at the end"] for each in held]
     assert [(end["descriptors"], end["threads"]) for end in ends] == [(1, 1)] * len(ends)
     printed = {line.partition(" ")[0] for line in ended.out.splitlines()}

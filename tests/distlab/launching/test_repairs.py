@@ -114,11 +114,8 @@ def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.Captu
     assert capfd.readouterr().err == sentence
 
 
-def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None:
-    ranks, store, killed = FakeRanks(), Store(), list[int]()
-    exited: dict[int, int] = {}
-    ranks.kill_spare = killed.append  # type: ignore[attr-defined]
-    ranks.exited_spares = lambda: exited  # type: ignore[method-assign]
+def after_a_death(ranks: FakeRanks, store: Store) -> Repairs:
+    """Two replicas of two slices, of which rank 3 has died; there are two spares."""
     ranks.processes |= {2: object(), 3: object()}
     settings: Any = SimpleNamespace(layout={"dp": 2, "tp": 2}, why_lost=lambda _: "")
     repairs = Repairs(settings, spares=2)
@@ -127,6 +124,15 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
     repairs.look()
     del ranks.processes[3]
     ranks.failures[3], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [3]
+    return repairs
+
+
+def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None:
+    ranks, store, killed = FakeRanks(), Store(), list[int]()
+    exited: dict[int, int] = {}
+    ranks.kill_spare = killed.append  # type: ignore[attr-defined]
+    ranks.exited_spares = lambda: exited  # type: ignore[method-assign]
+    repairs = after_a_death(ranks, store)
     repairs.look()
     assert {f"{PLACE}/1", f"{PLACE}/2"} <= store.keys(), "one for each of the two slices"
     store[f"{READY}/newcomer1"] = ""
@@ -140,14 +146,7 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
 
 def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
     ranks, store = FakeRanks(), Store()
-    ranks.processes |= {2: object(), 3: object()}
-    settings: Any = SimpleNamespace(layout={"dp": 2, "tp": 2}, why_lost=lambda _: "")
-    repairs = Repairs(settings, spares=2)
-    repairs.begin(ranks, store, [{}] * 4)  # type: ignore[arg-type]
-    store.update({f"{READY}/{rank}": "" for rank in range(4)})
-    repairs.look()
-    del ranks.processes[3]
-    ranks.failures[3], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [3]
+    repairs = after_a_death(ranks, store)
     for number, alive in ((2, (0, 1)), (1, (0, 1, 2, 3))):
         repairs.look()
         store[f"{READY}/newcomer{number}"] = ""
