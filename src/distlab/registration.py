@@ -33,7 +33,11 @@ def _register() -> None:
 def _create(group: Any, options: Any) -> Any:
     from torch.distributed import is_initialized
 
-    is_first = not is_initialized()
+    is_of_program = options is None and not is_initialized()  # a run of the lab has options, and handles its failures
+    if is_of_program:
+        from distlab.launching import programs
+
+        programs.explain_failures(group.group_rank)
     if group.group_size == 1:
         from distlab.comm import alone
 
@@ -42,10 +46,8 @@ def _create(group: Any, options: Any) -> Any:
         from distlab.rendezvous import groups
 
         made = groups.create(group, options)
-    if is_first and options is None:  # a run of the lab has options, and handles its failures
-        from distlab.launching.programs import look_after
-
-        look_after(made.context)
+    if is_of_program:
+        programs.summarize_at_exit(made.context)
     return made
 
 

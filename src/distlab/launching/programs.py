@@ -28,8 +28,8 @@ class ProgramSettings(WorldSize, RunSettings):
     """ranks"""
 
 
-def look_after(context: Context) -> None:
-    """Make an exception of this process end as a failure of a run does, and print a summary when the process exits."""
+def explain_failures(rank: int) -> None:
+    """Make an exception of this process end as a failure of a run does; call it before the ranks connect."""
     silence_torch_warnings()
     stderr = sys.stderr
 
@@ -38,13 +38,18 @@ def look_after(context: Context) -> None:
         if not isinstance(error, Exception | KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
             return
-        Failure.of(error, context.rank).end()
-
-    def summarize() -> None:
-        if context.rank == 0:
-            say(f"rank 0 waited {context.waited_so_far():.1f} s for other ranks")
-            for line in sent_by_kind(0, context.ledger):
-                say(line)
+        Failure.of(error, rank).end()
 
     sys.excepthook = end
-    atexit.register(summarize)
+
+
+def summarize_at_exit(context: Context) -> None:
+    """Print how long rank 0 has waited and what it has sent when the process exits."""
+
+    def summarize() -> None:
+        say(f"rank 0 waited {context.waited_so_far():.1f} s for other ranks")
+        for line in sent_by_kind(0, context.ledger):
+            say(line)
+
+    if context.rank == 0:
+        atexit.register(summarize)

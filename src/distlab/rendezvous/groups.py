@@ -6,8 +6,11 @@ import torch.distributed as dist
 
 from distlab.comm.context import Context, ContextGroup, Options, first_context
 from distlab.comm.lab_group import LabGroup
+from distlab.comm.waits import TrafficError, reason
 from distlab.machine.processes import is_store_in_launcher
 from distlab.rendezvous.notices import NoticeBoard
+from simplellm.errors import InputError
+from simplellm.exit_status import about_system
 
 
 class WorldGroup(LabGroup):
@@ -32,9 +35,22 @@ def world_group() -> WorldGroup | None:
 
 
 def create(made: Any, options: Options | None) -> LabGroup:
-    """Return the group that torch asks for: the default group, or a group of `new_group`, which shares its context."""
+    """Return the group that torch asks for: the default group, or a group of `new_group`, which shares its context.
+
+    Raises:
+        TrafficError: not all ranks of the default group have connected.
+        InputError: this process may not open as many connections or threads.
+    """
     world = dist.group.WORLD
     if isinstance(world, ContextGroup):
         timeout, transport = world.context.group_timeout, options.transport if options else None
         return LabGroup(world.context, made.store, made.global_ranks_in_group, timeout, transport)
-    return WorldGroup(first_context(made, options), made.store)
+    try:
+        return WorldGroup(first_context(made, options), made.store)
+    except TrafficError:
+        raise
+    except RuntimeError as error:  # of torch's store, gloo or NCCL
+        sentence, told = f"rank {made.group_rank} could not connect to all other ranks", about_system(error)
+        if told:
+            raise InputError(f"{sentence}: {told}") from error
+        raise TrafficError(f"{sentence}: {reason(error)}", error) from error

@@ -22,7 +22,7 @@ from distlab.machine.processes import started_by_torchrun
 from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, RunSettings
 from distlab.settings.folders import RECORDED, Claim, check_out, is_run, new_folder
-from simplellm.errors import InputError, require
+from simplellm.errors import require
 
 
 @dataclass
@@ -126,22 +126,12 @@ def connect(
         describe=grid.describe,
         check=(lambda: None) if settings.can_repair else None,
     )
-    try:
-        dist.init_process_group(
-            "lab",
-            store=store,
-            rank=grid.rank,
-            world_size=len(places),
-            timeout=timedelta(seconds=settings.timeout),
-            pg_options=options,
-        )
-    except (dist.DistError, RuntimeError) as error:
-        from simplellm.exit_status import about_system
-
-        if told := about_system(error):
-            raise InputError(f"rank {grid.rank} could not connect to all other ranks: {told}") from error
-        from distlab.comm.waits import TrafficError, reason
-
-        sentence = f"rank {grid.rank} could not connect to all other ranks: {reason(error)}"
-        raise TrafficError(sentence, error) from error
+    dist.init_process_group(
+        "lab",
+        store=store,
+        rank=grid.rank,
+        world_size=len(places),
+        timeout=timedelta(seconds=settings.timeout),
+        pg_options=options,
+    )
     return context_of()

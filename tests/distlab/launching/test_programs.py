@@ -51,6 +51,14 @@ import distlab
 dist.init_process_group("lab")
 raise TypeError("a fault")
 """
+LATE = """
+import datetime, os, time
+import torch.distributed as dist
+import distlab
+if os.environ["RANK"] == "1":
+    time.sleep(60)
+dist.init_process_group("lab", timeout=datetime.timedelta(seconds=1))
+"""
 
 
 def written(folder: Path, text: str) -> Path:
@@ -83,7 +91,14 @@ def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
     for ended in (finish(program_of_one), fork_launcher(program, "--world-size", "2").finish()):
         assert ended.status == 1
         assert 'raise TypeError("a fault")' in ended.err
-        assert ended.err.splitlines()[-1].endswith("failed: TypeError: a fault")
+        assert ended.err.splitlines()[-1].endswith("failed: TypeError: a fault"), ended.err
+
+
+def test_a_rank_that_does_not_connect_ends_in_a_sentence(tmp_path: Path) -> None:
+    ended = fork_launcher(written(tmp_path, LATE)).finish()
+    assert ended.status == 1
+    assert "Traceback" not in ended.err
+    assert "# rank 0 could not connect to all other ranks: no answer" in ended.err.splitlines()[0]
 
 
 def test_more_threads_than_any_machine_has_are_refused(tmp_path: Path) -> None:
