@@ -91,6 +91,17 @@ def test_a_capacity_drops_the_last_rows_of_each_sequence() -> None:
     assert net.load.sum() == 3 * 8 * 2, "rows that were asked for in training"
 
 
+def test_the_rows_that_are_told_are_those_of_the_largest_pass_of_training() -> None:
+    net, told = mixture_of(Mixture(4, 2)), []
+    for tokens in (4, 6, 2):
+        net(torch.randn(tokens, DMODEL, dtype=torch.float64))
+        told.append(net.most_rows_bytes / net.hidden_dim)
+    with torch.no_grad():
+        net(torch.randn(9, DMODEL, dtype=torch.float64))
+    assert told[0] < told[1] == told[2] == 1.5 * told[0]
+    assert net.most_rows_bytes == 6 * 2 * (DMODEL + 4 * net.hidden_dim) * 8
+
+
 @pytest.mark.parametrize("k", [1, 3, 4])
 def test_equal_experts_are_a_dense_layer(k: int) -> None:
     net, dense = mixture_of(Mixture(4, k)), MLP(DMODEL, HIDDEN).double()

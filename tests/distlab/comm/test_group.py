@@ -268,8 +268,9 @@ shout(torch.ones(2000))
 CALLS = {
     "recv(tensor, 1)": "recv from rank 1",
     "all_reduce(tensor)": "all_reduce from ranks 1 and 2",
-    "all_reduce(tensor, group=PAIR)": "all_reduce from rank 1",
+    "all_reduce(tensor, group=PAIR)": "all_reduce from rank 2",
     "broadcast(tensor, 1)": "broadcast of rank 1 from ranks 1 and 2",
+    "broadcast(tensor, 2, group=PAIR)": "broadcast of rank 2 from rank 2",  # its rank 1
     "reduce(tensor, 0)": "reduce from ranks 1 and 2",
     "barrier()": "barrier from ranks 1 and 2",
     "all_gather_object([None] * 3, tensor)": "all_gather from ranks 1 and 2",
@@ -279,9 +280,9 @@ CALLS = {
 def run_script(rank: int, port: int, end: Barrier, call: str, transport: Transport, name: str) -> str:
     """What rank 0 says when it runs a script that waits for ranks which are silent."""
     context = join(rank, 3, port, options=Options(transport=transport))
-    pair = dist.new_group([0, 1])
+    pair = dist.new_group([0, 2])
     dist.all_reduce(torch.ones(2000))  # which makes shared memory
-    if rank < 2:
+    if rank != 1:
         dist.all_reduce(torch.ones(2000), group=pair)
     dist.barrier()
     said = ""

@@ -1,9 +1,11 @@
 """What a rank's waits say: which one is under way, and why one failed."""
 
+import time
+
 import pytest
 
 from distlab.comm.recorder import Ledger
-from distlab.comm.waits import Waits, reason
+from distlab.comm.waits import Wait, Waits, reason
 
 pytestmark = pytest.mark.quick
 
@@ -25,3 +27,15 @@ def test_an_outer_wait_goes_on_after_an_inner_one() -> None:
 def test_an_error_without_words_is_named_by_its_kind() -> None:
     assert reason(RuntimeError()) == "RuntimeError"
     assert reason(RuntimeError("the first line\nthe second")) == "the first line"
+
+
+@pytest.mark.parametrize("why", ["Timed out waiting 100ms for recv operation to complete", "Connection closed by peer"])
+def test_an_error_of_a_library_is_that_of_the_wait_which_the_library_has_begun(why: str) -> None:
+    waits = Waits(0, 3, Ledger(), "rank {}".format)
+    waits.in_libraries[7] = Wait("bucket 0", "collective", (1, 2)), time.perf_counter() - 3
+    error = waits.failure_of(RuntimeError(why))
+    assert str(error).startswith("rank 0 waited 3.0 s for bucket 0 from ranks 1 and 2: "), error
+    assert waits.failure_of(RuntimeError("shapes differ")) is None
+    waits.in_libraries.clear()
+    error = waits.failure_of(RuntimeError(why))
+    assert (error is None) == ("Timed out" in why), "a time-out of something else, such as of a socket of the script"

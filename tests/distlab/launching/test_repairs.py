@@ -21,6 +21,7 @@ from distlab.rendezvous.survivors import (
     Position,
     Survivor,
     common_position,
+    describe_change,
 )
 from simplellm.errors import InputError
 
@@ -168,3 +169,12 @@ def test_ranks_go_on_where_all_are_and_a_loss_that_one_of_them_knows_counts(
     answers: list[tuple[tuple[int, int], int]], position: tuple[int, int]
 ) -> None:
     assert common_position([Answer(Position(*at), known) for at, known in answers]) == position
+
+
+def test_a_rank_that_has_died_and_is_back_in_the_same_news_is_told_as_both() -> None:
+    """A rank that was busy has missed the news between."""
+    news = News(3, (0, 2, 1), {"1": 2, "2": 1}, {"1": "was terminated by SIGKILL", "2": "failed: no memory"}, 0.0)
+    told = describe_change(news, {0: 0, 1: 0, 2: 1}, "rank {}".format)
+    assert told == "rank 1 was terminated by SIGKILL; rank 1 is back"
+    news = News(4, (0, 1), news.newcomers, news.gone, 0.0)
+    assert describe_change(news, {0: 0, 1: 2, 2: 1}, "rank {}".format) == "rank 2 failed: no memory"

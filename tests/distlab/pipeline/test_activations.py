@@ -91,6 +91,17 @@ def test_a_tensor_kept_by_hand_counts_while_it_is_held_and_once() -> None:
     assert (kept.now_bytes, kept.peak_bytes) == (0, 32 + 8)
 
 
+def test_what_is_still_kept_counts_among_the_most_since_the_last_look() -> None:
+    kept = SavedActivations([])
+    holds = [kept.keep(torch.ones(8)), kept.keep(torch.ones(2))]
+    assert kept.take_recent_peak() == 40
+    holds.pop()
+    assert kept.take_recent_peak() == 40, "it was there until now"
+    assert kept.take_recent_peak() == 32
+    holds.append(kept.keep(torch.ones(1)))
+    assert kept.take_recent_peak() == 36
+
+
 def test_a_rehearsal_leaves_no_trace() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     collected: list[Tensor] = []

@@ -39,6 +39,11 @@ def test_ranks_that_hold_the_same_share_a_line() -> None:
     ]
 
 
+def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_path: Path) -> None:
+    memory.keep(tmp_path / "memory.json", [[9, 9, 0, 0, 0, 1, 1], [8, 8, 0, 0, 0, 4, 4], [7, 7, 0, 0, 0, 5, 5]])
+    assert memory.read_largest(tmp_path) == [8, 8, 0, 0, 0, 4]
+
+
 def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
     script, held = "PP/schedules/intro_PP_schedules.py", []
     for flags in ([], ["--trace"]):
