@@ -96,19 +96,27 @@ def test_learns(tmp_path: Path) -> None:
     assert train(tmp_path, 1, 1, *flags)[-1][-1] / 128 > 0.85
 
 
-def test_the_time_of_validation_is_no_steps(tmp_path: Path) -> None:
-    def work() -> list[float]:
-        script, clock, spent = load("tp_tensor_parallel"), time.perf_counter, list[float]()
+def test_the_time_of_validation_is_no_steps_and_training_goes_on_as_before(tmp_path: Path) -> None:
+    def work() -> tuple[list[float], list[bool]]:
+        script, clock, spent, drops = load("tp_tensor_parallel"), time.perf_counter, list[float](), list[bool]()
         time.perf_counter = lambda: clock() + sum(spent)  # only in this fork
-        script.validate = lambda *_: spent.append(1000)
+        validate = script.validate
+
+        def validate_slowly(run: Run[Any], net: nn.Module, *others: Any) -> None:
+            validate(run, net, *others)
+            drops.append(net.training)
+            spent.append(1000)
+
+        script.validate = validate_slowly
         flags = [*SAMPLE, "--world-size", "1", "--tp", "1", "--master-port", str(free_port()), "--out", str(tmp_path)]
         current: Run[Any] = Run(parse(script.DEFAULTS, "", ["0", *flags]), Path(script.__file__))
         script.train(current)
-        return [json.loads(line)["seconds"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [json.loads(line)["seconds"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()], drops
 
-    seconds = in_a_fork(work)
+    seconds, drops = in_a_fork(work)
     assert len(seconds) == 8
     assert max(seconds) < 1000
+    assert drops == [True, True]
 
 
 def test_launch_prints_losses_and_accuracy(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from support.terminals import fork_launcher
 from distlab.launch import launch
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.skeleton import write_out
-from distlab_exercises.submissions import exercise_of
+from distlab_exercises.submissions import exercise_of, taken_from_the_lab
 from simplellm.errors import InputError
 
 
@@ -222,6 +222,22 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         assert re.search(rf"^{student} +{name} +{result}", told, re.MULTILINE | re.IGNORECASE)
     assert f"# not graded: {course}/bob/notes.ipynb: is a notebook; a .py file can be checked" in told
     assert "# 1 of 3 files of broadcast: not-written: not written yet: write broadcast_naive" in told
+
+
+def test_imports_that_the_file_of_an_exercise_does_not_have_are_told(tmp_path: Path) -> None:
+    path = hand_in(tmp_path / "mine.py", "pp-gpipe")
+    assert taken_from_the_lab(EXERCISES["pp-gpipe"], path) == []
+    more = """import math, intro_DP_GA
+from intro_PP_microbatches import run_program
+from distlab.pipeline.schedules import gpipe
+from mine import gpipe
+solution = __import__("distlab.pipeline.auto")
+"""
+    path.write_text(path.read_text() + more)
+    found = ["distlab.pipeline.auto", "distlab.pipeline.schedules.gpipe", "intro_DP_GA"]
+    assert taken_from_the_lab(EXERCISES["pp-gpipe"], path) == [*found, "intro_PP_microbatches.run_program"]
+    path.write_text("from distlab import")
+    assert taken_from_the_lab(EXERCISES["pp-gpipe"], path) == [], "it cannot be read: another sentence says so"
 
 
 def test_a_course_has_not_passed_while_a_file_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
