@@ -1,10 +1,10 @@
-"""Compare two runs of the same training: the first step, parameter, rank and factor at which they part.
+"""Compare two runs of the same training: the first step, parameter, rank and factor at which they diverge.
 
     distlab compare RUN_A RUN_B
     distlab compare RUN_A --with-one-process
 
 Both runs may have any layout. They are compared by the gradients and weights that --record-gradients has recorded, else
-by their checkpoints. RUN_B counts as right. The exit status is 0 if the runs are equal, 1 if they part.
+by their checkpoints. RUN_B counts as right. The exit status is 0 if the runs are equal, 1 if they diverge.
 """
 
 import json
@@ -32,7 +32,7 @@ from distlab.settings.resume import ResumePolicy, marked
 from distlab.settings.training import TrainSettings
 from distlab_compare.records import Records
 from distlab_compare.runs import Pair
-from distlab_compare.saved import by_step, first_parting
+from distlab_compare.saved import by_step, first_divergence
 from simplellm import command_line
 from simplellm.errors import InputError, require
 
@@ -122,11 +122,11 @@ def _compared(own: Run, right: Run, tolerance: float) -> tuple[int, list[str]]:
         both = f"{own.folder} has recorded {_shown(own.records.steps)}, {right.folder} {_shown(right.records.steps)}"
         require(bool(pair.steps), f"{both}: there is no step that both have; record them again from the same step")
         require_same_parameters(own, right, pair.steps[0])
-        if within := Pair(right.records, right.records, tolerance).first_parting():
+        if within := Pair(right.records, right.records, tolerance).first_divergence():
             told = f"the ranks of {right.folder}, which counts as right, part among each other:"
             return 1, [told, *within.sentences]
-        if parting := pair.first_parting():
-            return 1, [f"{names} part in step {parting.step}:", *parting.sentences]
+        if divergence := pair.first_divergence():
+            return 1, [f"{names} diverge in step {divergence.step}:", *divergence.sentences]
         equal = f"{names} are equal: losses, gradients and weights of {_shown(pair.steps)}"
         return 0, [equal, f"largest relative difference: {pair.largest:.1g} (tolerance {tolerance:g})"]
     saved = by_step(own.folder), by_step(right.folder)
@@ -139,7 +139,7 @@ def _compared(own: Run, right: Run, tolerance: float) -> tuple[int, list[str]]:
     steps = [step for step in saved[0] if step in saved[1]]
     kept = ", ".join(f"{run.folder} {_shown([*each])}" for run, each in zip((own, right), saved, strict=True))
     require(bool(steps), f"no two checkpoints are of the same step ({kept}); give both the same --save-every")
-    sentences = first_parting(*saved, steps, tolerance)
+    sentences = first_divergence(*saved, steps, tolerance)
     told = f"{names} {'part:' if sentences else f'are equal: weights in the checkpoints of {_shown(steps)}'}"
     return int(bool(sentences)), [told, *sentences]
 

@@ -1,4 +1,4 @@
-"""The first step at which two recorded runs part: the tensors that differ there, on which ranks, and by which factor.
+"""The first step at which two recorded runs diverge: the tensors that differ there, on which ranks, and by which factor.
 
 In each step, losses are compared first, then gradients, then the weights after the update. All ranks of a run are
 compared with the whole tensors of the other run, which may have a different layout.
@@ -24,8 +24,8 @@ BEGINNINGS = {  # of sentences, by what differs
 
 
 @dataclass(frozen=True)
-class Parting:
-    """A step at which two runs part.
+class Divergence:
+    """A step at which two runs diverge.
 
     Attributes:
         step: its number.
@@ -74,30 +74,30 @@ class Pair:
         both = [step for step in self.run.steps if step in self.other.steps]
         return [step for step in both if all(one.names(step, "gradient") for one in (self.run, self.other))]
 
-    def first_parting(self) -> Parting | None:
-        """Return the first step at which the runs part; None if they are equal in all steps."""
+    def first_divergence(self) -> Divergence | None:
+        """Return the first step at which the runs diverge; None if they are equal in all steps."""
         for step in self.steps:
-            if step == self.steps[0] and (parting := self.parting("start", step)):
-                return parting
-            parting, loss = self.parting("gradient", step), self._loss(step)
-            if parting:
-                return replace(parting, sentences=[*loss, *parting.sentences])
+            if step == self.steps[0] and (divergence := self.divergence("start", step)):
+                return divergence
+            divergence, loss = self.divergence("gradient", step), self._loss(step)
+            if divergence:
+                return replace(divergence, sentences=[*loss, *divergence.sentences])
             if loss:
-                return Parting(step, loss, [])
+                return Divergence(step, loss, [])
             self._note_unsure(step)
             has_weights = step + 1 in self.run.steps and step + 1 in self.other.steps
-            if has_weights and (parting := self.parting("weights", step)):
-                return parting
+            if has_weights and (divergence := self.divergence("weights", step)):
+                return divergence
         return None
 
-    def parting(self, what: str, step: int) -> Parting | None:
-        """Return how the runs part in what a step has: "gradient", or the weights before ("start") or after it."""
+    def divergence(self, what: str, step: int) -> Divergence | None:
+        """Return how the runs diverge in what a step has: "gradient", or the weights before ("start") or after it."""
         kind, at = ("gradient", step) if what == "gradient" else ("weights", step + (what == "weights"))
         if not (found := self._differing(kind, at)):
             return None
         left_out = self._negligible if kind == "gradient" else set()
         held = [set(rank.names(kind)) - left_out for rank in self.run.ranks(at)]
-        return Parting(step, tell(BEGINNINGS[what].format(step), found, self.run.describe, held), found)
+        return Divergence(step, tell(BEGINNINGS[what].format(step), found, self.run.describe, held), found)
 
     def _loss(self, step: int) -> list[str]:
         own, right = (losses.get(step) for losses in self._losses)

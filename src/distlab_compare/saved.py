@@ -1,4 +1,4 @@
-"""The first checkpoint in which two runs part; a checkpoint has each tensor once, whichever ranks held it."""
+"""The first checkpoint in which two runs diverge; a checkpoint has each tensor once, whichever ranks held it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def by_step(run: Path) -> Mapping[int, Saved]:
     return dict(sorted(found.items()))
 
 
-def first_parting(
+def first_divergence(
     own: Mapping[int, Saved], right: Mapping[int, Saved], steps: Sequence[int], tolerance: float
 ) -> list[str]:
     """Return sentences about the first of some steps whose checkpoints differ; none if all are equal.

@@ -44,8 +44,8 @@ class Comparison(Pair):
         for step in range(self.count):
             self._expect_loss(step, losses)
             for what in ["weights"] if weights_only else ["gradient", "weights"]:
-                if parting := self.parting(what, step):
-                    raise Wrong(parting.differences[0].mistake.name, *parting.sentences)
+                if divergence := self.divergence(what, step):
+                    raise Wrong(divergence.differences[0].mistake.name, *divergence.sentences)
         return f"losses, {'' if weights_only else 'gradients, '}weights of {self.count} steps"
 
     def expect_right_data(self) -> None:
@@ -80,10 +80,10 @@ class Comparison(Pair):
             expect(name in trained, "zero", f"no rank trains the parameter {name}: its requires_grad is False")
 
     def _expect_right_start(self) -> None:
-        parting = self.parting("start", 0)
-        if parting is None:
+        divergence = self.divergence("start", 0)
+        if divergence is None:
             return
-        first = parting.differences[0]
+        first = divergence.differences[0]
         weights = f"the weights {first.name} on {self.describe(first.rank)}"
         told = f"step 0: something has changed {weights} before optimizer.step(), which alone should change them"
         expect(first.name not in self.reports[first.rank].facts["changed_early"], "changed-early", told)
@@ -102,7 +102,7 @@ class Comparison(Pair):
             mistake = shares.name_loss(losses[step], expected, n, m)
             told = f"{losses[step]:.6f} instead of {expected:.6f}"
             sentence = mistake.sentence
-            if not self.parting("gradient", step):
+            if not self.divergence("gradient", step):
                 sentence += "; the gradients are right, so only the loss that run.log prints is wrong"
             elif mistake.name == "loss" and self.trial.layout.get("pp", 1) > 1:
                 sentence += ", or a stage gets activations that are not final"

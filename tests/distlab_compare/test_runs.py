@@ -13,7 +13,7 @@ from distlab.run.recording import file_of
 from distlab_compare.command import Request, Run, compare
 from distlab_compare.records import Records
 from distlab_compare.runs import Pair
-from distlab_compare.saved import Saved, first_parting
+from distlab_compare.saved import Saved, first_divergence
 from simplellm.errors import InputError
 
 SHAPE = 4, 2  # of the weight; two ranks hold two rows each
@@ -39,10 +39,10 @@ def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_pat
     record(tmp_path / "one", 0, {"gradient.weight": shares.mean(0), **kept})
     run = Records(tmp_path / "run", {"layout": {"dp": 2, "tp": 2}, "world_size": 4})
     one = Records(tmp_path / "one", {"layout": {}, "world_size": 1})
-    parting = Pair(run, one, tolerance=1e-4).first_parting()
-    assert parting is not None
+    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
+    assert divergence is not None
     told = "step 0: the gradient of weight on all ranks looks as if rank 1's share was lost; the others count 2 times"
-    assert parting.sentences[0].startswith(told)
+    assert divergence.sentences[0].startswith(told)
 
 
 def test_another_shape_is_told(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
         metadata={"parts": json.dumps({"gradient.weight": ([3], [([0], [3])])})},
     )
     run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
-    parting = Pair(run, one, tolerance=1e-4).first_parting()
-    assert parting is not None
-    assert parting.sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
+    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
+    assert divergence is not None
+    assert divergence.sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
 
 
 def test_an_element_whose_gradient_was_rounding_once_may_have_any_weight_from_then_on(tmp_path: Path) -> None:
@@ -70,10 +70,10 @@ def test_an_element_whose_gradient_was_rounding_once_may_have_any_weight_from_th
             record(tmp_path / name, 0, {"gradient.weight": gradient, "weights.weight": weights[step]}, step=step)
         record(tmp_path / name, 0, {"weights.weight": weights[2]}, step=2)
     run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
-    assert Pair(run, one, tolerance=1e-4, has_moments=True).first_parting() is None
-    parting = Pair(run, one, tolerance=1e-4).first_parting()
-    assert parting is not None
-    assert parting.step == 0
+    assert Pair(run, one, tolerance=1e-4, has_moments=True).first_divergence() is None
+    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
+    assert divergence is not None
+    assert divergence.step == 0
 
 
 def test_steps_of_a_layout_with_more_ranks_are_not_those_of_a_resumed_run(tmp_path: Path) -> None:
@@ -102,11 +102,11 @@ def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(tmp_p
         record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.full(SHAPE, 1 + 5e-4)}, step=step)
         record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.ones(SHAPE)}, step=1 - step)
     first, second, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run0", "run1", "one"))
-    parting = Pair(first, one, tolerance=1e-4, has_moments=True).first_parting()
-    assert parting is not None
-    assert parting.step == 0
-    assert Pair(second, one, tolerance=1e-4, has_moments=True).first_parting() is None
-    assert Pair(second, one, tolerance=1e-4).first_parting() is not None
+    divergence = Pair(first, one, tolerance=1e-4, has_moments=True).first_divergence()
+    assert divergence is not None
+    assert divergence.step == 0
+    assert Pair(second, one, tolerance=1e-4, has_moments=True).first_divergence() is None
+    assert Pair(second, one, tolerance=1e-4).first_divergence() is not None
 
 
 @pytest.mark.parametrize("change", [0.5, 3])
@@ -116,10 +116,10 @@ def test_an_update_of_another_size_is_told_with_its_factor(change: float, tmp_pa
         record(tmp_path / name, 0, {"gradient.weight": start, "weights.weight": start})
         record(tmp_path / name, 0, {"weights.weight": start - 0.1 * factor}, step=1)
     run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
-    parting = Pair(run, one, tolerance=1e-4).first_parting()
-    assert parting is not None
+    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
+    assert divergence is not None
     told = f"after step 0: the weights weight on rank 0 have changed by {change:g} times as much as they should"
-    assert parting.sentences[0].startswith(told)
+    assert divergence.sentences[0].startswith(told)
 
 
 def test_ranks_of_the_right_run_that_part_among_each_other_are_told(
@@ -158,7 +158,7 @@ class Kept(Saved):
 
 def test_how_much_too_much_a_weight_has_changed_since_the_checkpoint_before() -> None:
     own, right = ({2: Kept(2, 1.0), 4: Kept(4, weight)} for weight in (1.6, 1.2))
-    [told] = first_parting(own, right, [2, 4], tolerance=1e-4)
+    [told] = first_divergence(own, right, [2, 4], tolerance=1e-4)
     assert told.startswith("after 4 steps: the weights weight, as rank 0 wrote them, are 1.333 times what they should")
     assert told.endswith("since step 2, weight has changed by 3 times as much as it should")
 
