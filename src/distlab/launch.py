@@ -27,26 +27,31 @@ from typing import NoReturn
 from distlab.launching.launcher_flags import FLAGS, refuse_to_tell
 from distlab.machine.limits import BINDING, binding
 from distlab.machine.processes import leave
-from distlab.run.commands import LAB, LAUNCHER
+from distlab.run.commands import LAB, launcher
 from distlab.subcommands import FUNCTIONS, SUBCOMMANDS, run_subcommand
 from simplellm.errors import InputError, require
 from simplellm.exit_status import status_of
 
-TOPOLOGIES = {  # a script, and flags that are placed before the user's own
+TOPOLOGIES = {  # in the order of the chapters: a script, and flags that are placed before the user's own
     "quickstart": "DP/gradient_aggr/intro_DP_GA.py --world-size 2 --batch-size 2 --dmodel 128 --num-heads 4 "
     "--n-layers 4 --lr 2e-3 --steps 2400 --data sample --save-every 800 --tell 'Once upon a time'",
     "hello": "primer/hello.py",
     "primer": "primer/intro.py",
     "dp-ga": "DP/gradient_aggr/intro_DP_GA.py",
-    "dp-repair": "DP/repair/intro_DP_repair.py",
-    "dp-buckets": "DP/buckets/intro_DP_buckets.py",
     "dp-wa": "DP/weight_aggr/intro_DP_WA.py",
     "diloco": "DP/diloco/intro_DP_DiLoCo.py",
     "streaming-diloco": "DP/streaming/intro_DP_Streaming.py",
+    "collectives": "collectives/intro_collectives.py",
+    "compare-collectives": "collectives/compare_collectives.py",
+    "mpi": "mpi/mpi-test.py",
+    "dp-buckets": "DP/buckets/intro_DP_buckets.py",
     "ddp": "DP/ddp/intro_DP_DDP.py",
     "mydp": "DP/mydp/intro_DP_MyDP.py",
-    "dp-zero": "DP/zero/intro_DP_ZeRO.py",
-    "dp-fsdp": "DP/fsdp/intro_DP_FSDP.py",
+    "race": "primer/race.py",
+    "dist": "primer/dist.py",
+    "mlp": "primer/mlp.py",
+    "mlp-ddp": "DP/ddp/mlp_ddp.py",
+    "mlp-mydp": "DP/mydp/mlp_mydp.py",
     "pp-1f1b": "PP/1F1B/intro_PP_1F1B.py",
     "pp-gpipe": "PP/microbatches/intro_PP_microbatches.py --schedule gpipe",
     "pp-dapple": "PP/microbatches/intro_PP_microbatches.py --schedule dapple",
@@ -55,22 +60,17 @@ TOPOLOGIES = {  # a script, and flags that are placed before the user's own
     "pp-zbv": "PP/schedules/intro_PP_schedules.py --schedule zb-v",
     "tp": "TP/intro_TP.py",
     "tp-styles": "TP/intro_TP_styles.py",
+    "sentiment": "TP/sentiment/tp_tensor_parallel.py",
+    "hybrid": "hybrid/intro_hybrid.py",
+    "dp-zero": "DP/zero/intro_DP_ZeRO.py",
+    "dp-fsdp": "DP/fsdp/intro_DP_FSDP.py",
+    "5d": "hybrid/intro_5d.py",
+    "deadlock": "PP/deadlock/intro_deadlock.py",
     "cp": "CP/intro_CP.py",
     "cp-ring": "CP/intro_CP_ring.py",
     "ep": "EP/intro_EP.py",
-    "sentiment": "TP/sentiment/tp_tensor_parallel.py",
-    "hybrid": "hybrid/intro_hybrid.py",
-    "5d": "hybrid/intro_5d.py",
+    "dp-repair": "DP/repair/intro_DP_repair.py",
     "hybrid-repair": "hybrid/intro_hybrid_repair.py",
-    "collectives": "collectives/intro_collectives.py",
-    "compare-collectives": "collectives/compare_collectives.py",
-    "mlp": "primer/mlp.py",
-    "mlp-ddp": "DP/ddp/mlp_ddp.py",
-    "mlp-mydp": "DP/mydp/mlp_mydp.py",
-    "race": "primer/race.py",
-    "dist": "primer/dist.py",
-    "mpi": "mpi/mpi-test.py",
-    "deadlock": "PP/deadlock/intro_deadlock.py",
 }
 QUICKSTART = "Start here: dp-ga with a small model, some minutes on two cores; then the model tells a story."
 
@@ -86,7 +86,7 @@ def launch(args: list[str], prog: str | None = None) -> int:
     if args[:1] == ["launch"]:
         args = args[1:]
     if not args or args[0] in ("-h", "--help"):
-        print(f"{LAUNCHER} <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
+        print(f"{launcher()} <topology> [flags]   starts all ranks; --help after a topology's name lists its flags\n")
         for name in TOPOLOGIES:
             script, flags = find_script(name)
             first_line = (ast.get_docstring(ast.parse(script.read_bytes())) or "").partition("\n")[0]
@@ -96,13 +96,13 @@ def launch(args: list[str], prog: str | None = None) -> int:
             print(f"\nand {when}:")
             for name, (_, about) in subcommands.items():
                 print(f"  {name:<16} {about}")
-        print(f"\nflags of {LAUNCHER.removeprefix('./')} itself:\n{FLAGS}", end="")
+        print(f"\nflags of {Path(launcher()).name} itself:\n{FLAGS}", end="")
         return 0
     if args[0] in FUNCTIONS:
         raise_interrupts()
         return run_subcommand(args[0], args[1:])
     script, flags = find_script(args[0])
-    prog, args = prog or f"{LAUNCHER} {args[0]}", [*flags, *args[1:]]
+    prog, args = prog or f"{launcher()} {args[0]}", [*flags, *args[1:]]
     if re.search(rb"^(from|import) mpi4py", script.read_bytes(), re.MULTILINE):
         become_mpirun(script, args)
     unbind()

@@ -7,7 +7,7 @@ A module is imported only when one of its subcommands is requested.
 import importlib
 from collections.abc import Sequence
 
-from distlab.run.commands import LAUNCHER
+from distlab.run.commands import launcher
 from simplellm.errors import InputError
 
 # By heading, in the order in which they are listed. Each function is called with the arguments and the usage's program.
@@ -36,7 +36,7 @@ SUBCOMMANDS = {
         "import": ("distlab.exchange.import_hf:command", "Make a Hugging Face Llama a run to resume: import DIR OUT"),
     },
     "after a run": {
-        "compare": ("distlab_compare.command:command", "Where two runs of the same training diverge: compare RUN_A RUN_B"),
+        "compare": ("distlab_compare.command:command", "Find where two runs of a training diverge: compare RUN_A RUN_B"),
         "page": ("distlab_page.command:command", "Write a run as a page, an HTML file: page RUN [OTHER RUN]"),
         "figures": ("distlab_figures.command:command", "Draw a figure of runs, such as their losses."),
         "export": ("distlab.exchange.export:command", "Write a run's model for Hugging Face: export RUN DIR"),
@@ -59,4 +59,4 @@ def run_subcommand(name: str, args: Sequence[str]) -> int:
         if error.name != package:
             raise
         raise InputError(f"{name} needs the package {package}, which is not installed beside distlab") from None
-    return getattr(found, function)(args, f"{LAUNCHER} {name}") or 0
+    return getattr(found, function)(args, f"{launcher()} {name}") or 0

@@ -1,4 +1,4 @@
-"""The first step at which two recorded runs diverge: the tensors that differ there, on which ranks, and by which factor.
+"""The first step at which two recorded runs diverge: which tensors differ there, on which ranks, and by which factor.
 
 In each step, losses are compared first, then gradients, then the weights after the update. All ranks of a run are
 compared with the whole tensors of the other run, which may have a different layout.

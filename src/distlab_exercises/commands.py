@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distlab.run.commands import LAUNCHER
+from distlab.run.commands import launcher
 from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.skeleton import write_out
 from distlab_exercises.submissions import exercise_of, handed_in, name_of, read, shown, taken_from_the_lab
@@ -20,7 +20,6 @@ from distlab_exercises.verdict import Verdict
 from simplellm.errors import InputError, require
 
 MY = Path("my")  # which git ignores
-NOTHING = f"has no file of an exercise; {LAUNCHER} exercise writes them"
 
 
 def exercise(args: Sequence[str], prog: str) -> int:
@@ -48,8 +47,8 @@ def exercise(args: Sequence[str], prog: str) -> int:
             path.unlink()  # or it would be mistaken for someone's work
         raise InputError(f"{path}: cannot write there ({error.strerror}); give another folder") from error
     print(f"# wrote {path}: the task is at its top")
-    print(f"# check it: {LAUNCHER} check {shlex.quote(str(path))}")
-    print(f"# get a hint: {LAUNCHER} hint {wanted.name}")
+    print(f"# check it: {launcher()} check {shlex.quote(str(path))}")
+    print(f"# get a hint: {launcher()} hint {wanted.name}")
     return 0
 
 
@@ -161,7 +160,7 @@ def grade(args: Sequence[str], prog: str) -> int:
     found = {file.exercise.name for file in files if file.exercise is not None}
     asked = {_find(name).name for name in given.exercise} if given.exercise else found
     exercises = [each for each in EXERCISES.values() if each.name in asked]
-    require(bool(found or (asked and students)), f"{given.folder}: {NOTHING}")
+    require(bool(found or (asked and students)), no_exercise(given.folder))
     for path in (path for path in (given.csv, given.json) if path is not None):
         try:
             path.touch(exist_ok=False)
@@ -174,6 +173,10 @@ def grade(args: Sequence[str], prog: str) -> int:
     return 0 if grade_course(files, students, exercises, at_once, given.csv, given.json) else 1
 
 
+def no_exercise(path: Path) -> str:
+    return f"{path}: has no file of an exercise; {launcher()} exercise writes them"
+
+
 def _find(name: str) -> Exercise:
     require(name in EXERCISES, f"{name}: no such exercise; there are {', '.join(EXERCISES)}")
     return EXERCISES[name]
@@ -183,14 +186,14 @@ def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
     """Return the files among paths, and the files below folders that solve an exercise or have the name of `wanted`."""
     found: list[Path] = []
     for path in paths:
-        require(path.exists(), f"{path}: there is no such file; ./launch.sh exercise NAME writes one")
+        require(path.exists(), f"{path}: there is no such file; {launcher()} exercise NAME writes one")
         inside = [] if path.is_dir() else [path]
         for file in (file for file in handed_in(path) if file.path.suffix == ".py"):
             if file.exercise is not None or (wanted is not None and file.path.name == wanted.file_name):
                 inside.append(file.path)
             else:
                 print(f"# skipped {file.why}", file=sys.stderr)
-        require(bool(inside), f"{path}: {NOTHING}")
+        require(bool(inside), no_exercise(path))
         found += inside
     return found
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from distlab.run.commands import LAB, LAUNCHER
+from distlab.run.commands import LAB, launcher
 from distlab_exercises.catalogue import Exercise
 
 WIDTH = 112  # of the task's lines
@@ -166,11 +166,11 @@ def _with_docstring(text: str, exercise: Exercise, path: Path) -> str:
         for part in exercise.task.strip().split("\n\n")
     )
     file = shlex.quote(str(path)).replace("\\", "\\\\").replace('"""', r"\"\"\"")  # for a shell, in a docstring
-    ends = [f"check it    {LAUNCHER} check {file}", f"get a hint  {LAUNCHER} hint {exercise.name}"]
+    ends = [f"check it    {launcher()} check {file}", f"get a hint  {launcher()} hint {exercise.name}"]
     if exercise.script and "DEFAULTS" in text:
         settings = exercise.trials[0].settings if exercise.trials else {}
         flags = "".join(f" --{name} {value}" for name, value in settings.items() if isinstance(value, str))
-        ends.append(f"run it      {LAUNCHER} {file}{flags}")  # such as --schedule gpipe
+        ends.append(f"run it      {launcher()} {file}{flags}")  # such as --schedule gpipe
     ends.append(f"read        {exercise.chapter}")
     commands = "\n".join(f"    {line}" for line in ends)
     return (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.run.commands import LAUNCHER
+from distlab.run.commands import launcher
 from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.skeleton import write_out
 from simplellm.errors import InputError, require
@@ -53,7 +53,7 @@ def exercise_of(path: Path, by_script: bool = True) -> Exercise:
         InputError: it is none of these, or cannot be read.
     """
     if (name := name_of(read(path))) is not None:
-        require(name in EXERCISES, f"{path}: {name}: no such exercise; {LAUNCHER} exercise lists them")
+        require(name in EXERCISES, f"{path}: {name}: no such exercise; {launcher()} exercise lists them")
         return EXERCISES[name]
     same = [each for each in EXERCISES.values() if each.file_name == path.name]
     named = [each for each in same if each.name == path.absolute().parent.name]

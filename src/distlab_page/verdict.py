@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from distlab.run.commands import launcher
 from distlab_page.records import Records, in_words
 from distlab_page.tables import MOST_ROWS, Json, evenly_spaced, shown_of, table
 
@@ -48,7 +49,7 @@ def verdict(run: Records, other: Records) -> Json:
     elif worst <= close:
         text = (
             f"Close to {who}, but not the same run: {'; '.join(parts)}, more than the {same:g} of rounding in {dtype}. "
-            f"./launch.sh compare {run.folder} {other.folder} finds the first difference, in runs with "
+            f"{launcher()} compare {run.folder} {other.folder} finds the first difference, in runs with "
             "--record-gradients."
         )
     rows = [(step, a, b, differences.get(step)) for step, a, b in evenly_spaced(shared, MOST_ROWS)]

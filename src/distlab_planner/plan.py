@@ -16,7 +16,7 @@ from distlab.launching.command import lab_command
 from distlab.machine.limits import asked_threads
 from distlab.parallel.division import Kind
 from distlab.pipeline.schedules import AUTO, schedule_names
-from distlab.run.commands import LAUNCHER
+from distlab.run.commands import launcher
 from distlab.run.terminal import counted
 from distlab.settings.common import as_flag, require_positive, shown_as
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, Choices, Shard
@@ -167,7 +167,7 @@ def plan(request: PlanRequest) -> None:
     print()
     on_hosts = host_flags(request.ranks, machine)
     for number, row in enumerate(found.rows, start=1):
-        print(f"{number:<3} {shlex.join([LAUNCHER, *command_of(row, request, model), *on_hosts])}")
+        print(f"{number:<3} {shlex.join([launcher(), *command_of(row, request, model), *on_hosts])}")
     if request.vocab_size is not None:
         print(f"\nadd --tokenizer, with a SentencePiece model of {request.vocab_size:,} pieces")
     if on_hosts:

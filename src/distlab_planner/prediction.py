@@ -10,6 +10,7 @@ from distlab.comm.recorder import StepTime
 from distlab.machine.devices import pick_device_type
 from distlab.machine.limits import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
+from distlab.run.commands import launcher
 from distlab.settings.common import as_flag
 from distlab.settings.replicas import LocalStepsSettings, WrappedSettings
 from distlab.settings.stages import StageSettings
@@ -96,7 +97,8 @@ class Prediction:
     def sentence(self) -> str:
         """Return the predicted time of a step in words."""
         is_measured = self.costs.machine.measured_for(self.costs.model.sizes, self.costs.layout.size("tp"))
-        estimated = "" if is_measured else " (passes of this model were not measured there, but estimated)"
+        measure = f"{launcher()} calibrate {self.machine_file}, with the model's flags, measures them"
+        estimated = "" if is_measured else f" (passes of this model were not measured there, but estimated; {measure})"
         shown = ", ".join(f"{milliseconds(seconds)} {what}" for what, seconds in self.parts.items() if seconds)
         return f"by {self.machine_file}{estimated}, a step should take {milliseconds(self.step.seconds)}: {shown}"
 

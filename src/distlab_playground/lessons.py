@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distlab.launching.command import lab_command
-from distlab.run.commands import LAB, LAUNCHER
+from distlab.run.commands import LAB, launcher
 from distlab.subcommands import FUNCTIONS
 from distlab_page.records import Records
 from distlab_page.records import read as read_records
@@ -69,7 +69,7 @@ class Lesson:
 
     def shown(self) -> list[str]:
         """Return the commands as they are typed."""
-        return [f"{LAUNCHER} {command}" for command in self.commands.values()]
+        return [f"{launcher()} {command}" for command in self.commands.values()]
 
     def run(self) -> dict[str, Outcome]:
         """Run all commands, and leave no files. Raises `InputError` if one fails."""
@@ -90,7 +90,7 @@ def run_command(command: str, folder: Path) -> Outcome:
     done = subprocess.run(
         lab_command(*words, *["--out", str(folder)] * is_run), check=False, capture_output=True, text=True
     )
-    require(done.returncode == 0, f"{LAUNCHER} {command}: failed: {(done.stderr or done.stdout).strip()[-500:]}")
+    require(done.returncode == 0, f"{launcher()} {command}: failed: {(done.stderr or done.stdout).strip()[-500:]}")
     return Outcome(done.stdout, read_records(folder) if is_run else None)
 
 

@@ -218,6 +218,7 @@ def test_a_run_ends_well_if_its_machine_has_gone(machine: Path) -> None:
 def test_a_run_prints_both(machine: Path, tmp_path: Path) -> None:
     train_on(1, "primer/intro.py", tmp_path / "run", *SMALL, "--steps", "5", "--machine", str(machine))
     text = (tmp_path / "run/rank0.log").read_text()
-    assert f"# by {machine} (passes of this model were not measured there, but estimated), a step should take " in text
+    assert f"# by {machine} (passes of this model were not measured there, but estimated; " in text
+    assert f" calibrate {machine}, with the model's flags, measures them), a step should take " in text
     assert "# a step took " in text
     assert "# computing: predicted " in text

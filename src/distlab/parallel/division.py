@@ -19,7 +19,8 @@ def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None
     for flag, heads in (("--num-heads", num_heads), ("--num-kv-heads", num_kv_heads)):
         if heads is not None and heads % ranks:
             what = f"{flag} {heads} among {ranks} tensor-parallel ranks: all ranks must hold the same number of heads"
-            raise InputError(f"{what}; give a multiple of {ranks}, or a number of ranks that divides {heads}")
+            fewer = f", or a number of ranks that divides {heads}" if heads > 1 else ""
+            raise InputError(f"{what}; give a multiple of {ranks}{fewer}")
 
 
 def padded_length(seq: int, ranks: int, order: Order) -> int:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _CHAPTERS = Path(__file__).resolve().parents[1] / "chapters"  # in a wheel, see setup.py
 LAB = _CHAPTERS if _CHAPTERS.exists() else Path(__file__).resolve().parents[3]
-LAUNCHER = "./launch.sh" if (LAB / "launch.sh").exists() else "distlab"
 TEMPERATURE = 0.5  # small models write readable stories at this temperature
 # Environment variables of ranks under launch.sh: its arguments, and a file in which rank 0 notes the run's folder.
 LAUNCHED_AS, NOTE_OF_FOLDER = "LAB_LAUNCHED_AS", "LAB_NOTE_OF_FOLDER"
@@ -32,7 +31,7 @@ def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -
     `saved` is the number of steps at its last checkpoint; None if it wrote none.
     """
     yield f"draw the loss: {_shown(*_python(), '-m', 'distlab.figures', 'losses', out / 'losses.png', out)}"
-    yield f"see the run as a page: {_shown(*_launcher(), 'page', out)}"
+    yield f"see the run as a page: {_shown(launcher(), 'page', out)}"
     if saved is not None and settings.architecture == LLAMA:
         command = _shown(*_python(), LAB / "primer/tell_story.py", out)
         yield f"tell a story: {command} --prompt 'Once upon a time' --temperature {TEMPERATURE} --seed 1"
@@ -62,7 +61,7 @@ def _started_as(*replaced: str) -> list[str | Path]:
         parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}")
     _, args = parser.parse_known_args(sys.argv[1:] if launched is None else shlex.split(launched))
     if launched is not None:
-        return [*_launcher(), *args]
+        return [launcher(), *args]
     if started_by_torchrun():
         torchrun = ["torchrun"] if shutil.which("torchrun") else [*_python(), "-m", "torch.distributed.run"]
         return [*torchrun, "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], sys.argv[0], *args]
@@ -74,8 +73,10 @@ def own_command() -> str:
     return _shown(*_started_as())
 
 
-def _launcher() -> list[str]:
-    return [os.path.join(".", _short(LAB / "launch.sh")) if LAUNCHER == "./launch.sh" else LAUNCHER]
+def launcher() -> str:
+    """Return the command that starts the lab, as it is typed in the current folder."""
+    script = LAB / "launch.sh"
+    return os.path.join(".", _short(script)) if script.exists() else "distlab"
 
 
 def _python() -> list[str | Path]:
