@@ -35,7 +35,7 @@ from turns import each
 from distlab.axes.layout import layout_size
 from distlab.checkpoints.format import Checkpoint, candidates
 from distlab.launch import find_script
-from distlab.launching.start import read_script_for
+from distlab.settings.scripts import read_script_for
 from simplellm import command_line
 
 SHAPE = "--data sample --device cpu --dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24".split()

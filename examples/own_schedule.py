@@ -1,6 +1,6 @@
 """A schedule of one's own: GPipe's, but each stage takes the last micro-batch back first.
 
-    python -m distlab.show_schedule examples/own_schedule.py --stages 3 --micro-batches 4
+    ./launch.sh show-schedule examples/own_schedule.py --stages 3 --micro-batches 4
     ./launch.sh pp-gpipe --schedule examples/own_schedule.py --steps 20
 
 It is the order of the backward passes in the GPipe paper (Huang et al., arXiv 1811.06965). The function's name is the

@@ -196,7 +196,7 @@ def test_the_table_of_flags_is_complete_and_its_defaults_are_right() -> None:
     ("schedule", "flags"), [("gpipe", ""), ("dapple", ""), ("zb-h1", ""), ("dapple", " --recompute")]
 )
 def test_the_tables_of_ticks_are_those_of_the_schedules(schedule: str, flags: str) -> None:
-    command = f"`python -m distlab.show_schedule {schedule}{flags}`"
+    command = f"`./launch.sh show-schedule {schedule}{flags}`"
     shown = text(Path("PP/README.md")).partition(command)[2].partition("```text\n")[2].partition("\n```")[0]
     assert shown.splitlines() == [
         line for line in show(Request(schedule, recompute=bool(flags))) if not line.startswith("#")

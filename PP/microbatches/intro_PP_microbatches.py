@@ -5,7 +5,7 @@
 
 While stage 1 computes micro-batch 0, stage 0 already computes micro-batch 1. The schedule is the order of a stage's
 forward and backward passes: a list, which a function in distlab.pipeline.schedules returns and `run_program` follows.
-`python -m distlab.show_schedule dapple --stages 3 --micro-batches 6` shows it. PP/schedules/intro_PP_schedules.py runs
+`./launch.sh show-schedule dapple --stages 3 --micro-batches 6` shows it. PP/schedules/intro_PP_schedules.py runs
 schedules with other actions too, on an executor that overlaps; it takes over if a flag asks for that, or for --trace.
 """
 
@@ -31,15 +31,15 @@ MORE = "../schedules/intro_PP_schedules.py"  # has the other schedules
 
 
 def run_program(
-    program: Sequence[Action], net: nn.Module, parts: Sequence[Tensor], width: int, ways: Sequence[dist.ProcessGroup]
+    program: Sequence[Action], net: nn.Module, parts: Sequence[Tensor], width: int, groups: Sequence[dist.ProcessGroup]
 ) -> list[Tensor]:
     """Run a stage's program, for example [F0, F1, B0, B1]; return the shares of the loss on the last stage.
 
     Args:
         parts: the micro-batches, token ids (batch, seq): the input of the first stage, the targets of the last.
-        ways: the groups for activations (batch, seq, width) to the next stage, and for gradients to the previous one.
+        groups: one for activations (batch, seq, width) to the next stage, one for gradients to the previous stage.
     """
-    stage, last, (forward, back) = dist.get_rank(), dist.get_world_size() - 1, ways
+    stage, last, (forward, back) = dist.get_rank(), dist.get_world_size() - 1, groups
     kept: dict[int, tuple[Tensor, Tensor]] = {}  # from a micro-batch's forward pass to its backward pass
     losses: list[Tensor] = []
     # In DAPPLE, neighbors send to each other at the same time. `dist.send` would wait until the other one receives, so
@@ -86,11 +86,11 @@ def train(run: TrainingRun[PlainPipelineSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options())  # the same on all ranks
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    ways = dist.new_group(), dist.new_group()  # NCCL sends a group's messages in order, whatever their direction
+    groups = dist.new_group(), dist.new_group()  # NCCL sends a group's messages in order, whatever their direction
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
-        losses = run_program(program, net, batch.chunk(args.micro_batches), args.dmodel, ways)
+        losses = run_program(program, net, batch.chunk(args.micro_batches), args.dmodel, groups)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()

@@ -36,7 +36,7 @@ SUBCOMMANDS = {
         "import": ("distlab.exchange.import_hf:command", "Make a Hugging Face Llama a run to resume: import DIR OUT"),
     },
     "after a run": {
-        "compare": ("distlab_compare.command:command", "Find where two runs of a training diverge: compare RUN_A RUN_B"),
+        "compare": ("distlab_compare.command:command", "Find where two runs diverge: compare RUN_A RUN_B"),
         "page": ("distlab_page.command:command", "Write a run as a page, an HTML file: page RUN [OTHER RUN]"),
         "figures": ("distlab_figures.command:command", "Draw a figure of runs, such as their losses."),
         "export": ("distlab.exchange.export:command", "Write a run's model for Hugging Face: export RUN DIR"),

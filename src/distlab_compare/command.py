@@ -21,7 +21,6 @@ import tyro
 from distlab.axes.layout import layout_flags, replicas_in
 from distlab.checkpoints import LLAMA
 from distlab.launching.command import lab_command
-from distlab.launching.start import read_script
 from distlab.run.commands import LAB
 from distlab.run.logs import METRICS
 from distlab.run.steps import STOP_AFTER
@@ -29,6 +28,7 @@ from distlab.settings.common import RunSettings, as_flag, as_json, shown_as
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.folders import CONFIG, is_run
 from distlab.settings.resume import ResumePolicy, marked
+from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
 from distlab_compare.records import Records
 from distlab_compare.runs import Pair

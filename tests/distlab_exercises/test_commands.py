@@ -15,6 +15,7 @@ from support.processes import LAB
 from support.terminals import fork_launcher
 
 from distlab.launch import launch
+from distlab.run.commands import launcher
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.skeleton import write_out
 from distlab_exercises.submissions import exercise_of, taken_from_the_lab
@@ -36,10 +37,10 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
         assert f"{chapter}: {page}" in listed[: listed.index(f"  {name} ")].split("\n\n")[-1], "listed by chapter"
         assert launch(["exercise", name, str(tmp_path / name)]) == 0
         (path,) = (tmp_path / name).iterdir()
-        assert f"./launch.sh check {path}" in capsys.readouterr().out
+        assert f"{launcher()} check {path}" in capsys.readouterr().out
         text = path.read_text()
         compile(text, str(path), "exec")
-        assert text.count(f"./launch.sh check {path}") == 1
+        assert text.count(f"{launcher()} check {path}") == 1
         hints = []
         for number in range(1, len(exercise.hints) + 1):
             assert launch(["hint", name, str(number)]) == 0
@@ -67,9 +68,9 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("exercise pp-dapple other", "holds the exercise pp-gpipe; give another folder, such as other/pp-dapple"),
         ("exercise dp-ga taken/intro_DP_GA.py", "is not a folder"),
         ("hint dp-ga 9", "dp-ga has the hints 1 to 3"),
-        ("hint dp-ga x", "./launch.sh hint: argument number"),
-        ("check", "./launch.sh check: the following arguments are required"),
-        ("check nothing.py", "nothing.py: there is no such file; ./launch.sh exercise NAME writes one"),
+        ("hint dp-ga x", "launch.sh hint: argument number"),
+        ("check", "launch.sh check: the following arguments are required"),
+        ("check nothing.py", "nothing.py: there is no such file; "),
         ("check other.py", "does not say which exercise it solves; give --exercise, one of dp-ga"),
         ("check other/intro_DP_GA.py", "other/intro_DP_GA.py: dp-gaa: no such exercise"),
         ("check empty", "has no file of an exercise"),

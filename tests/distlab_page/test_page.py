@@ -43,7 +43,7 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
         metrics = [*right.metrics[:-1], right.metrics[-1] | {"loss": right.metrics[-1]["loss"] * factor}]
         page = contents(replace(right, metrics=metrics), right)["verdict"]
         assert (page["is_same"], page["text"][: len(text)]) == (is_same, text)
-        assert ("./launch.sh compare" in page["text"]) == text.startswith("Close")
+        assert ("launch.sh compare" in page["text"]) == text.startswith("Close")
     other = contents(read(killed), read(alone))["verdict"]
     assert other["is_same"] is None
     assert "tokens in a step 48 and 96" in other["text"]

@@ -17,9 +17,9 @@ from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import find_script, launch
 from distlab.launching.launcher_flags import assign_ranks, read_flags
-from distlab.launching.start import read_script
 from distlab.machine.devices import Place
 from distlab.settings.hybrid import HybridSettings
+from distlab.settings.scripts import read_script
 from distlab_planner import calibrate, plan, search
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import Choices, layouts

@@ -9,11 +9,11 @@ from support.planner_machines import cluster
 
 from distlab.comm.recorder import StepTime
 from distlab.launch import find_script
-from distlab.launching.start import read_script_for
 from distlab.pipeline.schedules import all_stages
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import BucketSettings, ZeRO1Settings
+from distlab.settings.scripts import read_script_for
 from distlab.settings.stages import PipelineSettings, StageSettings
 from distlab.settings.training import TrainSettings
 from distlab_planner.machine import AllReduce, write_machine

@@ -21,7 +21,7 @@ import tyro
 
 from distlab import launch
 from distlab.checkpoints.models import write_model
-from distlab.launching.start import read_script_for
+from distlab.settings.scripts import read_script_for
 from distlab.subcommands import FUNCTIONS
 from distlab_exercises.verdict import Verdict
 from distlab_figures import command as figures
@@ -126,10 +126,6 @@ def check_one(words: list[str], folder: Path) -> None:
             launched(["calibrate", *args[2:]])
         elif args[0] == "-m":
             run_module(args[1], args[2:])
-            if args[1] == "simplellm.train_tokenizer":  # later commands may read it
-                model = Path(args[args.index("--out") + 1])
-                model.parent.mkdir(exist_ok=True)
-                shutil.copy(SHIPPED_MODEL, model)
         else:
             run_script(folder / args[0], args[1:])
     else:
@@ -174,6 +170,10 @@ def launched(args: list[str]) -> None:
     finally:
         if args[:1] == ["calibrate"] and not args[1].startswith("-"):  # later commands may read it
             shutil.copy(LAB / "docs/machines/cluster.json", args[1])
+        if args[:1] == ["tokenizer"]:
+            model = Path(args[args.index("--out") + 1])
+            model.parent.mkdir(exist_ok=True)
+            shutil.copy(SHIPPED_MODEL, model)
         if resume is not None:
             shutil.rmtree(resume)
 

@@ -111,14 +111,6 @@ def run_ranks(
     return status
 
 
-def count_threads() -> int:
-    """Return the number of this process's threads, started by Python or not; 0 where the system does not report it."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 0
-
-
 def root_cause(failures: Mapping[int, RankFailure], grid: Grid) -> tuple[int, str, bool]:
     """Return the exit status and a sentence for the rank that failed first, except for lost peers and our own SIGTERM.
 

@@ -7,82 +7,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from distlab.axes.layout import SLICES
 from distlab.checkpoints.format import latest_valid
 from distlab.launching.launcher_flags import assign_ranks, read_flags, refuse_to_tell
-from distlab.launching.local_ranks import count_threads, run_ranks
+from distlab.launching.local_ranks import run_ranks
 from distlab.launching.programs import ProgramSettings
 from distlab.machine.memory_limits import memory_bytes
 from distlab.run.commands import LAB, TEMPERATURE
 from distlab.run.terminal import say
-from distlab.settings.common import MOST_RANKS, RunSettings, parse
+from distlab.settings.common import MOST_RANKS, RunSettings
 from distlab.settings.folders import new_folder
 from distlab.settings.replicas import RepairFlag
+from distlab.settings.scripts import read_script_for
 from distlab.settings.training import TrainSettings
-from simplellm.errors import FlagError, InputError, require
+from simplellm.errors import InputError, require
 from simplellm.generation import prompt_ids
 from simplellm.tokenizers import SPTokenizer
-
-
-@dataclass(frozen=True)
-class Script:
-    """A script that launch.sh can start."""
-
-    path: Path
-    defaults: RunSettings
-    description: str
-    has_threads: bool  # its import has started threads, which forks of this process would lack
-    more: Path | None = None  # the script that also has the flags of later chapters; see `distlab.run.main.main`
-
-    def parse(self, args: list[str], prog: str) -> RunSettings:
-        """Return the script's settings for `args`; a wrong flag is reported here, before any rank starts."""
-        return parse(self.defaults, self.description, args, prog, self.more)
-
-
-def read_script(path: Path) -> Script:
-    """Run a script as an imported module, for its `DEFAULTS` and anything else it registers, such as a schedule.
-
-    Ranks that are forks of this process then have the script's imports.
-
-    Raises:
-        InputError: the script has no `DEFAULTS`, or they are not `RunSettings`.
-    """
-    module = ModuleType("launched_script")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # annotations of its settings are looked up there
-    sys.path.insert(0, str(path.parent))  # as Python does for a script
-    threads = count_threads()
-    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)  # noqa: S102  # the user asks for it
-    defaults = getattr(module, "DEFAULTS", None)
-    if not isinstance(defaults, RunSettings):
-        raise InputError(f"{path}: launch.sh needs a script with DEFAULTS, a distlab.settings.common.RunSettings")
-    more = path.parent / module.MORE if hasattr(module, "MORE") else None
-    return Script(path, defaults, module.__doc__ or path.stem, count_threads() > threads, more)
-
-
-def read_script_for(path: Path, args: list[str], prog: str) -> tuple[Script, RunSettings]:
-    """Return the script that accepts these flags, with its settings: the one at this path, or the one it names as more.
-
-    Raises:
-        InputError: as in `read_script`; or no script accepts the flags.
-    """
-    script, refusals = read_script(path), list[InputError]()
-    while True:
-        try:
-            settings = script.parse(args, prog)
-        except InputError as error:
-            refusals.append(error)
-            if script.more is None or not script.more.exists():  # the sentence on a value says more than one on flags
-                raise next((one for one in reversed(refusals) if not isinstance(one, FlagError)), error) from None
-            script = read_script(script.more)
-            continue
-        if refusals:
-            say(f"these flags are those of {script.path.name}, which runs now")
-        return script, settings
 
 
 def has_defaults(path: Path) -> bool:
@@ -115,6 +57,8 @@ def start(path: Path, args: list[str], prog: str) -> int:
         nodes = assign_ranks(own, program.layout, program.master_addr)
         return run_ranks(path, args, program, nodes, own.max_restarts)
     script, settings = read_script_for(path, args, prog)
+    if script.path != path:
+        say(f"these flags are those of {script.path.name}, which runs now")
     path = script.path
     if own.tell is not None:
         trained = check_story(own.tell, settings, path.name)

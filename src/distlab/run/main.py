@@ -18,9 +18,7 @@ from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, WorldSize, parse
 from distlab.settings.training import TrainSettings
-from simplellm.errors import FlagError, InputError, open_streams
-
-REFUSAL = "refusal"  # in a script that runs in place of another one: the other's error about a value, if it had one
+from simplellm.errors import InputError, open_streams
 
 
 def main(work: Callable[[Any], None], defaults: RunSettings, description: str | None) -> NoReturn:
@@ -41,19 +39,17 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         silence_torch_warnings()
         if started_by_torchrun() and isinstance(defaults, WorldSize):
             defaults.world_size = int(os.environ["WORLD_SIZE"])
+        args = [*sys.argv[1:], *flags_to_resume()]
         names = getattr(work, "__globals__", {})
         more = script.parent / names["MORE"] if "MORE" in names else None
         try:
-            settings = parse(defaults, description or script.stem, [*sys.argv[1:], *flags_to_resume()], more=more)
-            if REFUSAL in names and os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has its terminal
-                say(f"these flags are those of {script.name}, which runs now")
-        except InputError as error:
-            refusal = error
-            if isinstance(error, FlagError):  # the sentence on a value, of an earlier script, says more
-                refusal = names.get(REFUSAL) or error
-            if more is None or not more.exists():
-                raise refusal from None
-            become(more, None if isinstance(refusal, FlagError) else refusal)
+            settings = parse(defaults, description or script.stem, args, more=more)
+        except InputError:
+            if more is None:
+                raise
+            from distlab.settings.scripts import read_script_for
+
+            become(read_script_for(script, args)[0].path)
         if NEWCOMER in os.environ:
             from distlab.run.repairable import await_place
 
@@ -96,11 +92,12 @@ def warn_of_other_checkout(script: Path) -> None:
             say(f"this run uses the library in {used}, not in {own}: start it with ./launch.sh, or PYTHONPATH={own}")
 
 
-def become(script: Path, refusal: InputError | None) -> NoReturn:
+def become(script: Path) -> NoReturn:
     """Run another script instead, with the same flags."""
+    if os.environ.get("RANK", "0") == "0":  # without torchrun, each rank has its terminal
+        say(f"these flags are those of {script.name}, which runs now")
     sys.argv[0] = str(script)
-    sys.path.insert(0, str(script.parent))
-    runpy.run_path(sys.argv[0], {REFUSAL: refusal}, run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
     leave(0)
 
 

@@ -115,7 +115,7 @@ EXERCISES = [
         sent, run autograd, and send the gradient of what was received.
 
         Given: `action.micro_batch` is the number of an action's micro-batch, and `isinstance(action, Forward)` tells
-        its kind; the stage's number is its rank. Activations are (*x.shape, width). `ways` has two groups: give the
+        its kind; the stage's number is its rank. Activations are (*x.shape, width). `groups` has two groups: give the
         first to `dist.isend` and `dist.recv` for activations, the second for gradients, as in `dist.recv(tensor, rank,
         group)`. The loss of a micro-batch is `causalLLMLoss(outputs, x, vocabulary)`, divided by their number; return
         the list of them, on the last stage. In the schedule dapple, two neighbors send to each other at the same

@@ -8,8 +8,9 @@ from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES, find_script
-from distlab.launching.start import read_script, tell_story, whole_sentences
+from distlab.launching.start import tell_story, whole_sentences
 from distlab.settings.common import RunSettings
+from distlab.settings.scripts import read_script
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
 

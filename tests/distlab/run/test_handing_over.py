@@ -7,7 +7,7 @@ from support.chapters import MODEL, TRAINING, train_on
 from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
-from distlab.launching.start import read_script_for
+from distlab.settings.scripts import read_script_for
 
 pytestmark = pytest.mark.quick
 GA, DILOCO = "DP/gradient_aggr/intro_DP_GA.py", "DP/diloco/intro_DP_DiLoCo.py"
