@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.page_numbers import STEPS
-from support.processes import LAUNCH, children, finish, process_of, start, wait_for
+from support.processes import children, finish, process_of, start_server, wait_for
 from support.terminals import fork_launcher
 
 from distlab.comm.recorder import PART, STEP, Event
@@ -83,7 +83,7 @@ def heeded_ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(alone: Path, heeded_ctrl_c: None) -> Iterator[str]:
-    process = start(*LAUNCH, "page", alone, "--serve")
+    process = start_server("page", alone, "--serve")
     assert process.stdout is not None
     yield process.stdout.readline().split()[1]
     process.send_signal(signal.SIGINT)

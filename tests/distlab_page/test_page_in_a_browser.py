@@ -27,7 +27,7 @@ from support.page_in_browser import (
     unknown,
 )
 from support.page_numbers import lines
-from support.processes import LAUNCH, finish, start
+from support.processes import finish, start_server
 
 from distlab.reports import style
 from distlab.settings.folders import Claim
@@ -135,7 +135,7 @@ def test_a_served_page_follows_the_run(killed: Path, browser: Browser, tmp_path:
     folder = tmp_path / "run"
     shutil.copytree(killed, folder)
     (folder / "launcher.log").unlink()
-    claim, process = Claim(folder), start(*LAUNCH, "page", folder, "--serve")
+    claim, process = Claim(folder), start_server("page", folder, "--serve")
     assert process.stdout is not None
     try:
         address = process.stdout.readline().split()[1]

@@ -5,7 +5,6 @@ import math
 import re
 import signal
 import socket
-import sys
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from urllib.request import Request, urlopen
 import pytest
 from support.browser import CHROMIUM, Browser, Page
 from support.notebooks import MARIMO, outputs
-from support.processes import finish, start
+from support.processes import finish, start_server
 
 from distlab.comm.link import Link
 from distlab.pipeline.plan import Plan, simulate
@@ -276,7 +275,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
     """Of a playground that knows one run."""
-    playground = start(sys.executable, "-m", "distlab.launch", "playground", "--no-browser", cwd=folder)
+    playground = start_server("playground", "--no-browser", cwd=folder)
     try:
         assert playground.stdout is not None
         yield playground.stdout.readline().split()[1]

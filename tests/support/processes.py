@@ -210,6 +210,12 @@ def start(*command: object, cwd: Path = LAB, **environment: str) -> "subprocess.
     )
 
 
+def start_server(*args: object, cwd: Path = LAB) -> "subprocess.Popen[str]":
+    """Start `./launch.sh` with a command that serves until Ctrl-C. Linux ends it when these tests are killed."""
+    program = "import signal; from distlab import launch; from distlab.machine.processes import end_with_parent"
+    return start(sys.executable, "-c", f"{program}; end_with_parent(signal.SIGKILL); launch.main()", *args, cwd=cwd)
+
+
 class Started(Protocol):
     """What `subprocess.Popen` and `terminals.Fork` have in common."""
 
