@@ -6,15 +6,14 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.processes import Ended, Started, alive, children, finish, process_of, start, wait_for, wait_for_steps
-from support.terminals import Fork, fork_launcher, terminals
+from support.processes import Ended, Started, alive, children, finish, process_of, wait_for, wait_for_steps
+from support.terminals import Fork, fork_launcher, fork_python, terminals
 
 from distlab.rendezvous.notices import SECONDS_BETWEEN_LOOKS
 
@@ -190,7 +189,7 @@ def test_a_rank_without_memory_in_terminals(victim: int, tmp_path: Path) -> None
 def launched(tmp_path: Path, victim: int, *command: str, timeout: int = LONG_TIMEOUT) -> Iterator[tuple[Started, int]]:
     """A run that trains for ever, by default under launch.sh, and the process of one of its ranks."""
     flags = [*TINY, "--timeout", str(timeout), "--out", str(tmp_path)]
-    launcher = start(*command, *flags) if command else fork_launcher("hybrid", *FOUR_RANKS, *flags)
+    launcher = fork_python(*command, *flags) if command else fork_launcher("hybrid", *FOUR_RANKS, *flags)
     try:
         wait_for_steps(tmp_path, launcher)
         yield launcher, process_of(victim, children(launcher.pid))
@@ -211,7 +210,7 @@ def test_a_killed_rank_under_the_launcher(tmp_path: Path) -> None:
 
 def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
     """Which gives the size of the world; it trains by a schedule of one's own."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", MICRO_BATCHES)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", MICRO_BATCHES)
     with launched(tmp_path, 1, *torchrun, "--schedule", "examples/own_schedule.py") as (launcher, rank):
         config = json.loads((tmp_path / "config.json").read_text())
         assert (config["world_size"], Path(config["settings"]["schedule"]).name) == (2, "own_schedule.py")
@@ -223,7 +222,7 @@ def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", DDP)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", DDP)
     with launched(tmp_path, 0, *torchrun) as (launcher, rank):
         os.kill(rank, signal.SIGSTOP)
         launcher.kill()

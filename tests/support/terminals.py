@@ -73,7 +73,7 @@ def fork_launcher(*args: object, namespace: str = "", **environment: str) -> For
 
 def fork_python(*command: object, **environment: str) -> Fork:
     """`python` with one of the lab's scripts, or with -m and a module, and its arguments."""
-    return _fork(lambda: _run(*map(str, command)), environment)
+    return _fork(lambda: _run(*map(str, command)), {"PYTHONPATH": str(LAB / "src"), **environment})
 
 
 def fork_command(command: Sequence[str], before: Callable[[], object], **environment: str) -> Fork:

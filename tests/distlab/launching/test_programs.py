@@ -3,12 +3,11 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from support.processes import finish, free_port, run, start
-from support.terminals import fork_launcher
+from support.processes import children, finish, free_port, process_of, start, wait_for
+from support.terminals import fork_launcher, fork_python
 
 from distlab.run.logs import human_bytes
 
@@ -78,7 +77,7 @@ def test_torchs_ddp_is_counted_and_summed_up(tmp_path: Path) -> None:
 
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
     program = written(tmp_path, PLAIN.format(steps=2))
-    ended = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
+    ended = fork_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program).finish()
     assert ended.status == 0, ended.err
     assert "# rank 0 sent" in ended.out
 
@@ -108,15 +107,11 @@ def test_more_threads_than_any_machine_has_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    launcher = fork_launcher(written(tmp_path, PLAIN.format(steps=10**9)))
-    ranks: dict[str, int] = {}
-    deadline = time.monotonic() + 30
-    while "rank 1" not in ranks and time.monotonic() < deadline:
-        time.sleep(0.1)
-        for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-            ranks[Path(f"/proc/{pid}/comm").read_text().strip()] = int(pid)
-    time.sleep(2)
-    os.kill(ranks["rank 1"], signal.SIGKILL)
+    told = tmp_path / "it trains"
+    program = PLAIN.format(steps=10**9).replace("print(step, flush=True)", f"open({str(told)!r}, 'w').close()")
+    launcher = fork_launcher(written(tmp_path, program))
+    assert wait_for(told.exists, 30)
+    os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish()
     assert ended.status != 0
     assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"

@@ -60,7 +60,7 @@ def test_a_script_that_computes_when_it_is_imported(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     computed = "import torch; torch.set_num_threads(2); (torch.ones(500, 500) @ torch.ones(500, 500)).exp().sum()"
     script.write_text(PIPELINE.format(before=computed))
-    flags = [*TINY, "--steps", "1", "--out", tmp_path / "run"]
+    flags = [*TINY, "--world-size", "1", "--steps", "1", "--out", tmp_path / "run"]
     ended = fork_launcher(script, *flags, OMP_NUM_THREADS="2").finish()
     assert ended.status == 0, ended.err
 
