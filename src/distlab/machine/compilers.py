@@ -1,5 +1,6 @@
 """The compiler that torch.compile needs on this machine."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -19,6 +20,13 @@ def require_compiler() -> None:
 
 
 def import_compiler() -> None:
-    """Import torch's compiler, which takes seconds."""
+    """Import torch's compiler, which takes seconds, and have it find out for which instructions it can compile.
+
+    It tries each kind in processes of their own; forks of this process know the result.
+    """
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    with contextlib.suppress(OSError):  # a cache that cannot be written; the ranks say so
+        pick_vec_isa()
