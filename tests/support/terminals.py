@@ -76,8 +76,11 @@ def fork_python(*command: object, **environment: str) -> Fork:
     return _fork(lambda: _run(*map(str, command)), {"PYTHONPATH": str(LAB / "src"), **environment})
 
 
-def fork_command(command: Sequence[str], before: Callable[[], object], **environment: str) -> Fork:
-    """A command line of launch.sh, or of Python with a script or a module; `before` is called in the fork."""
+def fork_command(command: Sequence[str], before: Callable[[], object], *outputs: IO[bytes], **environment: str) -> Fork:
+    """A command line of launch.sh, or of Python with a script or a module; `before` is called in the fork.
+
+    It writes to files of its own, unless two other files are given for its standard output and its errors.
+    """
 
     def program() -> None:
         before()
@@ -87,7 +90,7 @@ def fork_command(command: Sequence[str], before: Callable[[], object], **environ
             launcher.main()
         _run(*command[1:])
 
-    return _fork(program, environment)
+    return _fork(program, environment, *outputs)
 
 
 @contextmanager
@@ -120,10 +123,11 @@ def unshare(kind: int, *commands: str) -> None:
         subprocess.run(command.split(), check=True)
 
 
-def _fork(program: Callable[[], object], environment: Mapping[str, str]) -> Fork:
+def _fork(program: Callable[[], object], environment: Mapping[str, str], *outputs: IO[bytes]) -> Fork:
     before_forks()
     collect_before_a_fork()
-    return Fork(program, {**os.environ, **environment}, *(tempfile.TemporaryFile() for _ in range(2)))
+    outputs = outputs or tuple(tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
+    return Fork(program, {**os.environ, **environment}, *outputs)
 
 
 def _run(script: str, *args: str) -> None:

@@ -5,7 +5,6 @@ import io
 import os
 import pty
 import re
-import shlex
 import signal
 import struct
 import sys
@@ -14,11 +13,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from subprocess import DEVNULL, Popen
+from typing import IO
 
 import pytest
 from support.processes import LAB
-from support.terminals import fork_python
+from support.terminals import fork_command, fork_python
 
 from distlab.run.progress import Progress, human_time
 from distlab.run.terminal import RankOutput
@@ -175,17 +174,21 @@ def screen(text: str) -> list[str]:
     return lines
 
 
-def on_terminal(*command: object, deadline: float = 180, **environment: str) -> tuple[int, str]:
-    """Run a command on a terminal of its own: its exit status, and all that it wrote there."""
+def on_terminal(*command: object, printed: IO[bytes] | None = None, term: str = "xterm") -> tuple[int, str]:
+    """Run a command on a terminal of its own: its exit status, and all that it wrote there.
+
+    Its standard output may be another file, `printed`.
+    """
     own, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
-    env = {**os.environ, "PYTHONPATH": str(LAB / "src"), "OMP_NUM_THREADS": "1", "TERM": "xterm", **environment}
-    for size in ("COLUMNS", "LINES"):
-        env.pop(size, None)
-    words = [str(part) for part in command]
-    process = Popen(words, cwd=LAB, env=env, stdin=DEVNULL, stdout=its, stderr=its, start_new_session=True)
-    os.close(its)
-    killer = threading.Timer(deadline, os.killpg, (process.pid, signal.SIGKILL))
+
+    def forget_size() -> None:
+        for size in ("COLUMNS", "LINES"):
+            os.environ.pop(size, None)
+
+    with os.fdopen(its, "wb") as terminal:
+        process = fork_command([*map(str, command)], forget_size, printed or terminal, terminal, TERM=term)
+    killer = threading.Timer(180, os.killpg, (process.pid, signal.SIGKILL))
     killer.start()
     written = b""
     with suppress(OSError):  # EIO: all that had it open have ended
@@ -234,11 +237,15 @@ def test_what_a_killed_rank_leaves_on_a_terminal_is_erased(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", ["a dumb terminal", "standard output in a pipe"])
 def test_what_cannot_be_erased_is_not_drawn(how: str, tmp_path: Path) -> None:
     flags = [*TINY, "--steps", "3", "--out", tmp_path / "run"]
+    command = [sys.executable, "primer/intro.py", *flags]
     if how == "a dumb terminal":
-        status, written = on_terminal(sys.executable, "primer/intro.py", *flags, TERM="dumb")
+        status, written = on_terminal(*command, term="dumb")
     else:
-        command = shlex.join(map(str, [sys.executable, "primer/intro.py", *flags]))
-        status, written = on_terminal("bash", "-o", "pipefail", "-c", f"{command} | cat")
+        pipe, end = os.pipe()
+        with os.fdopen(end, "wb") as into_pipe:
+            status, shown = on_terminal(*command, printed=into_pipe)
+        with os.fdopen(pipe) as out_of_pipe:
+            written = out_of_pipe.read() + shown
     assert status == 0, written
     assert "\x1b" not in written
     lines = (tmp_path / "run/rank0.log").read_text().splitlines()
