@@ -10,6 +10,8 @@ from support.repairs import DIES_IN, SHAPE, STEPS, run_with
 from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
+from distlab.launching import local_ranks
+from distlab.launching.forks import fork_ranks
 from distlab.settings.common import parse
 from distlab.settings.replicas import RepairSettings
 
@@ -99,7 +101,11 @@ def test_without_the_rows_of_the_dead_the_losses_differ(expected: list[float], t
     assert abs(own[DIES_IN] - expected[DIES_IN]) > 0.1
 
 
-def test_after_a_death_before_the_first_step_all_ranks_start_again(expected: list[float], tmp_path: Path) -> None:
+def test_after_a_death_before_the_first_step_all_ranks_start_again(
+    expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As forks, which a run without `--max-restarts` has for its first start alone."""
+    monkeypatch.setattr(local_ranks, "fork_ranks", lambda script, count: fork_ranks(script, 2 * count))
     run_with([(1, -1, 0, "SIGKILL")], tmp_path / "run", LESSON, *FLAGS)
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
 
@@ -156,15 +162,15 @@ def test_a_rank_whose_weights_have_changed_ends_and_is_replaced_from_another(
     assert losses(out) == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_rank_holds_after_six_deaths_what_it_held_before(tmp_path: Path) -> None:
-    out, places = tmp_path / "run", (1, 2, 1, 2, 1, 2)  # whose spares come back at once, behind rank 0
+def test_a_rank_holds_after_four_deaths_what_it_held_before(tmp_path: Path) -> None:
+    out, places = tmp_path / "run", (1, 2, 1, 2)  # whose spares come back at once, behind rank 0
     deaths = [(rank, 6 + 3 * number, number, "SIGKILL") for number, rank in enumerate(places)]
-    flags = [*FLAGS, *"--steps 30 --spares 6 --transport shared".split()]
-    printed = run_with(deaths, out, LESSON, *flags, steps=30, ALL_BACK="1")
-    assert printed.count(" is back") == 6
+    flags = [*FLAGS, *"--steps 24 --spares 4 --transport shared".split()]
+    printed = run_with(deaths, out, LESSON, *flags, steps=24, ALL_BACK="1")
+    assert printed.count(" is back") == 4
     assert " times as long, 1.00 by the plan for " in printed, "it is compared with the steps before the first death"
     held = json.loads((out / "held0.json").read_text())["steps"]
-    assert held["2"] == held["9"] == held["29"]
+    assert held["2"] == held["9"] == held["23"]
 
 
 def test_a_spare_that_finds_no_weights_does_not_end_the_run_as_if_it_were_complete(tmp_path: Path) -> None:
