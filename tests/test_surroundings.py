@@ -37,14 +37,21 @@ def can_unshare(*flags: str) -> bool:
     )
 
 
-def test_no_module_of_the_current_folder_is_imported(tmp_path: Path) -> None:
-    """Such as a stranger's model folder; an empty entry of PYTHONPATH is the current folder, too."""
+def test_no_module_of_the_current_folder_is_imported_and_an_old_locale_and_few_open_files_end_no_run(
+    tmp_path: Path,
+) -> None:
+    """The folder may be a stranger's model; an empty entry of PYTHONPATH is that folder, too.
+
+    The soft limit on open files is raised.
+    """
+    old: dict[str, Any] = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_PROC_BIND": "false"}
     for name in ("queue", "random", "copy", "numpy", "runpy", "re", "torch", "pip", "venv", "simplellm"):
         (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w').close(); raise SystemExit(3)")
     for command, entry in (([LAUNCH], ""), (TWO, "::/nowhere:")):
-        ended = run(*command, cwd=tmp_path, PYTHONPATH=entry)
+        ended = in_shell(f"ulimit -Sn 30; exec {shown(*command)}", tmp_path, PYTHONPATH=entry, **old)
         assert not list(tmp_path.glob("ran-*"))
         assert ended.status == 0, ended.err
+        assert "OMP_PROC_BIND" not in ended.err, "which binds no thread"
         assert "preparing" not in ended.err, "the active environment has all that is needed"
 
 
@@ -130,15 +137,6 @@ def test_a_character_that_the_output_lacks_is_escaped(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert "# Ein M" in (tmp_path / "printed").read_text(encoding)
     assert str(out) in (out / "rank0.log").read_text(encoding="utf-8")
-
-
-def test_an_old_locale_and_a_low_limit_on_open_files_end_no_run(tmp_path: Path) -> None:
-    """The soft limit is raised."""
-    old: dict[str, Any] = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    assert run(LAUNCH, cwd=tmp_path, **old).status == 0
-    ended = in_shell(f"ulimit -Sn 30; exec {shown(*TWO)}", tmp_path, **old, OMP_PROC_BIND="false")
-    assert ended.status == 0, ended.err
-    assert "OMP_PROC_BIND" not in ended.err, "which binds no thread"
 
 
 @pytest.mark.parametrize("is_missing", [False, True])

@@ -6,11 +6,13 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.processes import (
+    LAB,
     alive,
     children,
     finish,
@@ -22,7 +24,7 @@ from support.processes import (
     wait_for,
     wait_for_steps,
 )
-from support.terminals import fork_launcher, fork_python
+from support.terminals import fork_command, fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES
 from distlab.launch import launch as launch_command
@@ -159,20 +161,15 @@ def test_a_killed_rank_is_named_whatever_carries_the_messages(topology: str, tmp
 
 @pytest.mark.usefixtures("in_the_foreground")
 @pytest.mark.parametrize(
-    ("sent", "to_all"),
-    [
-        (signal.SIGINT, True),
-        *((sent, False) for sent in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL)),
-    ],
+    "sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL], ids=lambda sent: sent.name
 )
-def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, to_all: bool, tmp_path: Path) -> None:
-    flags = [*TINY, "--steps", "1000000", "--out", tmp_path]
-    launcher = start("./launch.sh", "dp-ga", *flags) if to_all else fork_launcher("dp-ga", *flags)
+def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, tmp_path: Path) -> None:
+    launcher = fork_launcher("dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
     try:
         wait_for_steps(tmp_path, launcher, steps=1)
         ranks = children(launcher.pid)
         assert len(ranks) >= 3
-        if to_all:
+        if sent is signal.SIGINT:
             os.killpg(launcher.pid, sent)  # what Ctrl-C does
         else:
             launcher.send_signal(sent)
@@ -212,8 +209,9 @@ def test_ctrl_c_is_not_lost_in_a_program_that_catches_it(tmp_path: Path) -> None
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
-    steps = 150
-    launcher = start("nohup", "./launch.sh", "dp-ga", *TINY, "--steps", str(steps), "--out", tmp_path)
+    steps, under_nohup = 80, partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    command = [str(LAB / "launch.sh"), "dp-ga", *TINY, "--steps", str(steps), "--out", str(tmp_path)]
+    launcher = fork_command(command, under_nohup)
     try:
         wait_for_steps(tmp_path, launcher, steps=1)
         os.killpg(launcher.pid, signal.SIGHUP)  # what a terminal does that closes

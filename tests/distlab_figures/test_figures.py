@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from support.chapters import load
-from support.processes import LAB, run
+from support.processes import LAB
+from support.terminals import fork_python
 
 from distlab.comm.recorder import COMPUTE, PART, STEP, Event
 from distlab.pipeline.actions import ActionCosts
@@ -254,7 +255,7 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no such file; give NAME=RUN with a run's folder"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{not json")
-    ended = run(sys.executable, "-m", "distlab.figures", "losses", tmp_path / "x.png", f"a={tmp_path}")
+    ended = fork_python("-m", "distlab.figures", "losses", tmp_path / "x.png", f"a={tmp_path}").finish()
     assert ended.status == 2
     assert "these are not the metrics of a run" in ended.err
     assert "Traceback" not in ended.err

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.processes import LAB, run_ranks, run_script, start, wait_for
+from support.processes import LAB, run_ranks, run_script, wait_for
+from support.terminals import fork_python
 
 from simplellm.errors import InputError
 
@@ -82,7 +83,7 @@ def test_work_that_is_not_done_in_time_ends_the_run(work: Any) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the processes of a parent that was killed")
 def test_no_process_outlives_the_script() -> None:
-    script = start(sys.executable, LAB / "primer/race.py", "--repeats", "1000000000")
+    script = fork_python("primer/race.py", "--repeats", "1000000000")
 
     def processes() -> int:
         return len(subprocess.run(["ps", "-o", "pid=", "-s", str(script.pid)], capture_output=True).stdout.split())

@@ -31,7 +31,7 @@ def so_far():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 faults = 0
 for megabytes in (1, 29, 85):
-    for _ in range(5):
+    for _ in range(2):
         step(megabytes)
     start = so_far()
     for _ in range(2):

@@ -36,7 +36,8 @@ def typed(command: str, cwd: Path) -> Ended:
 
 def test_the_commands_of_a_launched_run_work(tmp_path: Path) -> None:
     """They draw its loss, have it tell a story, and go on with it; and it has told one itself."""
-    first = typed(f"{LAB / 'launch.sh'} quickstart --world-size 1 {shlex.join(TINY)} --steps 3", tmp_path)
+    quickstart = [str(LAB / "launch.sh"), *"quickstart --world-size 1 --steps 3".split(), *TINY]
+    first = fork_command(quickstart, partial(os.chdir, tmp_path)).finish(180)
     assert first.status == 0, first.err
     lines = first.out.splitlines()
     assert all(line.startswith("#") or line.split()[0] in ("0", "1", "2") for line in lines)

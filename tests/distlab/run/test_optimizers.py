@@ -1,13 +1,11 @@
-"""The optimizers are torch's, without the slow import."""
+"""The optimizers are torch's."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.chapters import assert_equal, train_on
-from support.processes import run
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -98,22 +96,6 @@ def test_what_decays_follows_the_schedule_too(tmp_path: Path) -> None:
     ([one_group], _, losses), ([two_groups], _, same) = runs
     assert same == pytest.approx(losses, rel=1e-6)
     assert_equal(two_groups, one_group)
-
-
-def test_training_does_not_import_torchs_compiler(tmp_path: Path) -> None:
-    program = tmp_path / "steps.py"
-    program.write_text(
-        "import sys, torch\n"
-        "from distlab.run.model import build_optimizer\n"
-        "layer = torch.nn.Linear(2, 2)\n"
-        "optimizer = build_optimizer('adam', layer.parameters(), 0.1)\n"
-        "optimizer.zero_grad()\n"
-        "layer(torch.ones(2)).sum().backward()\n"
-        "optimizer.step()\n"
-        "print('torch._dynamo' in sys.modules)\n"
-    )
-    ended = run(sys.executable, program)
-    assert ended.out.strip() == "False", ended.err
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))

@@ -248,17 +248,23 @@ def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: py
 
 
 def test_a_run_imports_what_only_some_runs_use_when_they_use_it() -> None:
-    """All ranks import at the same time, often on few cores."""
+    """All ranks import at the same time, often on few cores. Nor does training import torch's compiler."""
     late = "torch._dynamo torch.distributed.checkpoint torch.distributed.elastic.agent torch.utils.tensorboard".split()
     late += "datasets matplotlib pyarrow sympy distlab_planner.collective_model distlab.reports.timeline".split()
     program = f"""
 import sys, torch
 import distlab.run.main
+from distlab.run.model import build_optimizer
 from simplellm.autograd import backward
 x = torch.ones(2, requires_grad=True)
 for result in (x * x, torch.autograd.graph.get_gradient_edge(x * x), x):  # as pipelines do, which torch's would import
     backward(result, torch.ones(2))
 assert x.grad.tolist() == [5, 5]
+layer = torch.nn.Linear(2, 2)
+optimizer = build_optimizer("adam", layer.parameters(), 0.1)
+optimizer.zero_grad()
+layer(x).sum().backward()
+optimizer.step()
 print(*sys.modules.keys() & {set(late)})
 """
     ended = run(sys.executable, "-c", program)
