@@ -1,6 +1,10 @@
 """Ranks that save, check or read together: they wait for one that is at work, and name one that dies."""
 
+import contextlib
+import io
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -8,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import MODEL, TRAINING, losses, train
+from support.chapters import MODEL, TRAINING, load, losses, train
 from support.processes import free_port, process_group, run_ranks
 from support.terminals import fork_launcher
 
 from distlab.checkpoints import saving
-from distlab.checkpoints.format import latest_valid
+from distlab.checkpoints.format import RECORD, checksum_of, latest_valid, place_of
 from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
+from distlab.run.checkpointer import CANDIDATES, Checkpointer
+from distlab.settings.common import parse
 from simplellm.errors import InputError
 
 TIMEOUT, LONG = 1.5, 2.0  # seconds
@@ -149,6 +155,29 @@ def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
     sentences = run_ranks(2, sees_only_its_own_files, tmp_path, free_port())
     assert sentences[0] == f"--out {tmp_path}: files of some ranks are missing; give a folder that all machines share"
     assert not (tmp_path / "checkpoints" / "step-00000001").exists()
+
+
+def resume_from_own_files(rank: int, runs: list[Path], port: int) -> tuple[int, str]:
+    """As two machines do without a shared folder, each of which has checkpoints of steps 2 and 4."""
+    flags = ["--resume", str(runs[0]), "--world-size", "2", "--steps", "6"]
+    settings = parse(load("DP/gradient_aggr/intro_DP_GA.py").DEFAULTS, "", flags)
+    folders = [str(place_of(runs[rank], step)) for step in (4, 2)]
+    with process_group(rank, 2, port), contextlib.redirect_stdout(io.StringIO()) as said:
+        own = Checkpointer(settings, runs[0] / "further", rank, {"data_identity": None, CANDIDATES: folders})
+        return own.first_step, said.getvalue()
+
+
+def test_a_checkpoint_that_differs_between_hosts_is_skipped(saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "of another host"
+    shutil.copytree(saved, other)
+    skipped = "# skipped a checkpoint: step-00000004: {}\n".format
+    assert run_ranks(2, resume_from_own_files, [saved, other], free_port()) == [(4, ""), (4, "")]
+    path = place_of(other, 4) / RECORD
+    record = json.loads(path.read_text()) | {"torch": "of another run"}
+    del record["sha256"]
+    path.write_text(json.dumps(record | {"sha256": checksum_of(record)}))
+    found = run_ranks(2, resume_from_own_files, [saved, other], free_port())
+    assert found == [(2, skipped("its record differs between hosts")), (2, "")]
 
 
 # Rank 1 dies as it has written its file of the second checkpoint, which is not on the disk yet.
