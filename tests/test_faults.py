@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from faults import KINDS, ONE, PP, RECIPES, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
 from support.processes import LAB
 
-from distlab.run.recording import MOST_BYTES, file_of
+from distlab.run.recording import MOST_BYTES, Recording, file_of
 from distlab_compare.command import Request
 from simplellm.errors import InputError
 
@@ -113,6 +114,18 @@ def test_too_many_steps_to_record(folder: Path) -> None:
         trained(1, ONE.script, [*SGD.split(), "--record-gradients", "1000000"], folder / "too-many")
     [most] = re.findall(r"give at most (\d+)", str(refused.value))
     assert int(most) == pytest.approx(MOST_BYTES / file_of(one, 0, 0).stat().st_size, rel=0.05)
+
+
+def test_the_shares_of_micro_batches_count_among_the_bytes_to_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = torch.nn.Linear(10, 10, bias=False)
+    held, optimizer = dict(net.named_parameters()), torch.optim.SGD(net.parameters())
+    monkeypatch.setattr("distlab.run.recording.MOST_BYTES", 10 * net.weight.nbytes - 1)
+    for shares, most in ((0, 4), (1, 4), (3, 1)):  # weights, gradients, and of several micro-batches the shares
+        Recording(tmp_path, 0, range(5, 5 + most), held, held, optimizer, shares)
+        with pytest.raises(InputError, match=f"give at most {most}$"):
+            Recording(tmp_path, 0, range(5, 6 + most), held, held, optimizer, shares)
 
 
 def test_a_parameter_that_only_one_of_two_runs_trains_is_named(folder: Path) -> None:

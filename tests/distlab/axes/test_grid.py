@@ -108,6 +108,11 @@ def groups_of(rank: int, layout: dict[str, int], port: int) -> list[list[int]]:
                 assert group is not earlier
                 assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
         dist.barrier()  # rank 0 has the store that others may still need
+        grid.keep(grid.alive)  # from now on without groups
+        for names in axes:
+            if 1 < grid.axis(*names).size < grid.size:
+                with pytest.raises(RuntimeError, match="make_groups"):
+                    _ = grid.axis(*names).group
         return found
 
 

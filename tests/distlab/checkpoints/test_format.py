@@ -71,6 +71,19 @@ def trained(out: Path, *flags: object, before: Callable[[], object] = lambda: No
     return names
 
 
+def test_a_run_is_the_same_under_each_of_its_paths(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = tmp_path / "link", tmp_path / "other"
+    link.symlink_to(whole)
+    other.mkdir()
+    monkeypatch.chdir(whole.parent)
+    for path in (whole, link, Path(whole.name), step(link, 2)):
+        checkpoint = latest_valid(path)
+        assert [checkpoint.is_of_run(run) for run in (whole, link, Path(whole.name))] == [True] * 3, path
+        assert not checkpoint.is_of_run(other)
+
+
 def rewrite(pattern: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     """Return what changes a file of a checkpoint."""
 

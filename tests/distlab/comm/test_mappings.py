@@ -213,7 +213,8 @@ def do_without(rank: int, port: int, call: str, error: int, transport: Transport
         except InputError as refusal:
             return 0, remarks, str(refusal)
         assert [shares(b) for b in (*before, buffer)] == [True] * len(before) + [False]
-        for b in (*before, buffer, empty(100_000, torch.empty(0))):  # one remark, not two
+        later = empty(100_000, torch.empty(0)), empty(100_000, torch.empty(0), dist.new_group([0, 1]))
+        for b in (*before, buffer, *later):  # one remark, not three
             b[:] = rank
             dist.all_reduce(b, ReduceOp.AVG)
             assert b[-1] == 0.5

@@ -14,6 +14,7 @@ from support.chapters import MODEL, TRAINING, load
 from support.processes import LAB, free_port, run, run_ranks, steps_taken
 from torch.torch_version import TorchVersion
 
+from distlab.machine import network
 from distlab.machine.devices import (
     SHARE_GPUS,
     Place,
@@ -250,3 +251,22 @@ def test_threads_that_have_computed_leave_their_cores_to_other_ranks() -> None:
         float(run(sys.executable, "-c", SPINNING, OMP_NUM_THREADS="2", **environment).out) for environment in spins
     )
     assert usual < default / 3
+
+
+@pytest.mark.parametrize(
+    ("own_address", "on_one_host", "interface"),
+    [("192.0.2.7", True, "lo"), ("192.0.2.7", False, "eth7"), ("127.0.0.1", False, "lo"), (None, False, None)],
+)
+def test_ranks_listen_at_one_interface_and_on_one_host_at_loopback(
+    own_address: str | None, on_one_host: bool, interface: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has set another one; `own_address` is that on the route to rank 0."""
+    monkeypatch.setattr(network, "own_address", lambda _: own_address)
+    monkeypatch.setattr(network, "interface_of", {"192.0.2.7": "eth7"}.get)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
+    chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+    for theirs in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", {**theirs})
+            network.keep_to_interface("the host of rank 0", on_one_host)
+            assert os.environ == chosen | theirs

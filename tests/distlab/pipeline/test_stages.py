@@ -25,6 +25,11 @@ def test_the_default_model_on_three_stages() -> None:
     assert balance(6, 3, multiply_adds(vocab_size=4096, dmodel=288, seq_len=256)) == (2, 2, 2)
 
 
+def test_layers_with_few_key_heads_are_cheaper_beside_the_head() -> None:
+    settings = PipelineSettings(world_size=2, n_layers=6, hidden_dim=288, seq_len=64)
+    assert [replace(settings, num_kv_heads=heads).split(2000) for heads in (None, 6, 1)] == [(3, 3), (3, 3), (4, 2)]
+
+
 def test_a_dear_head_takes_layers_from_its_stage() -> None:
     assert balance(4, 2, multiply_adds(vocab_size=10**6, dmodel=288, seq_len=256)) == (4, 0)
 

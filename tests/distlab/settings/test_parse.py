@@ -1,9 +1,12 @@
 """The command line of a run."""
 
+from pathlib import Path
+
 import pytest
 
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 
@@ -12,3 +15,14 @@ def test_without_arguments_it_is_that_of_the_process_and_with_none_it_is_empty(m
     monkeypatch.setattr("sys.argv", ["intro.py", "--steps", "7"])
     assert parse(TrainSettings(steps=3), "").steps == 7
     assert parse(TrainSettings(steps=3), "", []).steps == 3
+
+
+def test_a_file_without_a_document_for_validation_is_refused_only_where_one_is_needed(tmp_path: Path) -> None:
+    few, blank = tmp_path / "few.txt", tmp_path / "blank.jsonl"
+    few.write_text("One day.\n\nThe end.\n")
+    blank.write_text('{"text": "One day."}\n' * 19 + '{"text": " "}\n')
+    for file, why in ((few, "validation takes every 20th document"), (blank, "every validation document is blank")):
+        flags = ["--data", str(file)]
+        assert parse(TrainSettings(), "", flags).data == str(file)
+        with pytest.raises(InputError, match=why):
+            parse(TrainSettings(), "", [*flags, "--eval-every", "5"])
