@@ -16,7 +16,7 @@ from distlab.run.run import Run
 from distlab.run.starting import identity
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
-from distlab.settings.common import RunSettings, WorldSize, parse
+from distlab.settings.common import RunSettings, parse
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError, open_streams
 
@@ -37,8 +37,6 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         end_with_launcher()
         require_open_files()
         silence_torch_warnings()
-        if started_by_torchrun() and isinstance(defaults, WorldSize):
-            defaults.world_size = int(os.environ["WORLD_SIZE"])
         args = [*sys.argv[1:], *flags_to_resume()]
         names = getattr(work, "__globals__", {})
         more = script.parent / names["MORE"] if "MORE" in names else None

@@ -13,6 +13,7 @@ import tyro
 
 from distlab.axes.layout import Layout, layout_flags, layout_size
 from distlab.machine.limits import asked_threads
+from distlab.machine.processes import started_by_torchrun
 from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line
 from simplellm.errors import FlagError, InputError, as_flag, require, require_text
@@ -247,6 +248,8 @@ def parse(
         )
 
     args = sys.argv[1:] if args is None else args
+    if started_by_torchrun() and isinstance(defaults, WorldSize):
+        defaults = replace(defaults, world_size=int(os.environ["WORLD_SIZE"]))
     has_repair = any(arg.partition("=")[0] == "--repair" for arg in args)
     if has_repair:
         from distlab.settings.repair_flag import complete_repair

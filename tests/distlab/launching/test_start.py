@@ -10,7 +10,7 @@ from support.terminals import fork_launcher, fork_python
 from distlab.launch import TOPOLOGIES, find_script
 from distlab.launching.start import tell_story, whole_sentences
 from distlab.settings.common import RunSettings
-from distlab.settings.scripts import read_script
+from distlab.settings.scripts import read_script, read_script_for
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
 
@@ -53,6 +53,15 @@ def test_a_schedule_that_the_script_s_own_file_registers(tmp_path: Path) -> None
     assert (refused.status, refused.out) == (2, "")
     assert refused.err.startswith("# --schedule yours: give one of naive, gpipe, ")
     assert refused.err.endswith(", mine, 1f1b\n")
+
+
+@pytest.mark.quick
+def test_a_script_that_takes_over_has_the_ranks_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = "--schedule zb-v --n-layers 2".split()  # too few layers for the six stages of three ranks
+    found, settings = read_script_for(LAB / "PP/microbatches/intro_PP_microbatches.py", flags)
+    assert (found.path.stem, settings.layout) == ("intro_PP_schedules", {"pp": 2})
 
 
 def test_a_script_that_computes_when_it_is_imported(tmp_path: Path) -> None:
