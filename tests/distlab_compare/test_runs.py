@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.processes import LAB
 from torch import Tensor
 
 from distlab.checkpoints.format import Checkpoint
 from distlab.run.recording import file_of
-from distlab_compare.command import Request, Run, compare
+from distlab_compare.command import Request, Run, compare, one_process_flags
 from distlab_compare.records import Records
 from distlab_compare.runs import Pair
 from distlab_compare.saved import Saved, first_divergence
@@ -43,6 +44,35 @@ def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_pat
     assert divergence is not None
     told = "step 0: the gradient of weight on all ranks looks as if rank 1's share was lost; the others count 2 times"
     assert divergence.sentences[0].startswith(told)
+
+
+def test_shares_of_other_parts_of_the_batch_name_no_mistake(tmp_path: Path) -> None:
+    """The other run has four of them, and the gradient that is wrong is not that of a replica's own sequences."""
+    first, second = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
+    for rank in range(2):
+        record(tmp_path / "run", rank, {"gradient.weight": first})
+    shares = {f"share.{number}.weight": share / 4 for number, share in enumerate((first, second, second, first))}
+    record(tmp_path / "one", 0, {"gradient.weight": (first + second) / 2, **shares})
+    run = Records(tmp_path / "run", {"layout": {"dp": 2}, "world_size": 2})
+    one = Records(tmp_path / "one", {"layout": {}, "world_size": 1})
+    for micro_batches, name in ((1, "other"), (2, "other-weights")):
+        parting = Pair(run, one, tolerance=1e-4, micro_batches=micro_batches).first_parting()
+        assert parting is not None
+        assert {difference.mistake.name for difference in parting.differences} == {name}
+
+
+def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_each_of_all_replicas(
+    tmp_path: Path,
+) -> None:
+    settings = {"dp": 2, "pp": 3, "batch_size": 6, "micro_batches": 3, "n_layers": 4, "lr": 8e-4, "seed": 7}
+    config = {"settings": settings, "layout": {"dp": 2, "pp": 3}, "world_size": 6, "data": "sample"}
+    config |= {"script": str(LAB / "hybrid/intro_hybrid.py"), "resume": "runs/before"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script, *flags = one_process_flags(Run(tmp_path), None)
+    assert script == str(LAB / "primer/intro.py")
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    wanted = {"--batch-size": "12", "--micro-batches": "6", "--n-layers": "4", "--seed": "7"}
+    assert given == {**wanted, "--resume": "runs/before", "--data": "sample"}
 
 
 def test_another_shape_is_told(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from distlab.parallel.division import Kind
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.stages import build_stage
 from distlab.settings.common import parse
+from distlab_planner.activations import Activations
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, RunLayout, default_split
 from distlab_planner.measuring import build
@@ -121,6 +122,13 @@ def test_a_slice_of_shared_attention_is_that_of_a_model_half_as_wide(kind: Kind)
     right = SharedAttention(half, ROWS, ranks=2, kind=kind)
     for name in ("keys", "heads", "kept_bytes", "copied_bytes"):
         assert getattr(own, name) == getattr(right, name), name
+
+
+def test_slices_of_a_sequence_that_they_do_not_divide_are_as_long_as_the_longest() -> None:
+    slices = RunLayout({"tp": 3}, ROWS, 1, "dapple", "none", "none", (4,), sequence_parallel=True)
+    uneven, even = (Activations(replace(SIZES, seq_len=length), slices) for length in (16, 18))
+    assert uneven.residual_tokens == even.residual_tokens == ROWS * 6
+    assert uneven.message_bytes < even.message_bytes, "between slices, there are whole sequences"
 
 
 @pytest.mark.parametrize(("repair", "sums"), [("on", 1), ("exact", 2)])

@@ -1,16 +1,20 @@
 """`--repair` in pipelines: a rank dies at a given action of a step, and the run goes on with the same losses."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.chapters import losses, train_on
-from support.processes import LAB
+from support.chapters import losses, prepared, train, train_on
+from support.processes import LAB, free_port, run_ranks
 from support.repairs import DIES_IN, SHAPE, STEPS, Death, run_with
 from support.terminals import fork_launcher
 
+from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.rerouting import reroute, side_by_side
+from distlab.run.run import Run
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridRepairSettings
 from distlab_page.contents import contents
@@ -94,6 +98,30 @@ def test_exact_is_bit_for_bit_the_same_run(tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
     assert norms(tmp_path / "run") == norms(tmp_path / "undisturbed")
     assert min(norms(tmp_path / "run")) < most < max(norms(tmp_path / "run"))
+
+
+def cores_of_pipelines(rank: int, flags: list[str]) -> list[int | None]:
+    """The cores by which a rank's pipelines choose threads, where each of the host's has two."""
+    module, asked = prepared(LESSON, tuple(flags))[0], list[int | None]()
+
+    def pipeline(*args: Any, cores: int | None, **options: Any) -> Pipeline:
+        asked.append(cores)
+        return Pipeline(*args, cores=cores, **options)
+
+    module.Pipeline = pipeline  # type: ignore[attr-defined]
+    setattr(Run, "shared_cores", 2)  # noqa: B010  # only in this fork
+    train(rank, LESSON, flags)
+    return asked
+
+
+@pytest.mark.parametrize(("repair", "cores"), [("on", 4), ("exact", None)])
+def test_exact_has_the_same_number_of_threads_after_a_death(
+    repair: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAB_LAUNCHER", str(os.getpid()))  # which would notice a death
+    flags = f"--dp 2 --pp 1 --batch-size 1 --micro-batches 1 --n-layers 1 --steps 2 --repair {repair}".split()
+    flags += ["--out", str(tmp_path), "--master-port", str(free_port())]
+    assert run_ranks(2, cores_of_pipelines, flags) == [[cores]] * 2
 
 
 @pytest.mark.parametrize(("layout", "dead"), [("--dp 2 --pp 3", [4]), ("--dp 3 --pp 4 --tp 2", [2, 3, 12, 13])])

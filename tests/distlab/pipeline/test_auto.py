@@ -144,6 +144,13 @@ def test_with_recomputation_a_limit_in_bytes_has_room_for_many_inputs_and_r_fill
         all_stages("auto", 4, 8, 1, costs, Limit(90, True), recompute=True)
 
 
+def test_with_recomputation_a_limit_in_micro_batches_counts_those_of_which_anything_is_kept() -> None:
+    """Also those of written schedules, which would be faster than the search."""
+    costs = ActionCosts(0.5, 1, activation_bytes=0.5, weight_share=0.3, input_bytes_share=0.1)
+    found = auto(2, 4, 2, costs, Limit(1.5), tries=3, recompute=True)
+    assert max(simulate(found, costs).peak_bytes) <= 1.5
+
+
 class FirstHalf(Recompute):
     letter, gives = "x", ("half of a graph",)
 

@@ -178,14 +178,19 @@ def test_a_schedule_for_another_number_of_micro_batches_is_refused() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_micro_batches_of_sequences_of_other_lengths_have_the_loss_of_all_predictions() -> None:
+def test_micro_batches_of_sequences_of_other_lengths_have_the_loss_of_all_predictions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And room on their way to other stages."""
     whole, net = (build_stage(0, (1,), VOCAB, **OPTIONS) for _ in range(2))
-    pipeline = Pipeline(net, all_stages("gpipe", 1, 2), Grid(0, {"pp": 1}), LOSS, WIDTH)
-    parts = [batch(0), batch(1)[:, :3]]
+    pipeline, room = Pipeline(net, all_stages("gpipe", 1, 2), Grid(0, {"pp": 1}), LOSS, WIDTH), list[int]()
+    monkeypatch.setattr(pipeline.links, "make_room", lambda elements, _: room.append(elements))
+    parts = [batch(1)[:, :3], batch(0)]
     counts = [ids[:, 1:].numel() for ids in parts]
     losses = [LOSS(whole(ids), ids) * count / sum(counts) for ids, count in zip(parts, counts, strict=True)]
     torch.stack(losses).sum().backward()
     torch.testing.assert_close(pipeline.step(parts), [loss.detach() for loss in losses])
+    assert room == [parts[1].numel() * WIDTH]
     for (name, own), parameter in zip(net.named_parameters(), whole.parameters(), strict=True):
         assert_near(grad_of(own), parameter.grad, name)
 
