@@ -13,15 +13,15 @@ from distlab.pipeline.actions import Action
 from distlab.pipeline.activations import MicroBatch
 from distlab.pipeline.executor import Pipeline
 
-LLAMA = "--dmodel 32 --num-heads 2 --n-layers 3 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
+LLAMA = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
 SEVERAL_STAGES = "interleaved", "zb-v", "dualpipe-v"  # schedules whose workers hold several stages
 DEEPER = f"{LLAMA} --n-layers 4 --batch-size 4 --micro-batches 4"
 SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"
 PIPELINES = {
     "2 stages": (2, SCHEDULES, f"{LLAMA} --world-size 2 --batch-size 3"),
-    "3 stages": (3, SCHEDULES, f"{LLAMA} --world-size 3 --batch-size 3"),
+    "3 stages": (3, SCHEDULES, f"{LLAMA} --n-layers 3 --world-size 3 --batch-size 3"),
     "naive": (2, "PP/1F1B/intro_PP_1F1B.py", f"{LLAMA} --world-size 2"),
-    "plain dapple": (3, PLAIN, f"{LLAMA} --world-size 3 --batch-size 4 --micro-batches 4"),
+    "plain dapple": (3, PLAIN, f"{LLAMA} --n-layers 3 --world-size 3 --batch-size 4 --micro-batches 4"),
     **{name: (2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule {name}") for name in SEVERAL_STAGES},
     "2 replicas, interleaved": (4, "hybrid/intro_hybrid.py", f"{DEEPER} --dp 2 --pp 2 --schedule interleaved"),
     "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),

@@ -26,6 +26,7 @@ MODEL = (
 TINY = [*MODEL, *"--dp 2 --pp 2".split()]
 RANKS_OF_A_HOST = 2  # a replica
 STEPS = 50
+A_RANK_EACH = "--pp 1 --batch-size 1 --micro-batches 1".split()
 # Word of a failure takes a second, the end of ranks that do not hear four; what more there is, is for machines whose
 # few cores are shared. It is far below --timeout, and a run that hangs is found all the same.
 SECONDS_TO_END = 30
@@ -162,7 +163,7 @@ def test_a_stopped_launcher_ends_the_other_host(
 
 def test_both_hosts_start_again_when_a_rank_was_killed(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Rank 0, which has the store; `test_restarts_that_are_used_up_end_both_hosts` kills one of the other host."""
-    flags = ["--pp", "1", "--out", tmp_path / "restarted", "--save-every", "15", "--max-restarts", "1"]
+    flags = [*A_RANK_EACH, "--out", tmp_path / "restarted", "--save-every", "15", "--max-restarts", "1"]
     nodes = [launch(host, node, *flags, master=hosts[0].address, steps=STEPS) for node, host in enumerate(hosts)]
     try:
         wait_for_steps(tmp_path / "restarted", *nodes, steps=16)
@@ -177,14 +178,14 @@ def test_both_hosts_start_again_when_a_rank_was_killed(hosts: tuple[Host, Host],
         assert int(resumed[1]) >= 15
     finally:
         kill_all(*hosts)
-    layout = [*TINY, "--pp", "1", "--steps", str(STEPS)]
+    layout = [*TINY, *A_RANK_EACH, "--steps", str(STEPS)]
     expected = train_on(2, "hybrid/intro_hybrid.py", tmp_path / "alone", *layout)[-1]
     assert losses(tmp_path / "restarted") == pytest.approx(expected, rel=1e-6)
 
 
 def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """One kill on each host: the restart after the first counts on both."""
-    flags = ["--pp", "1", "--out", tmp_path, "--max-restarts", "1"]
+    flags = [*A_RANK_EACH, "--out", tmp_path, "--max-restarts", "1"]
     nodes = [launch(host, node, *flags, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
         wait_for_steps(tmp_path, *nodes, steps=40)

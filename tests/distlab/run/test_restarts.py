@@ -11,7 +11,7 @@ from support.processes import Started, children, finish, process_of, steps_taken
 from support.terminals import fork_launcher
 
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 100".split()
-FLAGS = ["--world-size", "2", *SHAPE, "--optimizer", "adam", "--lr", "1e-3"]
+FLAGS = ["--world-size", "2", "--batch-size", "1", *SHAPE, "--optimizer", "adam", "--lr", "1e-3"]
 SCRIPT = "DP/zero/intro_DP_ZeRO.py"  # sharded replicas cannot do without a restart
 LAUNCH = ("dp-zero", *FLAGS)
 
@@ -26,8 +26,11 @@ def kill_rank(rank: int, launcher: Started) -> None:
     os.kill(process_of(rank, children(launcher.pid)), signal.SIGKILL)
 
 
-def test_the_losses_are_those_of_an_undisturbed_run(expected: list[float], tmp_path: Path) -> None:
+def test_the_losses_are_those_of_an_undisturbed_run(
+    expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed twice: after the first checkpoint, and again after the second."""
+    monkeypatch.setattr("distlab.launching.local_ranks.FORKED_STARTS", 3)
     process = fork_launcher(*LAUNCH, "--save-every", "25", "--max-restarts", "2", "--out", tmp_path)
     for steps in (27, 52):
         wait_for_steps(tmp_path, process, steps=steps)
@@ -54,6 +57,23 @@ def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_us
     assert ended.err.splitlines()[-1] == "# rank 0 failed: it was terminated by SIGKILL"
     assert "resuming from" not in ended.out
     assert ended.out.count("\n0 ") == 2
+
+
+DYING = """
+import os, signal, sys
+print("start", os.environ["TORCHELASTIC_RESTART_COUNT"], "as a fork" if "torch" in sys.modules else "", flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_third_start_is_of_a_new_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    ended = fork_launcher(script, "--world-size", "1", "--max-restarts", "2").finish()
+    assert ended.status == 0, ended.err
+    started = [line for line in ended.out.splitlines() if line.startswith("start")]
+    assert started == ["start 0 as a fork", "start 1 as a fork", "start 2 "]
 
 
 FAILING = """

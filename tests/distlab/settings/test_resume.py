@@ -195,15 +195,15 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Every rank and the launcher at once, by SIGKILL, whatever step they have come to."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     _, _, own = LAYOUTS["hybrid"]
-    launch = ["hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "10"]
+    launch = ["hybrid", *MODEL, "--data", "sample", *TRAINING, *own.split(), "--save-every", "5"]
     launcher = fork_launcher(*launch, "--steps", "1000000", "--out", killed)
-    wait_for_steps(killed, launcher, steps=15)
+    wait_for_steps(killed, launcher, steps=7)
     for pid in [launcher.pid, *children(launcher.pid)]:
         os.kill(pid, signal.SIGKILL)
     launcher.wait(10)
-    saved_at = len(losses(killed)) // 10 * 10  # at the latest
-    steps = ["--steps", str(saved_at + 10)]
-    _, expected = run("hybrid", whole, *steps, "--save-every", "10")
+    saved_at = len(losses(killed)) // 5 * 5  # at the latest
+    steps = ["--steps", str(saved_at + 5)]
+    _, expected = run("hybrid", whole, *steps, "--save-every", "5")
     ended = fork_launcher(*launch, *steps, "--resume", killed, "--out", killed).finish()
     assert ended.status == 0, ended.err
     assert losses(killed) == expected
