@@ -10,11 +10,11 @@
 
 The layout is that of hybrid/intro_hybrid.py, and without flags so is the run. With `--cp`, ranks share each sequence as
 in CP/intro_CP_ring.py; they hold the same weights, and average their gradients as replicas do. With `--ep`, some of the
-replicas share the experts of each layer, as in EP/intro_EP.py. With `--shard`, the
-replicas of a stage shard its optimizer's state, and more. With `--outer diloco`, each pipeline trains on its own for
-many steps, and an outer optimizer takes steps with the differences. Gradients are averaged bucket by bucket: a bucket
-starts during the backward pass of the last micro-batch. Over gloo or NCCL it travels while that pass goes on; in shared
-memory nothing overlaps, as a rank does its part of the average when it waits for it, after the pass.
+replicas share the experts of each layer, as in EP/intro_EP.py. With `--shard`, the replicas of a stage shard its
+optimizer's state, and more. With `--outer diloco`, each pipeline trains on its own for many steps, and an outer
+optimizer takes steps with the differences. Gradients are averaged bucket by bucket: a bucket starts during the backward
+pass of the last micro-batch. Over gloo or NCCL it travels while that pass goes on; in shared memory nothing overlaps,
+as a rank does its part of the average when it waits for it, after the pass.
 """
 
 from functools import partial
