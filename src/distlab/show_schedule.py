@@ -1,10 +1,10 @@
 """Show a pipeline schedule: a table of clock ticks, its costs, and with --png a figure.
 
-    python -m distlab.show_schedule dapple --stages 3 --micro-batches 8
-    python -m distlab.show_schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
-    python -m distlab.show_schedule zb-h2 --stages 4 --micro-batches 8 --steps 10 --run-on
-    python -m distlab.show_schedule dapple --pipelines 2 --dead 4
-    python -m distlab.show_schedule auto --chunks-per-stage 1 --cost-per-stage 1,1,2 --keep-at-most 4
+    ./launch.sh show-schedule dapple --stages 3 --micro-batches 8
+    ./launch.sh show-schedule gpipe --stages 4 --micro-batches 8 --png gpipe.png
+    ./launch.sh show-schedule zb-h2 --stages 4 --micro-batches 8 --steps 10 --run-on
+    ./launch.sh show-schedule dapple --pipelines 2 --dead 4
+    ./launch.sh show-schedule auto --chunks-per-stage 1 --cost-per-stage 1,1,2 --keep-at-most 4
 
 In place of a name, give the file of a schedule of your own.
 """

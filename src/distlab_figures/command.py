@@ -1,23 +1,23 @@
 """Draw a figure.
 
-    python -m distlab.figures losses imgs/dp_loss.png "one process=runs/a" "GA=runs/b" --against tokens
-    python -m distlab.figures timelines imgs/schedules.png "GPipe=runs/a" "DAPPLE=runs/b"
-    python -m distlab.figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
-    python -m distlab.figures holdings imgs/holdings.png "one process=runs/a" "tp 2=runs/b"
-    python -m distlab.figures sharding imgs/sharding.png optimizer-2=runs/a weights-2=runs/b
-    python -m distlab.figures expert_loads imgs/experts_load.png "without corrections=runs/a" "with corrections=runs/b"
-    python -m distlab.figures partings imgs/partings.png "one process=runs/a" "ep 2=runs/b"
-    python -m distlab.figures schedules imgs/schedules_memory.png --stages 4 --micro-batches 8
-    python -m distlab.figures averaging imgs/averaging.png
-    python -m distlab.figures stages imgs/stages.png --pp 3
-    python -m distlab.figures block imgs/block.png
-    python -m distlab.figures layout imgs/hybrid.png --dp 2 --pp 3
-    python -m distlab.figures splits imgs/splits.png
-    python -m distlab.figures replicas imgs/replicas.png
-    python -m distlab.figures sequence_parts imgs/sequence_parts.png
-    python -m distlab.figures topologies imgs/topologies.png --world-size 8
-    python -m distlab.figures collectives imgs/collectives.png runs/compare_collectives/a
-    python -m distlab.figures shared_memory imgs/shared_memory.png runs/compare_collectives/a
+    ./launch.sh figures losses imgs/dp_loss.png "one process=runs/a" "GA=runs/b" --against tokens
+    ./launch.sh figures timelines imgs/schedules.png "GPipe=runs/a" "DAPPLE=runs/b"
+    ./launch.sh figures memory imgs/memory.png "GPipe=runs/a" "DAPPLE=runs/b"
+    ./launch.sh figures holdings imgs/holdings.png "one process=runs/a" "tp 2=runs/b"
+    ./launch.sh figures sharding imgs/sharding.png optimizer-2=runs/a weights-2=runs/b
+    ./launch.sh figures expert_loads imgs/experts_load.png "without corrections=runs/a" "with corrections=runs/b"
+    ./launch.sh figures partings imgs/partings.png "one process=runs/a" "ep 2=runs/b"
+    ./launch.sh figures schedules imgs/schedules_memory.png --stages 4 --micro-batches 8
+    ./launch.sh figures averaging imgs/averaging.png
+    ./launch.sh figures stages imgs/stages.png --pp 3
+    ./launch.sh figures block imgs/block.png
+    ./launch.sh figures layout imgs/hybrid.png --dp 2 --pp 3
+    ./launch.sh figures splits imgs/splits.png
+    ./launch.sh figures replicas imgs/replicas.png
+    ./launch.sh figures sequence_parts imgs/sequence_parts.png
+    ./launch.sh figures topologies imgs/topologies.png --world-size 8
+    ./launch.sh figures collectives imgs/collectives.png runs/compare_collectives/a
+    ./launch.sh figures shared_memory imgs/shared_memory.png runs/compare_collectives/a
 
 A run is NAME=FOLDER, or only its folder; the name is its label in the figure.
 """

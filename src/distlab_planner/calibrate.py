@@ -1,8 +1,8 @@
 """Measure this machine for the planner: what passes, messages, collectives and updates take, in at most a minute.
 
-    python -m distlab.calibrate machine.json
-    python -m distlab.calibrate machine.json --dmodel 192 --world-size 2
-    python -m distlab.calibrate machine.json --nnodes 2 --node-rank 0 --master-addr 10.0.0.1    first of two hosts
+    ./launch.sh calibrate machine.json
+    ./launch.sh calibrate machine.json --dmodel 192 --world-size 2
+    ./launch.sh calibrate machine.json --nnodes 2 --node-rank 0 --master-addr 10.0.0.1    first of two hosts
 
 The file can be read and edited. The times of passes are those of a model's sizes: measure again for another width, and
 the file keeps those of both.

@@ -1,6 +1,6 @@
 """Predict the cost of the handwritten collectives between computers with one network card each.
 
-python -m distlab.collective_costs 64 --latency-us 20 --gigabytes-per-second 1.25     # 64 computers with 10 Gbit/s each
+./launch.sh collective-costs 64 --latency-us 20 --gigabytes-per-second 1.25     # 64 computers with 10 Gbit/s each
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A machine as a JSON file: measured by `python -m distlab.calibrate`, or written by hand for one you do not have.
+"""A machine as a JSON file: measured by `./launch.sh calibrate`, or written by hand for one you do not have.
 
 Times are in seconds, sizes in bytes. Times that are not measured follow from a few numbers, such as the speed of a
 rank's multiplications and the cost of a message. A file needs only these numbers.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from distlab.comm.link import Link
+from distlab.run.commands import launcher
 from distlab_planner.model import PARTS, Dtype, ModelPart, Sizes
 from simplellm.errors import InputError, require
 
@@ -186,7 +187,7 @@ def read_machine(path: Path) -> Machine:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
         raise InputError(
-            f"{path}: cannot be read ({reason}); python -m distlab.calibrate {path} writes one for this computer"
+            f"{path}: cannot be read ({reason}); {launcher()} calibrate {path} writes one for this computer"
         ) from None
     if isinstance(content, dict):
         content.pop("spin_seconds", None)  # measured by an earlier revision

@@ -50,7 +50,7 @@ class RanksToPlan:
     global_batch: int = 24
     """sequences per step, of all replicas together"""
     machine: Annotated[Path | None, shown_as("FILE", "default: measured once, in runs/machine.json")] = None
-    """the machine, as python -m distlab.calibrate writes it"""
+    """the machine, as launch.sh calibrate writes it"""
     memory: Annotated[str | None, shown_as("SIZE", "default: its share of the machine's")] = None
     """memory that a rank may need, like 8GB"""
 

@@ -88,10 +88,10 @@ def test_a_wrong_value_is_named_by_its_key(tmp_path: Path, keys: list[Any], valu
 
 def test_what_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\); python -m distlab.calibrate"):
+    with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\); .*launch\.sh calibrate"):
         read_machine(path)
     path.write_text('{"name": "a"')
-    with pytest.raises(InputError, match=r"cannot be read \(it is not JSON: .*\); python -m distlab.calibrate"):
+    with pytest.raises(InputError, match=r"cannot be read \(it is not JSON: .*\); .*launch\.sh calibrate"):
         read_machine(path)
     path.write_text('{"name": "a"}')
     with pytest.raises(InputError, match="device is missing"):

@@ -1,4 +1,4 @@
-"""./launch.sh plan, and python -m distlab.calibrate, whose file it reads."""
+"""./launch.sh plan, and ./launch.sh calibrate, whose file it reads."""
 
 import re
 import shlex

@@ -92,7 +92,7 @@ class TrainSettings(ResumableSettings):
     eval_sequences: int = 24
     """sequences of the validation split to evaluate on"""
     machine: Annotated[Path | None, shown_as("FILE", "default: no prediction")] = None
-    """file of python -m distlab.calibrate: print the predicted time of a step and, at the end, the measured time"""
+    """file of launch.sh calibrate: print the predicted time of a step and, at the end, the measured time"""
     trace: bool = False
     """record the timeline, and draw it at the end of the run"""
     page: bool = False
@@ -147,7 +147,7 @@ class TrainSettings(ResumableSettings):
         """
         if self.machine is None:
             return None
-        sentence = f"--machine {self.machine}: there is no such file; python -m distlab.calibrate FILE writes one"
+        sentence = f"--machine {self.machine}: there is no such file; launch.sh calibrate FILE writes one"
         require(os.path.isfile(self.machine), sentence)
         from distlab.settings.beside import planner_prediction
 

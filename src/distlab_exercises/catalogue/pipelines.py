@@ -43,7 +43,7 @@ EXERCISES = [
         Given: `run_program` in the script receives what an action needs and sends its results; you only decide the
         order. A stage can run `Forward(s, k)` when stage s - 1 has run `Forward(s - 1, k)`, and
         `Backward(s, k)` when stage s + 1 has run its own. Compare with
-        `python -m distlab.show_schedule gpipe --stages 3 --micro-batches 4`.""",
+        `./launch.sh show-schedule gpipe --stages 3 --micro-batches 4`.""",
         hints=(
             "Write the list for 1 stage and 3 micro-batches on paper first. Does it depend on the stage?",
             "All stages have the same list, but for the number of the stage in each action.",
@@ -64,7 +64,7 @@ EXERCISES = [
         passes, then one backward and one forward pass alternately, then the backward passes that are left.
 
         Given: `Forward(stage, k)` and `Backward(stage, k)`, as in the exercise pp-gpipe; micro-batches in order.
-        There may be fewer micro-batches than stages. Compare with `python -m distlab.show_schedule dapple --stages
+        There may be fewer micro-batches than stages. Compare with `./launch.sh show-schedule dapple --stages
         3 --micro-batches 6`.""",
         hints=(
             "How many forward passes can the last stage run before it can run its first backward pass? And the one "
@@ -91,7 +91,7 @@ EXERCISES = [
         idle. No stage keeps more than the first one of DAPPLE: `stages` micro-batches. There are at least as many
         micro-batches as stages.
 
-        Compare with `python -m distlab.show_schedule zb-h1 --stages 3 --micro-batches 6`.""",
+        Compare with `./launch.sh show-schedule zb-h1 --stages 3 --micro-batches 6`.""",
         hints=(
             "Draw DAPPLE for 3 stages and 4 micro-batches with backward passes in two halves. Where is a stage idle?",
             "Stage r has r more I than W under way in the middle of its list; the W that are left come at the end.",
