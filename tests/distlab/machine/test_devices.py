@@ -233,7 +233,7 @@ def test_gloos_threads_are_patient_in_a_run_and_the_one_that_computes_is_not(tmp
 SPINNING = """
 import distlab, statistics, time, torch
 matrix, times = torch.ones(256, 256), []
-for _ in range(8):
+for _ in range(5):
     matrix.mm(matrix)
     busy = time.process_time()
     time.sleep(0.1)

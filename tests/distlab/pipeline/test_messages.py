@@ -169,7 +169,7 @@ def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
         nets = {stage: Late() for stage in stages_of(programs[rank])}
         pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 3}), lambda y, _: y.mean(), WIDTH, run_on=True)
         for step in range(4):
-            time.sleep(0.2 * (step % 3 == rank))
+            time.sleep(0.1 * (step % 3 == rank))
             pipeline.step(batch(step, 12).chunk(6))
         torch.distributed.barrier()
     return sent, waits
