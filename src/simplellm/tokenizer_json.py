@@ -119,12 +119,14 @@ def _normalizers(spec: dict[int, list[Any]], space_before: bool, bytes_for_unkno
     steps: list[dict[str, Any]] = []
     if spec.get(2, [b""])[0]:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(spec[2][0]).decode()})
+    is_a_space = space_before or not bytes_for_unknown  # U+2581
     if spec.get(4, [1])[0]:  # remove extra white space
-        steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+        at_the_end = f"[ {META_SPACE}]" if is_a_space else " "
+        steps.append({"type": "Replace", "pattern": {"Regex": rf"\A +|{at_the_end}+\z"}, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if space_before:
         steps.append({"type": "Prepend", "prepend": " "})
-    if space_before or not bytes_for_unknown:
+    if is_a_space:
         steps.append({"type": "Replace", "pattern": {"String": META_SPACE}, "content": " "})
     return steps
 

@@ -84,7 +84,8 @@ def test_special_tokens(shipped: Any) -> None:
         ({}, ONLY_SPACES_MATTER),
         ({"model_type": "unigram"}, ONLY_SPACES_MATTER),
         ({"byte_fallback": True}, ONLY_SPACES_MATTER),
-        ({"add_dummy_prefix": False}, ONLY_SPACES_MATTER),
+        ({"normalization_rule_name": "identity"}, [*TEXTS, " \u2581 a \u2581 \u2581 "]),
+        ({"normalization_rule_name": "identity", "add_dummy_prefix": False}, [*TEXTS, " \u2581 a \u2581 \u2581 "]),
         (LIKE_LLAMA, TEXTS),
         ({**LIKE_LLAMA, "model_type": "unigram", "vocab_size": 700}, TEXTS),
         ({**LIKE_LLAMA, "model_type": "unigram", "vocab_size": 700, "add_dummy_prefix": False}, TEXTS),
@@ -99,7 +100,7 @@ def test_special_tokens(shipped: Any) -> None:
             [*TEXTS, "one<sep>two\n\n<sep>", "<ctl>"],
         ),
     ],
-    ids=["bpe", "unigram", "bytes", "no-prefix", "llama", "unigram-llama", "unigram-lossless", "symbols"],
+    ids=["bpe", "unigram", "bytes", "as-it-is", "no-prefix", "llama", "unigram-llama", "unigram-lossless", "symbols"],
 )
 def test_tokenizers_of_other_kinds(options: dict[str, Any], texts: list[str], tmp_path: Path) -> None:
     model = trained(tmp_path / "tokenizer.model", **options)
