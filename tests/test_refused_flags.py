@@ -132,6 +132,8 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         # Averages, and what is averaged.
         ("dp-wa --sync-every 0", "--sync-every 0: must be greater than 0"),
         ("dp-wa --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
+        ("dp-wa --save-every 3 --sync-every 2", "--save-every 3 with --sync-every 2: between two averages there is no"),
+        ("dp-wa --eval-every 3 --sync-every 2", "--eval-every 3 with --sync-every 2: between two averages there is no"),
         ("dp-ga --compress topk --topk-share 2", "--topk-share 2: a share is at most 1"),
         ("dp-ga --compress powersgd --powersgd-rank 0", "--powersgd-rank 0: must be greater than 0"),
         ("dp-ga --compress powersgd --all-reduce ring", "--compress powersgd with --all-reduce ring"),
@@ -158,6 +160,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         (f"dist --shapes 1x{'9' * 5000}x1", "give matrices of at most 1,073,741,824 numbers each"),
         ("race --processes 1", "--processes 1: "),
         ("race --repeats 0", "--repeats 0: "),
+        ("collectives --elements 0", "--elements 0: must be greater than 0"),
         ("collectives --sizes 0", "--sizes 0: give one or more numbers of bytes"),
         ("collectives --rounds 0", "--rounds 0: must be greater than 0"),
         ("collectives --backend nccl", "--backend nccl with --device cpu"),
