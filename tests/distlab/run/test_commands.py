@@ -167,7 +167,8 @@ def test_launch_sh_and_its_python_are_found_from_elsewhere(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("_by_hand")
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}.items():
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     after = of(GA, "--world-size 2 --steps 4", None, monkeypatch)
     expected = f"torchrun --standalone --nproc-per-node 2 {GA} --world-size 2 --steps 4 --save-every 1"
