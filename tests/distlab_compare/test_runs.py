@@ -56,9 +56,9 @@ def test_shares_of_other_parts_of_the_batch_name_no_mistake(tmp_path: Path) -> N
     run = Records(tmp_path / "run", {"layout": {"dp": 2}, "world_size": 2})
     one = Records(tmp_path / "one", {"layout": {}, "world_size": 1})
     for micro_batches, name in ((1, "other"), (2, "other-weights")):
-        parting = Pair(run, one, tolerance=1e-4, micro_batches=micro_batches).first_parting()
-        assert parting is not None
-        assert {difference.mistake.name for difference in parting.differences} == {name}
+        divergence = Pair(run, one, tolerance=1e-4, micro_batches=micro_batches).first_divergence()
+        assert divergence is not None
+        assert {difference.mistake.name for difference in divergence.differences} == {name}
 
 
 def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_each_of_all_replicas(
