@@ -19,7 +19,7 @@ from distlab.rendezvous.notices import SECONDS_BETWEEN_LOOKS
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --steps 1000000".split()
 NAIVE, MICRO_BATCHES = "PP/1F1B/intro_PP_1F1B.py", "PP/microbatches/intro_PP_microbatches.py"
-DDP = "DP/ddp/intro_DP_DDP.py"
+REPLICAS = "DP/gradient_aggr/intro_DP_GA.py"
 HYBRID = "hybrid/intro_hybrid.py"
 FOUR_RANKS = "--dp 2 --pp 2".split()
 ZB_V = "--schedule zb-v --n-layers 4".split()
@@ -222,7 +222,7 @@ def test_a_killed_rank_under_plain_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", DDP)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", REPLICAS)
     with launched(tmp_path, 0, *torchrun) as (launcher, rank):
         os.kill(rank, signal.SIGSTOP)
         launcher.kill()
@@ -254,7 +254,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks(tmp_path: Path) -> None:
     ("script", "world_size", "where"),
     [
         ("primer/intro.py", 1, ""),
-        ("DP/gradient_aggr/intro_DP_GA.py", 3, ", on rank 0"),
+        (REPLICAS, 3, ", on rank 0"),
         (MICRO_BATCHES, 3, r", on rank 0 \(stage 0\)"),
     ],
 )
