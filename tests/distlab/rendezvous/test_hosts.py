@@ -146,11 +146,13 @@ def test_a_killed_launcher_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: P
 def test_a_stopped_launcher_ends_the_other_host(
     hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A stopped rank keeps the others from computing meanwhile."""
     monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 4.0)
     nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
         wait_for_steps(tmp_path, *nodes)
-        os.kill(launcher_on(hosts[0], 0), signal.SIGSTOP)
+        for stopped in (launcher_on(hosts[0], 0), process_of(3, pids(hosts[1]))):
+            os.kill(stopped, signal.SIGSTOP)
         end = finish(nodes[1], SECONDS_TO_END)
         assert end.status == 1
         sentence = "# the launcher of another machine, node 0, has exited or can no longer be reached"
