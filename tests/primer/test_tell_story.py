@@ -1,11 +1,13 @@
 """Stories: how a token is picked, transformers' greedy text against ours, and the command."""
 
 import dataclasses
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import LAB, finish, start
+from support.processes import LAB
 from support.small_models import saved_model, status_of
-from support.terminals import fork_python
+from support.terminals import fork_command, fork_python
 
 from distlab.checkpoints.models import write_model
 from simplellm.export import export
@@ -211,15 +213,20 @@ def test_flags(exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert speed.endswith(" without a cache")
 
 
-def test_it_comes_token_by_token_and_ends_quietly_on_control_c(exported: Path) -> None:
-    story_teller = start(sys.executable, "-u", "-c", STALLING, exported)
-    assert story_teller.stdout is not None
-    assert story_teller.stdout.readline().startswith("# ")
-    assert story_teller.stdout.read(len("One day")) == "One day"
-    assert story_teller.stdout.read(1)  # the first token, while the second has not been computed
-    story_teller.send_signal(signal.SIGINT)
-    ended = finish(story_teller)
-    assert (ended.status, ended.err.strip()) == (130, "")
+def test_it_comes_token_by_token_and_ends_quietly_on_control_c(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "stalling.py").write_text(STALLING)
+    command = [sys.executable, str(tmp_path / "stalling.py"), str(exported)]
+    pipe, end = os.pipe()
+    with os.fdopen(pipe) as told, tempfile.TemporaryFile() as errors:
+        with os.fdopen(end, "wb") as into_pipe:
+            story_teller = fork_command(command, lambda: None, into_pipe, errors)
+        assert told.readline().startswith("# ")
+        assert told.read(len("One day")) == "One day"
+        assert told.read(1)  # the first token, while the second has not been computed
+        story_teller.send_signal(signal.SIGINT)
+        assert story_teller.wait(60) == 130
+        errors.seek(0)
+        assert errors.read().strip() == b""
 
 
 # The command as it is, but its second token takes long.

@@ -26,7 +26,7 @@ PIPELINE = "PP/schedules/intro_PP_schedules.py"
 HYBRID = "hybrid/intro_5d.py"
 ADAM = "--steps 6 --optimizer adam --lr 0.01 --batch-size 6".split()
 ZB_V = "--world-size 2 --schedule zb-v --micro-batches 3".split()
-REPLICAS = "--dp 2 --pp 2 --schedule zb-h2 --micro-batches 6".split()
+REPLICAS = "--dp 2 --pp 2 --schedule zb-h2 --micro-batches 3".split()
 
 
 def numbers(out: Path) -> list[tuple[int, float, float | None, int]]:
