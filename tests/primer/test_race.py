@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.processes import LAB, run_ranks, run_script, wait_for
+from support.processes import LAB, run_ranks, wait_for
 from support.terminals import fork_python
 
 from simplellm.errors import InputError
@@ -32,7 +32,8 @@ def rows(out: str) -> list[tuple[str, int, int]]:
 
 @pytest.mark.alone
 def test_processes_lose_updates_and_the_cures_do_not(tmp_path: Path) -> None:
-    ended = run_script("primer/race.py", "--out", tmp_path)  # fewer repeats may end before threads change places
+    # With fewer repeats than by default, threads may end before they change places.
+    ended = fork_python("primer/race.py", "--out", tmp_path).finish()
     assert ended.status == 0, ended.err
     assert all(line.startswith("#") for line in ended.out.splitlines())
     *races, lock, own, threads, threads_with_call = rows(ended.out)
