@@ -193,8 +193,20 @@ def test_how_much_too_much_a_weight_has_changed_since_the_checkpoint_before() ->
     assert told.endswith("since step 2, weight has changed by 3 times as much as it should")
 
 
-def test_metrics_that_are_not_text_are_told(tmp_path: Path) -> None:
+def test_elements_that_no_rank_has_recorded_are_told(tmp_path: Path) -> None:
+    record(tmp_path, 0, {"weights.weight": torch.ones(SHAPE)}, rows=2)
+    run = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 1})
+    with pytest.raises(InputError, match="no rank has recorded all of weight in step 0"):
+        run.whole(0, "weights", "weight")
+    with pytest.raises(InputError, match="no rank has recorded bias in step 0"):
+        run.whole(0, "weights", "bias")
+
+
+def test_metrics_end_with_the_last_complete_line_and_others_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+    lines = '{"step": 0, "loss": 2.5}\n{"step": 1, "loss": null}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert Run(tmp_path).losses == {0: 2.5, 2: 1.5}
     (tmp_path / "metrics.jsonl").write_bytes(b"\x80\n")
     with pytest.raises(InputError, match=r"metrics\.jsonl: these are not the metrics of a run"):
         _ = Run(tmp_path).losses
