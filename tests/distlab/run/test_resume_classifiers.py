@@ -158,7 +158,7 @@ def test_it_goes_on_where_it_was(layout: str, unit: str, a_step: int, saved: Run
 
 
 def test_ranks_that_are_killed_start_again_from_the_last_checkpoint(tmp_path: Path) -> None:
-    flags = ["--niters", "400", "--save-every", "50"]
+    flags = ["--niters", "250", "--save-every", "50"]
     shape = [*MLP, *LAYOUTS["mlp-ddp"][2].split(), *flags]
     out = [*CPU, "--out", tmp_path / "killed", "--max-restarts", "1"]
     launcher = fork_launcher("mlp-ddp", *shape, *out)
@@ -166,7 +166,7 @@ def test_ranks_that_are_killed_start_again_from_the_last_checkpoint(tmp_path: Pa
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish()
     assert ended.status == 0, ended.err
-    assert re.search("# resuming from .*, after ([1-3]?[05]0) steps", ended.out)
+    assert re.search("# resuming from .*, after [12]?[05]0 steps", ended.out)
     assert losses(tmp_path / "killed") == run("mlp-ddp", tmp_path / "whole", *flags)
 
 
