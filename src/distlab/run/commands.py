@@ -30,7 +30,7 @@ def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -
 
     `saved` is the number of steps at its last checkpoint; None if it wrote none.
     """
-    yield f"draw the loss: {_shown(*_python(), '-m', 'distlab.figures', 'losses', out / 'losses.png', out)}"
+    yield f"draw the loss: {_shown(launcher(), 'figures', 'losses', out / 'losses.png', out)}"
     yield f"see the run as a page: {_shown(launcher(), 'page', out)}"
     if saved is not None and settings.architecture == LLAMA:
         command = _shown(*_python(), LAB / "primer/tell_story.py", out)

@@ -148,20 +148,19 @@ def test_launch_sh_and_its_python_are_found_from_elsewhere(tmp_path: Path, monke
     monkeypatch.setattr(commands.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", f"{LAB}/.venv/bin/python")
-    draws = "-m distlab.figures losses"
-    here = of("primer/intro.py", "--steps 9", None, monkeypatch)
-    assert (
-        here["draw the loss"]
-        == "env PYTHONPATH=src .venv/bin/python -m distlab.figures losses runs/a/losses.png runs/a"
-    )
+    here = of("primer/intro.py", "--steps 9 --save-every 9", 9, monkeypatch)
+    story = "--prompt 'Once upon a time' --temperature 0.5 --seed 1"
+    assert here["draw the loss"] == "./launch.sh figures losses runs/a/losses.png runs/a"
+    assert here["tell a story"] == f"env PYTHONPATH=src .venv/bin/python primer/tell_story.py runs/a {story}"
     monkeypatch.chdir(tmp_path)
-    settings = parse(load("primer/intro.py").DEFAULTS, "", [])
-    after = dict(line.split(": ", 1) for line in next_commands(settings, tmp_path / "my run", None))
+    settings = parse(load("primer/intro.py").DEFAULTS, "", ["--save-every", "1000"])
+    after = dict(line.split(": ", 1) for line in next_commands(settings, tmp_path / "my run", 1000))
     lab = shlex.quote(str(LAB))
     assert after == {
-        "draw the loss": f"env PYTHONPATH={lab}/src {lab}/.venv/bin/python {draws} 'my run/losses.png' 'my run'",
+        "draw the loss": f"{lab}/launch.sh figures losses 'my run/losses.png' 'my run'",
         "see the run as a page": f"{lab}/launch.sh page 'my run'",
-        "save the model next time": f"{lab}/launch.sh primer --save-every 1000",
+        "tell a story": f"env PYTHONPATH={lab}/src {lab}/.venv/bin/python {lab}/primer/tell_story.py 'my run' {story}",
+        "resume": f"{lab}/launch.sh primer --resume 'my run'",
     }
 
 
