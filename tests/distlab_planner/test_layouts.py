@@ -137,6 +137,10 @@ def test_flags_leave_out_what_is_the_default() -> None:
     assert layout.flags(MODEL) == f"{flags} --recompute blocks --shard optimizer"
     plain = RunLayout({"dp": 2, "pp": 2}, 4, 2, "dapple", "none", "none", default_split(MODEL, 2))
     assert plain.flags(MODEL) == "--dp 2 --pp 2 --tp 1 --batch-size 4 --micro-batches 2 --schedule dapple"
+    parts = RunLayout({"dp": 1, "cp": 2}, 4, 1, "dapple", "none", "none", (4,), "heads", "contiguous")
+    flags = "--dp 1 --pp 1 --tp 1 --batch-size 4 --micro-batches 1 --cp 2 --cp-kind heads"
+    assert parts.flags(MODEL) == f"{flags} --cp-order contiguous"
+    assert replace(parts, cp_order="zigzag").flags(MODEL) == flags
 
 
 def test_divisors() -> None:
