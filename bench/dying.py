@@ -69,10 +69,10 @@ def threads() -> int:
 
 
 def held_at_the_end() -> dict[str, int]:
-    """Return what is held when only the connection to the store is left, or `SECONDS_TO_CLOSE` later at the latest."""
+    """Return what is held when one connection, to the store, and one thread are left; or `SECONDS_TO_CLOSE` later."""
     deadline = time.monotonic() + SECONDS_TO_CLOSE
     gc.collect()
-    while (now := held())["descriptors"] > 1 and time.monotonic() < deadline:
+    while max((now := held())["descriptors"], now["threads"]) > 1 and time.monotonic() < deadline:
         pass
     return now
 

@@ -29,7 +29,7 @@ def run_with(
     held = [json.loads(file.read_text()) for file in out.glob("held*.json")]
     assert [each["has claimed"] for each in held if each["writes"]] == [True], "one rank has claimed the folder"
     ends = [each["at the end"] for each in held]
-    assert [(end["descriptors"], end["threads"]) for end in ends] == [(1, 1)] * len(ends)
+    assert [(end["descriptors"], end["threads"]) for end in ends] == [(1, 1)] * len(ends), ends
     printed = {line.partition(" ")[0] for line in ended.out.splitlines()}
     assert printed >= {str(step) for step in range(steps)}, "whichever rank prints them"
     return ended.out
