@@ -58,13 +58,18 @@ class Compiler:
         """
         if (key := key_of(function, arguments)) in self._known:
             return
-        if sys.version_info < (3, 12):  # setuptools, which torch imports, ends if it cannot replace Python's distutils
-            os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
+        keep_distutils()
         torch.compiler.assume_constant_result(mixed_precision.cpu_multiplies_bfloat16)
         if function not in self._functions:
             self._functions[function] = torch.compile(function, fullgraph=True, dynamic=False, options=_options())
         _in_thread(lambda: _rehearse(self._functions[function], arguments))
         self._known.add(key)
+
+
+def keep_distutils() -> None:
+    """Keep Python's distutils: setuptools, which torch's compiler imports, ends if it cannot replace it."""
+    if sys.version_info < (3, 12):
+        os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
 
 
 def can_compile(function: Callable[..., Tensor], *arguments: Any) -> bool:

@@ -28,5 +28,8 @@ def import_compiler() -> None:
     import torch._inductor.compile_fx  # noqa: F401
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+    from simplellm.compiler import keep_distutils
+
+    keep_distutils()
     with contextlib.suppress(OSError):  # a cache that cannot be written; the ranks say so
         pick_vec_isa()
