@@ -22,7 +22,6 @@ PAGES = sorted(
     for page in LAB.rglob("*.md")
     if not any(part.startswith(".") or part in HIDDEN for part in page.relative_to(LAB).parts)
 )
-README = Path("README.md")
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"")
 each_page = pytest.mark.parametrize("page", PAGES, ids=str)
 
@@ -162,16 +161,16 @@ def test_a_wrong_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert reason in sentence.partition(f": {block}: ")[2]
 
 
-def rows(heading: str) -> list[list[str]]:
-    """The cells of the table below a heading of the README, without its head."""
-    section = text(README).partition(f" {heading}\n")[2].partition("\n#")[0]
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading of a page, without its head."""
+    section = text(page).partition(f" {heading}\n")[2].partition("\n#")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
 @pytest.mark.quick
 def test_the_table_of_chapters_has_all_topologies() -> None:
-    names = [name for row in rows("Chapters") for name in re.findall(r"`(\w[\w-]*)`", row[2])]
+    names = [name for row in rows(Path("README.md"), "Chapters") for name in re.findall(r"`(\w[\w-]*)`", row[2])]
     assert sorted(names) == sorted(TOPOLOGIES.keys() - {"quickstart"})
 
 
@@ -179,7 +178,7 @@ def test_the_table_of_chapters_has_all_topologies() -> None:
 def test_the_table_of_flags_is_complete_and_its_defaults_are_right() -> None:
     values = vars(WorldSize()) | vars(HybridSettings())
     named = set()
-    for flags, defaults, _ in rows("Flags"):
+    for flags, defaults, _ in rows(Path("docs/reference.md"), "Flags"):
         names = [flag.lstrip("-").replace("-", "_") for flag in flags.strip("`").split()]
         named.update(names)
         for name, default in zip(names, defaults.split(), strict=False):
