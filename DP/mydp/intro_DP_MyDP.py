@@ -3,9 +3,9 @@
     python DP/mydp/intro_DP_MyDP.py <rank>            in three terminals, with the ranks 0, 1 and 2
     ./launch.sh mydp --world-size 4                   all ranks at once
 
-`MyDP` (in src/distlab/parallel/data.py) starts all ranks from rank 0's weights and averages the gradients like
-`intro_DP_buckets.py`, in hooks, so that the loop is that of one process. `check_parameter_closeness` shows that the
-ranks' weights stay the same.
+`MyDP` (in src/distlab/parallel/data.py) starts all ranks from rank 0's weights and averages the gradients in hooks,
+like `intro_DP_hooks.py`, but in buckets: one message carries many gradients. `check_parameter_closeness` shows that
+the ranks' weights stay the same.
 """
 
 from distlab.parallel.data import MyDP

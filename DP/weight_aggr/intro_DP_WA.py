@@ -9,8 +9,6 @@ w - lr * (mean of g), if all ranks start the step from the same w. With more ste
 known as federated averaging (McMahan et al., arXiv 1602.05629): less traffic, but the copies drift apart in between.
 """
 
-from dataclasses import dataclass
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -20,40 +18,23 @@ from distlab.parallel.data import flatten_weights
 from distlab.run.main import main
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
-from distlab.settings.replicas import LocalStepsSettings
+from distlab.settings.replicas import WeightAverageSettings
 from simplellm.dataloaders import TinyStories
-from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-
-@dataclass
-class WeightAggregationSettings(LocalStepsSettings):
-    def check(self) -> None:
-        super().check()
-        for name, every in (("--save-every", self.save_every), ("--eval-every", self.eval_every)):
-            if every and every < self.steps and every % self.sync_every:
-                raise InputError(
-                    f"{name} {every} with --sync-every {self.sync_every}: between two averages there is no one model; "
-                    f"give a multiple of {self.sync_every}"
-                )
-
-    def every_few_steps(self, steps: int) -> int:
-        return -(-super().every_few_steps(steps) // self.sync_every) * self.sync_every
+DEFAULTS = WeightAverageSettings(batch_size=1)
 
 
-DEFAULTS = WeightAggregationSettings(batch_size=1)
-
-
-def average_if_due(weights: Tensor, step: int, args: WeightAggregationSettings) -> None:
+def average_if_due(weights: Tensor, step: int, args: WeightAverageSettings) -> None:
     """Replace the weights, (elements,), by the ranks' mean after every `--sync-every` steps, and the last one."""
     if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:
         with named(f"the weights after step {step}", "weights"):
             dist.all_reduce(weights, ReduceOp.AVG)
 
 
-def train(run: TrainingRun[WeightAggregationSettings]) -> None:
+def train(run: TrainingRun[WeightAverageSettings]) -> None:
     args = run.settings
     tokenizer = SPTokenizer(args.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())

@@ -45,6 +45,7 @@ TOPOLOGIES = {  # in the order of the chapters: a script, and flags that are pla
     "compare-collectives": "collectives/compare_collectives.py",
     "mpi": "mpi/mpi-test.py",
     "dp-buckets": "DP/buckets/intro_DP_buckets.py",
+    "dp-hooks": "DP/mydp/intro_DP_hooks.py",
     "ddp": "DP/ddp/intro_DP_DDP.py",
     "mydp": "DP/mydp/intro_DP_MyDP.py",
     "race": "primer/race.py",

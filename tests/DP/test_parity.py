@@ -14,7 +14,8 @@ from simplellm.errors import InputError
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
 BUCKETS = "DP/buckets/intro_DP_buckets.py"
 WEIGHT_AGGREGATION = "DP/weight_aggr/intro_DP_WA.py"
-SCRIPTS = [GRADIENT_AGGREGATION, BUCKETS, WEIGHT_AGGREGATION, "DP/ddp/intro_DP_DDP.py", "DP/mydp/intro_DP_MyDP.py"]
+WRAPPED = ["DP/mydp/intro_DP_hooks.py", "DP/ddp/intro_DP_DDP.py", "DP/mydp/intro_DP_MyDP.py"]
+SCRIPTS = [GRADIENT_AGGREGATION, BUCKETS, WEIGHT_AGGREGATION, *WRAPPED]
 
 
 def many_processes(

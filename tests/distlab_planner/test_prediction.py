@@ -106,6 +106,7 @@ def test_the_part_that_was_off_is_named(machine: Path) -> None:
     [
         "primer --optimizer sgd --lr 0.1",
         "dp-ga --micro-batches 2 --batch-size 2",
+        "dp-hooks",
         "mydp",
         "ddp",
         "dp-buckets --micro-batches 2 --batch-size 2",

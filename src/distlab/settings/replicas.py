@@ -62,6 +62,22 @@ class LocalStepsSettings(DataParallelSettings):
 
 
 @dataclass
+class WeightAverageSettings(LocalStepsSettings):
+    """A data-parallel training run whose ranks average their weights."""
+
+    def check(self) -> None:
+        super().check()
+        for name, every in (("--save-every", self.save_every), ("--eval-every", self.eval_every)):
+            given = f"{name} {every} with --sync-every {self.sync_every}"
+            advice = f"between two averages there is no one model; give a multiple of {self.sync_every}"
+            after_an_average = not every or every >= self.steps or every % self.sync_every == 0
+            require(after_an_average, f"{given}: {advice}")
+
+    def every_few_steps(self, steps: int) -> int:
+        return -(-super().every_few_steps(steps) // self.sync_every) * self.sync_every
+
+
+@dataclass
 class OuterStepSettings:
     """The outer steps of replicas that train independently: DiLoCo."""
 
