@@ -1,7 +1,7 @@
 """A trained model tells a story, token by token.
 
-    python primer/tell_story.py RUN --prompt "Once upon a time"      # RUN: folder of a run or of an exported model
-    python primer/tell_story.py RUN --temperature 0.8 --top-p 0.9 --seed 3
+    ./launch.sh tell RUN --prompt "Once upon a time"      # RUN: folder of a run or of an exported model
+    ./launch.sh tell RUN --temperature 0.8 --top-p 0.9 --seed 3
 
 A language model scores every token that may come next. To tell a story, pick one of them, append it to the text, and
 repeat. Compare `--no-cache`: the story is the same, but the model processes the whole text again for each token.

@@ -36,6 +36,7 @@ SUBCOMMANDS = {
         "import": ("distlab.exchange.import_hf:command", "Make a Hugging Face Llama a run to resume: import DIR OUT"),
     },
     "after a run": {
+        "tell": ("distlab.tell:command", "Let a run's model tell a story: tell RUN"),
         "compare": ("distlab_compare.command:command", "Find where two runs diverge: compare RUN_A RUN_B"),
         "page": ("distlab_page.command:command", "Write a run as a page, an HTML file: page RUN [OTHER RUN]"),
         "figures": ("distlab_figures.command:command", "Draw a figure of runs, such as their losses."),

@@ -5,9 +5,7 @@ import os
 import shlex
 import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +31,8 @@ def next_commands(settings: "ResumableSettings", out: Path, saved: int | None) -
     yield f"draw the loss: {_shown(launcher(), 'figures', 'losses', out / 'losses.png', out)}"
     yield f"see the run as a page: {_shown(launcher(), 'page', out)}"
     if saved is not None and settings.architecture == LLAMA:
-        command = _shown(*_python(), LAB / "primer/tell_story.py", out)
-        yield f"tell a story: {command} --prompt 'Once upon a time' --temperature {TEMPERATURE} --seed 1"
+        command = _shown(launcher(), "tell", out, "--prompt", "Once upon a time")
+        yield f"tell a story: {command} --temperature {TEMPERATURE} --seed 1"
     is_launched, is_on_several_machines = LAUNCHED_AS in os.environ, int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     if is_on_several_machines and not is_launched:
         return  # the flags that torchrun was started with on each machine are not known here
@@ -63,9 +61,9 @@ def _started_as(*replaced: str) -> list[str | Path]:
     if launched is not None:
         return [launcher(), *args]
     if started_by_torchrun():
-        torchrun = ["torchrun"] if shutil.which("torchrun") else [*_python(), "-m", "torch.distributed.run"]
+        torchrun = ["torchrun"] if shutil.which("torchrun") else [_python(), "-m", "torch.distributed.run"]
         return [*torchrun, "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"], sys.argv[0], *args]
-    return [*_python(), sys.argv[0], *args]
+    return [_python(), sys.argv[0], *args]
 
 
 def own_command() -> str:
@@ -79,14 +77,10 @@ def launcher() -> str:
     return os.path.join(".", _short(script)) if script.exists() else "distlab"
 
 
-def _python() -> list[str | Path]:
-    """Return the command for this interpreter, such that it finds the lab's modules."""
+def _python() -> str | Path:
+    """Return the command for this interpreter."""
     own = Path(sys.executable)
-    name = next((name for name in ("python", "python3") if shutil.which(name) == str(own)), own)
-    is_installed = any(distributions(name="distributed-llm-lab", path=[sysconfig.get_path("purelib")]))
-    if LAUNCHED_AS not in os.environ or is_installed:  # started by hand, the interpreter has found them itself
-        return [name]
-    return ["env", f"PYTHONPATH={_short(LAB / 'src')}", name]  # as launch.sh does
+    return next((name for name in ("python", "python3") if shutil.which(name) == str(own)), own)
 
 
 def _shown(*command: str | Path) -> str:
