@@ -146,7 +146,7 @@ def test_memory_is_that_of_the_formulas(one_process: OneProcess, tmp_path: Path)
     }
     for shard, per_weight in formulas.items():
         out, transport = tmp_path / shard, "gloo" if shard == "optimizer" else "shared"
-        flags = ["--world-size", str(n), "--batch-size", "2", "--steps", "1", "--optimizer", "adam"]
+        flags = ["--world-size", str(n), "--batch-size", "2", "--steps", "2", "--optimizer", "adam"]
         train_on(n, SCRIPT, out, *flags, "--shard", shard, "--transport", transport)
         for held in held_bytes(out):
             all_the_time = held["parameters"] + held["gradients"] + held["optimizer state"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.parallel.data import MyDP, flatten_weights
+from distlab.parallel.flat_parameters import shards_of
 from distlab.parallel.same_model import broadcast_weights, check_parameter_closeness
 from distlab.parallel.sharded import ShardedDP
 from simplellm.errors import InputError
@@ -106,6 +107,7 @@ def differ_in(rank: int, port: int, what: str) -> tuple[bool, bool]:
     """Whether the check passes before and after rank 1 changes one weight."""
     with process_group(rank, 3, port):
         model = Tied()
+        model.embed.weight.data[0] = torch.nan  # the same on all ranks, too
         broadcast_weights(model)
         before = check_parameter_closeness(model)
         if rank == 1:
@@ -212,6 +214,17 @@ def test_parameters_become_views_of_the_flat_weights() -> None:
     flat += 1
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name] + 1)
+
+
+def test_ranges_that_do_not_fit_a_model_are_refused() -> None:
+    model = Tied()
+    flat = flatten_weights(model)
+    with pytest.raises(ValueError, match="a frozen parameter has no gradient"):
+        shards_of(model, flat, flat)
+    model.frozen.requires_grad_()
+    for weights, gradients, what in ((flat, flat[:-1], "gradients"), (torch.cat([flat, flat]), flat, "weights")):
+        with pytest.raises(ValueError, match=f"range of the {what} has {len(flat)} elements, not"):
+            shards_of(model, weights, gradients)
 
 
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {

@@ -58,9 +58,9 @@ def train_shared(rank: int, sizes: list[int], port: int) -> tuple[Found, dict[st
         return found, dict(context.ledger.sent_bytes)
 
 
-def chosen(x: Tensor) -> Tensor:
+def chosen(x: Tensor, of: MixtureOfExperts | None = None) -> Tensor:
     """The experts of each token, (tokens, 2)."""
-    gate = mixture_of(range(EXPERTS)).gate
+    gate = (of or mixture_of(range(EXPERTS))).gate
     return ((x @ gate.weight.T).softmax(1) + gate.e_score_correction_bias).topk(2).indices
 
 
@@ -94,15 +94,32 @@ def test_the_smallest_gap_is_that_of_the_step() -> None:
     assert gaps[(0, 1), 0] != gaps[(0, 1), 1]
 
 
+def test_loads_and_dropped_rows_are_those_of_the_step_in_all_layers() -> None:
+    nets = [mixture_of(range(EXPERTS)) for _ in range(3)]
+    nets[1].gate.e_score_correction_bias.data[5] = 9  # the second layer has the fullest expert
+    for net in nets:
+        net.capacity = 0.75
+    balance = LoadBalance(nets, 0, Grid(0, {}).axis("ep"))
+    for seed in (0, 1):
+        loads = torch.stack([chosen(values(seed), net).flatten().bincount(minlength=EXPERTS) for net in nets])
+        for net in nets:
+            net(values(seed))
+        record, mean = balance.step(), 2 * TOKENS / EXPERTS
+        assert record["expert_loads"] == loads.tolist()
+        assert record["max_over_mean_load"] == loads.max() / mean > loads[0].max() / mean
+        assert record["dropped_rows"] == (loads - 0.75 * mean).clamp(min=0).sum()
+
+
 def replay_with_a_favourite(rank: int, folder: Path, port: int) -> float:
     """Both ranks compute the same tokens; in the replay, a free choice would take expert 5 for each of them."""
     with process_group(rank, 2, port):
         grid, net = Grid(rank, {"tp": 2}), mixture_of(range(EXPERTS))
         choices = ChoicesOfSequences(grid.axis("cp"), "contiguous")
         nets, of_both = [nn.ModuleDict({"mlp": net})], (grid.axis("dp"), TOKENS, TOKENS, choices, rank == 0, 2)
-        recorded = Routes(nets, "record", folder, *of_both)
-        right = net(values(0))
-        recorded.step()
+        for seed in (1, 0):  # the second recording replaces the first
+            recorded = Routes(nets, "record", folder, *of_both)
+            right = net(values(seed))
+            recorded.step()
         dist.barrier()
         net.gate.e_score_correction_bias.data[5] = 9
         replayed = Routes(nets, "replay", folder, *of_both)

@@ -12,7 +12,7 @@ from distlab.comm.context import context_of
 from distlab.parallel.data import Bucket
 from distlab.parallel.gradient_compression import PowerSGD, TopK
 
-SHAPES = [(12, 20), (7,), (16, 3, 2)]
+SHAPES = [(12, 20), (7,), (16, 3, 2), (3, 5)]  # the factors of the last one would be larger
 RANKS, STEPS, WIDTH = 3, 6, 2
 
 
@@ -80,6 +80,8 @@ def compress(rank: int, port: int) -> dict[str, Any]:
             top_sent = context_of().ledger.sent_bytes["gradients"] - before
         whole = new_bucket(gradients(rank, 0))
         TopK(1).start(whole).wait()
+        single = new_bucket(gradients(rank, 0))
+        TopK(1e-6).start(single).wait()
         return {
             "theirs": theirs[1:],
             "ours": ours,
@@ -88,6 +90,7 @@ def compress(rank: int, port: int) -> dict[str, Any]:
             "top_sent": top_sent,
             "top_error": largest.state()[f"rank{rank}.topk.bucket0.error"],
             "whole": whole.flat,
+            "single": single.flat,
         }
 
 
@@ -100,9 +103,10 @@ def test_powersgd_is_torchs_and_nothing_is_lost() -> None:
         assert all(torch.equal(a, b) for a, b in zip(result["ours"], ended[0]["ours"], strict=True))
         assert torch.equal(result["top"], ended[0]["top"]), "all ranks have the same sums"
         torch.testing.assert_close(result["whole"], means[0], msg="with a share of 1, nothing is left out")
+        assert 0 < result["single"].count_nonzero() <= RANKS, "at least one value of each rank"
     matrices = WIDTH * (12 + 20) + WIDTH * (16 + 6)
-    first, second = WIDTH * (12 + 16) + 7, WIDTH * (20 + 6)  # P and the vector; Q
-    assert first + second == matrices + 7
+    first, second = WIDTH * (12 + 16) + 7 + 15, WIDTH * (20 + 6)  # P and what is sent as it is; Q
+    assert first + second == matrices + 7 + 15
     assert ended[0]["sent"] == [sum(2 * (RANKS - 1) * 4 * n // RANKS for n in (first, second))] * (STEPS - 1)
     count = sum(torch.Size(shape).numel() for shape in SHAPES)
     assert ended[0]["top_sent"] == (RANKS - 1) * 8 * int(0.1 * count)

@@ -19,16 +19,16 @@ SHARDED: list[Sharded] = ["optimizer", "gradients", "weights"]
 
 
 class HalfFrozen(nn.Module):
-    """A frozen layer, one that is not, and a parameter that is sometimes idle."""
+    """A frozen layer, one that is not, and a parameter that is sometimes idle; its output is in a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
         self.frozen, self.out = nn.Linear(4, 5).requires_grad_(False), nn.Linear(5, 4)
         self.scale = nn.Parameter(torch.rand(4) + 1)
 
-    def forward(self, x: Tensor, is_scaled: bool) -> Tensor:
+    def forward(self, x: Tensor, is_scaled: bool) -> dict[str, Tensor]:
         y: Tensor = self.out(torch.tanh(self.frozen(x)))
-        return y * self.scale if is_scaled else y
+        return {"y": y * self.scale if is_scaled else y}
 
 
 class Mixed(nn.Module):
@@ -54,7 +54,7 @@ class Mixed(nn.Module):
             x = x + self.sometimes(x)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
-        logits = self.head(torch.tanh(self.named["half_frozen"](x, has_0)))
+        logits = self.head(torch.tanh(self.named["half_frozen"](x=x, is_scaled=has_0)["y"]))
         return nn.functional.cross_entropy(logits, target)
 
 

@@ -241,16 +241,16 @@ def test_any_module_of_the_librarys_blocks_can_be_split(style: str) -> None:
 
 def refused(rank: int, port: int) -> None:
     """Nothing is cut before all is known to fit: what is refused still computes what it did."""
-    two_heads, limited, tied = Written(), Written(), Written()
+    two_heads, limited, scaled, sparse, tied = (Written() for _ in range(5))
     two_heads.other = Linear(48, 48, bias=False)
     initialize(two_heads, seed=1)  # otherwise the weight of `other` is uninitialized memory, perhaps nan
-    limited.tokens[0].max_norm = 1.0
+    limited.tokens[0].max_norm, scaled.tokens[0].scale_grad_by_freq, sparse.tokens[0].sparse = 1.0, True, True
     tied.rest["deep"][0].mlp.up_proj.weight = tied.rest["deep"][0].mlp.gate_proj.weight
     cases: list[tuple[nn.Module, Style, bool, str]] = [
         (Written(num_heads=4), "megatron", False, "--num-heads 4 among 3 tensor-parallel ranks"),
         (Written(vocab_size=2), "megatron", False, "scores has 2 rows, which 3 tensor-parallel ranks cannot share"),
         (two_heads, "megatron", False, "scores and other: only one linear layer may be outside attention and MLP"),
-        (limited, "megatron", False, "tokens.0: an embedding with max_norm"),
+        *((net, "megatron", False, "tokens.0: an embedding with max_norm") for net in (limited, scaled, sparse)),
         (tied, "naive", False, "rest.deep.0.mlp.gate_proj and rest.deep.0.mlp.up_proj share a weight"),
         (Written().first, "megatron", True, "sequence parallelism needs a whole model"),
         (nn.Sequential(nn.Linear(4, 4)), "megatron", False, "nothing in this module can be split"),
@@ -265,7 +265,7 @@ def refused(rank: int, port: int) -> None:
             if isinstance(net, Written):
                 net(torch.ones(1, 4, dtype=torch.int64))
             assert not context_of().ledger.messages, "no hook talks"
-        split = Written()
+        split = Written(vocab_size=3)  # a row for each rank
         shard(split)
         with pytest.raises(InputError, match="is already split"):
             shard(split)
@@ -274,15 +274,17 @@ def refused(rank: int, port: int) -> None:
 def train_without_first_block(rank: int, port: int) -> None:
     """Two steps in which the first layers are frozen, so that their outputs need no gradient; and a sum of its own."""
     with process_group(rank, 2, port, options=Options(transport="shared")):
-        whole, sliced = twins("megatron")
+        whole, sliced = (LLama(CausalLLama, VOCAB, **SIZES) for _ in range(2))
         for net in (whole, sliced):
             for name, parameter in net.named_parameters():
                 parameter.requires_grad_("embed_tokens" not in name and "layers.0" not in name)
+        shard(sliced)
         for step in range(2):
             ids = torch.randint(PADDING, (2, 9), generator=torch.Generator().manual_seed(step))
             causalLLMLoss(whole(ids), ids, VOCAB).backward()
             vocabulary_parallel_loss(sliced(ids), ids, VOCAB).backward()
         for (name, own), expected in zip(sliced.named_parameters(), whole.parameters(), strict=True):
+            assert own.requires_grad == expected.requires_grad, name
             if own.requires_grad:
                 assert expected.grad is not None
                 assert_same(own.grad, split_like(own, expected.grad, rank, 2), name)

@@ -65,6 +65,7 @@ def test_passes_are_split_where_that_saves_time() -> None:
         return {action.letter for action in itertools.chain(*lists)}
 
     assert (letters(2), letters(5)) == ({"F", "B"}, {"F", "I", "W"})
+    assert letters(2.37) == {"F", "B"}, "a gain of 1 % is not worth the split"
 
 
 def test_without_detours_micro_batches_are_missing() -> None:
