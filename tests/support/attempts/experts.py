@@ -41,6 +41,18 @@ ATTEMPTS = [
     ),
     Attempt("ep-scale", "experts-mixed", "other weights", changes=(('".experts." not in name and ', ""),)),
     Attempt(
+        "ep-scale", "wrong-dense", "it should be 6", changes=((ADD, f"{ADD}\n                parameter.grad += 1"),)
+    ),
+    Attempt(
+        "ep-scale",
+        "expert-scaled",
+        "which already is the sum, and is 90",
+        changes=((f"{ADD}\n", f"{ADD}\n        elif parameter.grad is not None:\n            parameter.grad *= 3\n"),),
+    ),
+    Attempt("ep-norm", "wrong-norm", "the root of the sum", changes=((DIVIDED, "torch._foreach_div(norms, counted)"),)),
+    Attempt("ep-backward", "no-gradient", "backward must return it", changes=((BACK, "None"),)),
+    Attempt("ep-backward", "wrong-gradient", "are not theirs", changes=((BACK, f"{BACK} + 1"),)),
+    Attempt(
         "ep-norm",
         "counted-again",
         "counts 3 times",

@@ -2,6 +2,7 @@
 
 from support.exercises_attempts import Attempt
 
+LINEAR = "self.linear(pcomm.Duplication.apply(x))"
 ALL_REDUCED = "        grad = grad.contiguous().clone()\n        dist.all_reduce(grad)\n"
 
 
@@ -35,6 +36,24 @@ ATTEMPTS = [
         "in-place",
         "CopyTo changes what it is given",
         changes=(("total = grad.clone(memory_format=torch.contiguous_format)", "total = grad"),),
+    ),
+    Attempt("tp", "forward", "something else than its input", changes=(("x.view_as(x)", "2 * x"),)),
+    Attempt(
+        "tp", "g-backward", "not passed on as it is", changes=(("        return grad\n", "        return grad / 2\n"),)
+    ),
+    Attempt(
+        "tp-layers",
+        "weight-gradient",
+        "the gradient of linear.weight is not that of its slice",
+        changes=((LINEAR, f"3 * {LINEAR} - 2 * {LINEAR}.detach()"),),
+        only="ColWiseLinear",
+    ),
+    Attempt(
+        "tp-layers",
+        "no-gradient",
+        "the input gets no gradient",
+        changes=((LINEAR, "self.linear(x.detach())"),),
+        only="ColWiseLinear",
     ),
     Attempt(
         "tp-layers",
@@ -74,7 +93,7 @@ ATTEMPTS = [
         "tp-layers",
         "f-missing",
         "the gradient of the input is not the sum",
-        changes=(("self.linear(pcomm.Duplication.apply(x))", "self.linear(x)"),),
+        changes=((LINEAR, "self.linear(x)"),),
         only="ColWiseLinear",
     ),
     Attempt(
@@ -128,6 +147,46 @@ ATTEMPTS = [
             ),
         ),
         only="train_step",
+    ),
+    Attempt(
+        "mlp",
+        "layers",
+        "its parameters are [(40, 24)",
+        changes=(("(config.n_layers - 1)", "config.n_layers"),),
+        only="MLP",
+    ),
+    Attempt(
+        "mlp",
+        "first-weights",
+        "layer 0: its",
+        changes=(
+            ('  nn.init.kaiming_uniform_(parameter, nonlinearity="tanh")', "  nn.init.kaiming_uniform_(parameter)"),
+        ),
+        only="MLP",
+    ),
+    Attempt(
+        "mlp",
+        "bias",
+        "it has biases",
+        changes=(("bias=False", "bias=True"), ("in self.parameters():", "in [layer.weight for layer in self.layers]:")),
+        only="MLP",
+    ),
+    Attempt(
+        "mlp",
+        "update",
+        "step 0: the weights were not updated by -lr times their gradients",
+        changes=(("    optimizer.step()\n", "    optimizer.step()\n    model.layers[0].weight.data *= 1.1\n"),),
+        only="train_step",
+    ),
+    Attempt(
+        "matmul", "no-product", "rank 0 returned no matrix", changes=(("    return gather_rows", "    gather_rows"),)
+    ),
+    Attempt(
+        "matmul",
+        "wrong-product",
+        "and should have the sum of all",
+        changes=(("part = scatter(A", "part = 2 * scatter(A"),),
+        only="by_reduction",
     ),
     Attempt(
         "matmul",

@@ -39,6 +39,23 @@ ATTEMPTS = [
     ),
     Attempt(
         "pp-1f1b",
+        "wrong-start",
+        "before step 0: the weights model.embed_tokens.weight on rank 0 (stage 0) are not those of one process",
+        changes=(
+            (
+                "    optimizer = ",
+                "    for parameter in net.parameters():\n        parameter.data *= 2\n    optimizer = ",
+            ),
+        ),
+    ),
+    Attempt(
+        "pp-gpipe",
+        "micro-batches",
+        "stage 0 has a micro-batch 3, of 3",
+        "return [kind(stage, k) for kind in (Forward, Backward) for k in range(micro_batches + 1)]",
+    ),
+    Attempt(
+        "pp-1f1b",
         "last-micro-batch",
         "the last micro-batch alone",
         changes=(("    inputs = x\n", "    net.zero_grad()\n    inputs = x\n"),),

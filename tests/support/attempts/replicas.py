@@ -9,6 +9,7 @@ OWN = "return flat.chunk(dist.get_world_size())[dist.get_rank()]"
 REDUCED = "dist.reduce_scatter_tensor(own_range(gradients), gradients, ReduceOp.SUM)"
 OWN_GRADIENT = f"{REDUCED}\ngradients /= dist.get_world_size()"
 ALL_PARTS = "dist.all_gather_into_tensor(weights, own_range(weights))"
+HELD, AS_IT_IS = "as_held(parameter.detach(), parameter)", "        return tensor\n"
 EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.sync_every > 1)
 
 ATTEMPTS = [
@@ -154,8 +155,31 @@ ATTEMPTS = [
         "checkpoint",
         "not-read",
         "embed.weight does not get what was written",
-        changes=(("as_held(parameter.detach(), parameter)", "as_held(parameter.detach().clone(), parameter)"),),
+        changes=((HELD, HELD.replace("detach()", "detach().clone()")),),
         only="state_of",
+    ),
+    Attempt("checkpoint", "no-tensor", "is str, and", changes=((HELD, "str(parameter)"),), only="state_of"),
+    Attempt(
+        "checkpoint", "outside", "lies outside of it", changes=(("[dim] + start", "[dim] + length"),), only="as_held"
+    ),
+    Attempt(
+        "checkpoint",
+        "no-slice-needed",
+        "is held whole",
+        changes=((AS_IT_IS, "        return tensor.clone()\n"),),
+        only="as_held",
+    ),
+    Attempt(
+        "checkpoint",
+        "step-in-slices",
+        "belongs to the whole parameter",
+        changes=(
+            (
+                "    placement, wh",
+                "    if not tensor.dim():\n        return Slice(tensor, (), [Block((), ())])\n    placement, wh",
+            ),
+        ),
+        only="as_held",
     ),
     Attempt(
         "dp-ga",

@@ -24,6 +24,8 @@ ATTEMPTS = [
         "position 23 has no next token",
         changes=(("own == ids.shape[1] - 1", "own < 0"),),
     ),
+    Attempt("cp-labels", "own-token", "position 0 predicts its own", changes=(("ids.roll(-1, dims=1)", "ids"),)),
+    Attempt("cp-labels", "wrong-labels", "not the tokens that follow", changes=(("roll(-1,", "roll(-2,"),)),
     Attempt(
         "cp-merge",
         "",
