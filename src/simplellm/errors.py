@@ -52,13 +52,13 @@ def require_package(name: str, what: str, *arguments: str) -> None:
 
 def say(text: str) -> None:
     """Print a line that is not a step's; these begin with `#`."""
-    print(f"# {text}", flush=True)
+    print(f"# {text}\n", end="", flush=True)  # in one write, even where Python does not buffer it
 
 
 def tell(sentence: str) -> None:
     """Print the message of an error; ignore a failure to write it."""
     with contextlib.suppress(OSError):
-        print(f"# {sentence}", file=sys.stderr, flush=True)
+        print(f"# {sentence}\n", end="", file=sys.stderr, flush=True)
 
 
 def open_streams() -> None:

@@ -283,7 +283,7 @@ def test_a_port_in_use_is_named_by_the_launcher_and_by_rank_0(tmp_path: Path) ->
         (GA, [], "no rank given: --world-size 3 has the ranks 0 to 2"),
         (GA, ["x"], "'x' is not the value of a flag, nor a rank"),
         (GA, "--betas 0.9 0.95 0.99".split(), "'0.99' is not the value of a flag, nor a rank"),
-        ("primer/intro.py", ["1"], "rank 1: one process has the ranks 0 to 0"),
+        ("primer/intro.py", ["1"], "rank 1: one process has only rank 0"),
         ("primer/intro.py", ["--device", "cuda"], "--device cuda"),
     ],
 )

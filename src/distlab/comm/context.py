@@ -34,6 +34,7 @@ class Options:
     library: Literal["auto", "gloo", "nccl"] = "auto"  # carries everything that shared memory does not
     transport: Transport = "auto"  # for tensors in host memory
     timeout_seconds: float | None = None  # of any wait; None: as in `init_process_group`
+    timeout_name: str = "init_process_group's timeout"  # in messages: what sets it
     threads: int | None = None  # with which a rank usually computes; None: as many as it has now
     places: Sequence[Place] | None = None  # by rank, its host and GPUs; None: the ranks exchange them
     describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
@@ -95,6 +96,7 @@ class Context:
         waits = Waits(self.rank, self.world_size, self.ledger, lambda rank: self.describe(rank))
         if self.options.timeout_seconds is not None:
             waits.timeout_seconds = self.options.timeout_seconds
+        waits.timeout_name = self.options.timeout_name
         return waits
 
     def waited_so_far(self) -> float:

@@ -34,6 +34,8 @@ class Wait:
     def sentence(self, describe: Callable[[int], str]) -> str:
         """Return it in words: "the gradients from ranks 0 and 2", "rank 1 (stage 1) to receive the activations"."""
         at = f", {self.line}" if self.line else ""
+        if self.way == "send" and self.what == "send":  # without a name of its own
+            return f"send to {describe(self.peers[0])}{at}"
         if self.way == "send":
             return f"{describe(self.peers[0])} to receive {self.what}{at}"
         if self.way == "receive":
@@ -96,7 +98,7 @@ class Waits:
 
     def __init__(self, rank: int, world_size: int, ledger: Ledger, describe: Callable[[int], str]) -> None:
         self._rank, self._ranks, self._ledger, self._describe = rank, range(world_size), ledger, describe
-        self.timeout_seconds = 120.0
+        self.timeout_seconds, self.timeout_name = 120.0, "--timeout"
         self.seconds_for_the_watch = 60.0  # to find out which rank waits for which, before NCCL ends the process
         self.in_libraries: dict[int, tuple[Wait, float]] = {}  # waits of libraries with their starts, oldest first
         self.of_stream = StreamWaits()
@@ -158,14 +160,14 @@ class Waits:
         if isinstance(error, RuntimeError) and self.in_libraries and (is_lost_peer(error) or is_timeout(error)):
             return self._failed(*next(iter(self.in_libraries.values())), error)
         if is_lost_peer(error):
-            return TrafficError(f"{self._describe(self._rank)} lost its connection: {reason(error)}", error)
+            why = reason(error, self.timeout_name)
+            return TrafficError(f"{self._describe(self._rank)} lost its connection: {why}", error)
         return None
 
     def _failed(self, wait: Wait, started: float, error: Exception) -> TrafficError:
         seconds, who = time.perf_counter() - started, self._describe(self._rank)
-        return TrafficError(
-            f"{who} waited {seconds:.1f} s for {wait.sentence(self._describe)}: {reason(error)}", error, wait
-        )
+        why = reason(error, self.timeout_name)
+        return TrafficError(f"{who} waited {seconds:.1f} s for {wait.sentence(self._describe)}: {why}", error, wait)
 
 
 def group_key(ranks: Sequence[int]) -> str:
@@ -181,12 +183,12 @@ def list_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def reason(error: Exception) -> str:
-    """Return the reason in an error from gloo or NCCL, in a few words."""
+def reason(error: Exception, timeout_name: str = "--timeout") -> str:
+    """Return the reason in an error from gloo or NCCL, in a few words; `timeout_name` is what sets the deadline."""
     if is_lost_peer(error):
         return "a rank has exited and closed its connection"
     if is_timeout(error):
-        return "no answer (--timeout sets how long to wait)"
+        return f"no answer ({timeout_name} sets how long to wait)"
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

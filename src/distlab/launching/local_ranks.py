@@ -132,7 +132,8 @@ def root_cause(failures: Mapping[int, RankFailure], grid: Grid) -> tuple[int, st
         sentence = f"{who} failed: it was terminated by {signal.Signals(-failure.status).name}"
     elif "status" in failure.record:  # written by distlab.run.failure
         told = failure.record["message"]
-        sentence = told if failure.record.get("names_rank") else f"{who} failed: {told}"
+        is_named = failure.record.get("names_rank") or told.startswith(f"rank {rank} ")
+        sentence = told if is_named else f"{who} failed: {told}"
     return max(1, failure.status), sentence, is_cause
 
 

@@ -49,6 +49,7 @@ def diagnose(
     world_size: int,
     describe: Callable[[int], str],
     timeout_seconds: float,
+    timeout_name: str = "--timeout",
 ) -> Diagnosis:
     """Show which rank waits for which, and name the rank that blocks the others.
 
@@ -89,7 +90,7 @@ def diagnose(
     failed = [rank for rank in ends if rank in ended] or (sorted(ended) if lost_a_peer else [])
     gone = [rank for rank in ends if rank in silent] or (silent if lost_a_peer else [])
     cycle = find_cycle(edges)
-    too_long = f"computing for longer than --timeout {timeout_seconds:g}"
+    too_long = f"computing for longer than {timeout_name} {timeout_seconds:g}"
     if failed:
         return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
     if gone and lost_a_peer:
@@ -97,8 +98,8 @@ def diagnose(
         return Diagnosis(picture, f"{'one of ' * (len(gone) > 1)}{names(gone)} {cause}")
     if gone:
         do = "does" if len(gone) == 1 else "do"
-        why = "not answer, and the others wait: stopped, cut off, or computing for longer than --timeout "
-        return Diagnosis(picture, f"{names(gone)} {do} {why}{timeout_seconds:g}")
+        why = f"stopped, cut off, or {too_long}"
+        return Diagnosis(picture, f"{names(gone)} {do} not answer, and the others wait: {why}")
     if first is not None and first.wait is not None and lost_a_peer:
         lost = f"{describe(first.rank)} lost its connection to {list_ranks(first.wait.peers)}"
         return Diagnosis(picture, f"{lost}, though all ranks answer: see their last lines")

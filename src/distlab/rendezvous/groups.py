@@ -53,4 +53,5 @@ def create(made: Any, options: Options | None) -> LabGroup:
         sentence, told = f"rank {made.group_rank} could not connect to all other ranks", about_system(error)
         if told:
             raise InputError(f"{sentence}: {told}") from error
-        raise TrafficError(f"{sentence}: {reason(error)}", error) from error
+        why = reason(error, (options or Options()).timeout_name)
+        raise TrafficError(f"{sentence}: {why}", error) from error

@@ -71,7 +71,9 @@ class NoticeBoard:
         except StoreError as lost:
             silent = "does not answer: it is stopped, or its machine or network is down"
             return self._without_store("has exited: see its last line" if lost.lost_a_peer else silent, error.wait)
-        return diagnose(notices, ended, len(self._ranks), self._context.describe, self._context.waits.timeout_seconds)
+        waits = self._context.waits
+        size, describe = len(self._ranks), self._context.describe
+        return diagnose(notices, ended, size, describe, waits.timeout_seconds, waits.timeout_name)
 
     def publish_diagnosis(self, diagnosis: Diagnosis) -> None:
         """Publish the diagnosis for ranks that fail later, when the store may have exited with rank 0."""

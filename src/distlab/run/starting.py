@@ -58,7 +58,8 @@ def identity(settings: RunSettings) -> tuple[int, int]:
     rank = 0 if settings.rank == -1 and asked == 1 else settings.rank
     given = "no rank given" if rank == -1 else f"rank {rank}"  # -1 is the default
     advice = "give each process its own rank as the first argument, or start all of them with launch.sh"
-    require(0 <= rank < asked, f"{given}: {flags} has the ranks 0 to {asked - 1}; {advice}")
+    ranks = f"the ranks 0 to {asked - 1}" if asked > 1 else "only rank 0"
+    require(0 <= rank < asked, f"{given}: {flags} has {ranks}; {advice}")
     return rank, asked
 
 
@@ -121,6 +122,7 @@ def connect(
         library=library,
         transport=settings.transport,
         timeout_seconds=settings.timeout,
+        timeout_name="--timeout",
         threads=torch.get_num_threads(),
         places=places,
         describe=grid.describe,

@@ -147,5 +147,5 @@ def test_a_rank_that_does_not_come_ends_the_others_at_the_deadline_with_a_senten
         if rank != 1:
             assert sentence.startswith(f"rank {rank} waited ")
             assert re.search(" s for all ranks to create the groups along (dp|tp):", sentence)  # rank 1 is in both
-            assert sentence.endswith("no answer (--timeout sets how long to wait)")
+            assert sentence.endswith("no answer (init_process_group's timeout sets how long to wait)")
             assert seconds < 10
