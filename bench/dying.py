@@ -6,10 +6,11 @@ completion of a checkpoint (the next two). In hybrid-repair, there is a point be
 then the same ones. In step -1, a rank dies at its start (point 0), or a spare that waits (rank -1), whose number is the
 point. `how` is the name of a signal, or "exception"; or "lost": the rank does not die, but takes its connections for
 lost when another has died; or "corrupt": one of its weights changes; or "replaced": it dies when a spare without
-weights has joined; or "late": it dies when the others have what it has sent; or "agree", "groups": it dies within the
-next repair, before it has told the others how far it is, or after that. With LEAVE_OUT, nobody computes the
-micro-batches of the dead. With ALL_BACK, the step after a death waits for spares. With CORES, detours are planned for
-as many cores. Each rank writes what it held at each step and at its end, and whether the folder of the run is locked.
+weights has joined, which is not ready before; or "late": it dies when the others have what it has sent; or "agree",
+"groups": it dies within the next repair, before it has told the others how far it is, or after that. With LEAVE_OUT,
+nobody computes the micro-batches of the dead. With ALL_BACK, the step after a death waits for spares. With CORES,
+detours are planned for as many cores. Each rank writes what it held at each step and at its end, and whether the folder
+of the run is locked.
 """
 
 import contextlib
@@ -42,6 +43,7 @@ lesson: Any = importlib.import_module(LESSON.stem)
 DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
 SECONDS_TO_CLOSE, SECONDS_TO_SEND = 5.0, 0.3
+IS_AWAITED = "a spare is awaited"  # name of a file in the folder of the run
 WITHIN: dict[str, tuple[Any, str]] = {"agree": (Survivor, "agree"), "groups": (dist, "init_process_group")}
 starting = os.environ.get("RANK") if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
 for rank, step, number, how in DEATHS:
@@ -85,6 +87,15 @@ def await_news(run: TrainingRun[RepairSettings]) -> None:
             time.sleep(0.01)
 
 
+def with_wait(function: Callable[[], None], for_file: Path) -> Callable[[], None]:
+    def call() -> None:
+        while not for_file.exists():
+            time.sleep(0.01)
+        function()
+
+    return call
+
+
 def train(run: TrainingRun[RepairSettings]) -> None:
     at, of_deaths = {"step": -1, "point": 0}, [step for _, step, *_ in DEATHS]
     holdings: dict[int, dict[str, int]] = {}  # by step, when it begins for the first time
@@ -104,6 +115,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                     await_news(run)
                     raise TrafficError("lost", RuntimeError("Connection closed by peer"))
                 if how == "replaced":
+                    (run.out / IS_AWAITED).touch()
                     await_news(run)
                     how = "SIGKILL"
                 if how == "late":
@@ -141,6 +153,10 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         optimizers.append(make(model))
         return optimizers[-1]
 
+    if run.joins_late and any(how == "replaced" for *_, how in DEATHS):
+        assert isinstance(run, RepairableRun)
+        survivor = run.repair.survivor
+        survivor.begin = with_wait(survivor.begin, run.out / IS_AWAITED)  # type: ignore[method-assign]
     run.optimizer = optimizer  # type: ignore[method-assign]
     if "CORES" in os.environ:
         lesson.cores = lambda: int(os.environ["CORES"])
