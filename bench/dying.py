@@ -172,7 +172,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         setattr(place, name, with_points(getattr(place, name)))
     run.steps = steps  # type: ignore[method-assign]
     if "LEAVE_OUT" in os.environ:
-        lesson.share_out = lambda _, parts, alive, whole: {rank: [(rank, k) for k in range(parts)] for rank in alive}
+        lesson.assign = lambda _, parts, alive, whole: {rank: [(rank, k) for k in range(parts)] for rank in alive}
         lesson.reroute = lambda programs, count, alive, *_, **__: [side_by_side(programs, count)[w] for w in alive]
 
     def close(close: Callable[[], None] = run.close) -> None:

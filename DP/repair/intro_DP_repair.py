@@ -28,7 +28,7 @@ from simplellm.tokenizers import SPTokenizer
 DEFAULTS = RepairSettings(batch_size=1)
 
 
-def share_out(replicas: int, micro_batches: int, alive: Sequence[int], whole: bool) -> dict[int, list[tuple[int, int]]]:
+def assign(replicas: int, micro_batches: int, alive: Sequence[int], whole: bool) -> dict[int, list[tuple[int, int]]]:
     """Return, by living rank, the (replica, micro-batch) pairs that it computes: its own first.
 
     Those of the dead go around among the living; with `whole`, all of a replica's to the same rank.
@@ -71,7 +71,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
             rows = [part.chunk(args.micro_batches) for part in batch.chunk(replicas)]
             sums = gradients.new_zeros(replicas, len(gradients)) if is_exact else gradients[None]
             losses = []
-            for replica, k in share_out(replicas, args.micro_batches, alive, whole=is_exact)[run.rank]:
+            for replica, k in assign(replicas, args.micro_batches, alive, whole=is_exact)[run.rank]:
                 x = rows[replica][k]
                 loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
                 loss.backward()

@@ -67,7 +67,7 @@ def train(run: TrainingRun[ExpertParallelSettings]) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options(), own_experts=own)
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     for mixture in (module for module in net.modules() if isinstance(module, MixtureOfExperts)):
-        mixture.passage = through_ranks
+        mixture.dispatch = through_ranks
         for parameter in mixture.experts.parameters():
             place(parameter, Placement(apart=("ep",)))  # no other rank holds it
     optimizer = run.optimizer(net)

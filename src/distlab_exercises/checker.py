@@ -16,7 +16,7 @@ from distlab_exercises.checkpoints import try_checkpoint
 from distlab_exercises.classifier import try_classifier
 from distlab_exercises.collectives import try_collective
 from distlab_exercises.exhibits import Exhibit
-from distlab_exercises.experts import RANKS, try_norm, try_passage, try_permutation, try_scale
+from distlab_exercises.experts import RANKS, try_dispatch, try_norm, try_permutation, try_scale
 from distlab_exercises.layers import try_conjugate, try_layer
 from distlab_exercises.loading import Solution
 from distlab_exercises.museum import try_exhibit
@@ -46,7 +46,7 @@ FUNCTIONS: dict[str, tuple[int, Attempt, str]] = {
     "permutation": (1, try_permutation, "permutations of 4, 0 and 1,000 rows"),
     "scale": (RANKS, try_scale, f"{RANKS} ranks, a dense weight and an expert on each"),
     "norm": (RANKS, try_norm, f"{RANKS} ranks, a dense weight and an expert on each"),
-    "passage": (RANKS, try_passage, f"{RANKS} ranks, of which one has no rows"),
+    "dispatch": (RANKS, try_dispatch, f"{RANKS} ranks, of which one has no rows"),
     "ring": (PARTS, try_ring, f"{PARTS} ranks, with and without documents"),
 }
 SECONDS_AFTER_A_DEADLOCK = 3.0  # for ranks to stand still, or compute, after a deadlock of another function

@@ -77,7 +77,7 @@ def try_norm(solution: Solution) -> list[str]:
     return ["one norm on all ranks, in which each weight counts once"]
 
 
-def try_passage(solution: Solution) -> list[str]:
+def try_dispatch(solution: Solution) -> list[str]:
     """Bring rows to experts with a student's function; expert e multiplies a row by e + 1."""
     rank, run = solution.rank, _join(solution, solution.module.DEFAULTS)
     counts = torch.tensor(COUNTS[rank])

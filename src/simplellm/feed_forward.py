@@ -23,7 +23,7 @@ from simplellm.recomputation import kept
 
 # (rows (rows, dmodel), sorted by expert; rows of each expert, (experts,); the experts of this process)
 # -> what the experts make of the rows, in the same order
-Passage = Callable[[Tensor, Tensor, Callable[[Tensor, Sequence[int]], Tensor]], Tensor]
+Dispatch = Callable[[Tensor, Tensor, Callable[[Tensor, Sequence[int]], Tensor]], Tensor]
 
 
 class Router(Linear):
@@ -121,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         smallest_gap: in these passes, the smallest difference between a chosen score and the best that was not chosen.
         routes: called in these passes with the choice (tokens, per_token) and each token's gap, (tokens,); returns the
             choice to use.
-        passage: how rows reach the experts; by default they are all here.
+        dispatch: brings rows to their experts and the outputs back; by default all experts are here.
     """
 
     def __init__(self, dmodel: int, hidden_dim: int, sizes: Mixture) -> None:
@@ -136,7 +136,7 @@ class MixtureOfExperts(nn.Module):
         self.capacity, self.dropped = 0.0, torch.zeros((), dtype=torch.int64, device="cpu")
         self.gather_places: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
         self.routes: Callable[[Tensor, Tensor], Tensor] | None = None
-        self.passage: Passage = lambda rows, counts, compute: compute(rows, counts.tolist())
+        self.dispatch: Dispatch = lambda rows, counts, compute: compute(rows, counts.tolist())
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, dmodel) -> the same shape, in float32."""
@@ -155,9 +155,9 @@ class MixtureOfExperts(nn.Module):
 
     def _through_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         if not self.capacity:
-            return self.passage(rows, counts, self.compute)
+            return self.dispatch(rows, counts, self.compute)
         number = int(counts.sum())  # the rest is dropped
-        outputs = self.passage(rows[:number], counts, self.compute)
+        outputs = self.dispatch(rows[:number], counts, self.compute)
         return F.pad(outputs, (0, 0, 0, len(rows) - number))
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

@@ -72,7 +72,7 @@ def share_experts(nets: Iterable[nn.Module], axis: Axis) -> None:
     if axis.size == 1:
         return
     for mixture in mixtures_in(nets):
-        mixture.passage = partial(exchange_rows, axis=axis)
+        mixture.dispatch = partial(exchange_rows, axis=axis)
         for parameter in mixture.experts.parameters():
             place(parameter, Placement(apart=(STAGES, *axis.names)))
 

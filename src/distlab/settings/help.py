@@ -29,7 +29,7 @@ def show_help(defaults: Any, description: str, args: Sequence[str], prog: str | 
 
 def more_flags(defaults: Any, more: Path | None) -> str:
     """Return a paragraph on each script that may run instead, from `more` on: its name, and the flags that it adds."""
-    known, described, paragraphs = {part.name for part in fields(defaults)}, set[Path](), []
+    known, described, paragraphs = {part.name for part in fields(defaults)}, set[Path](), list[str]()
     while more is not None and more.exists() and more.resolve() not in described:
         described.add(more.resolve())
         sys.path.insert(0, str(more.parent))  # as Python does for a script
@@ -38,7 +38,8 @@ def more_flags(defaults: Any, more: Path | None) -> str:
             break
         added = [part.name for part in fields(names["DEFAULTS"]) if part.name not in known]
         known.update(added)
-        flags = f" It also has {', '.join(map(as_flag, added))}." if added else ""
-        paragraphs.append(f"\n\n{more.name} runs instead if it accepts flags that this script refuses.{flags}")
+        flags = f"{', '.join(map(as_flag, added))} (see --help of {more.name}), and with " if added else ""
+        refused = f"values that {'these scripts refuse' if paragraphs else 'this script refuses'}"
+        paragraphs.append(f"\n\n{more.name} runs instead with {flags}{refused}.")
         more = more.parent / names["MORE"] if "MORE" in names else None
     return "".join(paragraphs)

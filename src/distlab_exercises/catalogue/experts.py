@@ -40,7 +40,7 @@ EXERCISES = [
         takes=("Exchange",),
         keeps=("forward",),
         cases=("through_ranks",),
-        functions="passage",
+        functions="dispatch",
     ),
     Exercise(
         name="ep-exchange",
@@ -65,7 +65,7 @@ EXERCISES = [
         ),
         script="EP/intro_EP.py",
         takes=("through_ranks",),
-        functions="passage",
+        functions="dispatch",
     ),
     Exercise(
         name="ep-scale",
