@@ -75,7 +75,7 @@ def compare(run: Run[RingSettings]) -> None:
         dist.all_reduce(expected)
     torch.testing.assert_close(by_hand, expected)
     if run.rank == 0:
-        say(f"the sum of {own.nbytes:,} bytes on each of {run.world_size} ranks is that of dist.all_reduce")
+        say(f"the sum over the ranks, {own.nbytes:,} bytes on each, equals the sum of dist.all_reduce")
 
 
 if __name__ == "__main__":
