@@ -230,10 +230,11 @@ def one_process_flags(own: Run, script: Path | None) -> list[str]:
         values["data"] = own.config["data"]
     flags = [str(own_path)]
     for name, value in values.items():
-        if not hasattr(read.defaults, name) or value is None or value is False:
+        if not hasattr(read.defaults, name) or value is None:
             continue
-        given = [] if value is True else list(map(str, value)) if isinstance(value, list) else [str(value)]
-        flags += [as_flag(name), *given]
+        flag = as_flag(f"no_{name}" if value is False else name)
+        given = [] if isinstance(value, bool) else map(str, value) if isinstance(value, list) else [str(value)]
+        flags += [flag, *given]
     return flags
 
 

@@ -1,7 +1,10 @@
 """Two recorded runs, of tensors that are written by hand."""
 
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +76,56 @@ def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_eac
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     wanted = {"--batch-size": "12", "--micro-batches": "6", "--n-layers": "4", "--seed": "7"}
     assert given == {**wanted, "--resume": "runs/before", "--data": "sample"}
+    config["settings"] |= {"experts": 4, "betas": [0.8, 0.95]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script, *flags = one_process_flags(Run(tmp_path), None)
+    assert script == str(LAB / "hybrid/intro_5d.py")
+    assert "--experts 4" in " ".join(flags)
+    assert "--betas 0.8 0.95" in " ".join(flags)
+
+
+OWN_SCRIPT = """from dataclasses import dataclass
+from distlab.settings.training import TrainSettings
+
+@dataclass
+class OwnSettings(TrainSettings):
+    has_bias: bool = True
+    is_wide: bool = False
+    width: int = 8
+
+DEFAULTS = OwnSettings()
+"""
+
+
+def test_one_process_has_the_settings_of_a_script_s_own(tmp_path: Path) -> None:
+    (script := tmp_path / "own.py").write_text(OWN_SCRIPT)
+    settings = {"has_bias": False, "is_wide": True, "width": 16, "batch_size": 2}
+    config = {"settings": settings, "layout": {}, "world_size": 1, "script": str(script)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = " ".join(one_process_flags(Run(tmp_path), script)[1:])
+    assert all(f"{flag} --" in f"{flags} --" for flag in ("--no-has-bias", "--is-wide", "--width 16")), flags
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "told"),
+    [
+        ({"lr_schedule": "cosine", "steps": 10}, {"lr_schedule": "cosine", "steps": 20}, "--steps 10 and 20, on which"),
+        ({"lr_schedule": "constant", "steps": 10}, {"lr_schedule": "constant", "steps": 20}, ""),
+        ({"num_kv_heads": None}, {"num_kv_heads": 4}, ""),
+        ({"tokenizer": "a.model"}, {"tokenizer": None}, "different tokenizers"),
+        ({"data_identity": "one file"}, {"data_identity": "another file"}, "different data"),
+    ],
+)
+def test_trainings_that_should_not_be_equal_are_not_compared(
+    own: dict[str, Any], others: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    for name, settings in (("own", own), ("others", others)):
+        record(tmp_path / name, 0, {"gradient.weight": torch.ones(SHAPE)})
+        config = {"settings": {"data": "x.txt", **settings}, "layout": {}, "world_size": 1, **settings}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    request = Request(tmp_path / "own", tmp_path / "others")
+    with pytest.raises(InputError, match=f"are different trainings: {told}") if told else contextlib.nullcontext():
+        assert compare(request) == 0
 
 
 def test_another_shape_is_told(tmp_path: Path) -> None:
@@ -88,6 +141,42 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
     divergence = Pair(run, one, tolerance=1e-4).first_divergence()
     assert divergence is not None
     assert divergence.sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda right, _: right * torch.nan, "is not finite"),
+        (lambda right, before: right + before, "also contains the gradient of the step before"),
+        (lambda right, before: 2 * right + before, "is not a multiple of the other run's"),
+        (lambda right, _: 0 * right, "is zero or None: nothing was added to it, or it was cleared"),
+    ],
+)
+def test_a_wrong_gradient_is_described_without_shares(
+    wrong: Callable[[Tensor, Tensor], Tensor], told: str, tmp_path: Path
+) -> None:
+    before, right = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
+    for name, second in (("run", wrong(right, before)), ("one", right)):
+        for step, gradient in enumerate((before, second)):
+            record(tmp_path / name, 0, {"gradient.weight": gradient}, step=step)
+    run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
+    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
+    assert divergence is not None
+    assert divergence.sentences[0].startswith(f"step 1: the gradient of weight on rank 0 {told}")
+
+
+def test_rounding_of_small_elements_is_that_of_their_tensor(tmp_path: Path) -> None:
+    """Their rank holds no others; the weights that one of the runs has after the step are not compared."""
+    right = torch.ones(SHAPE)
+    right[2:] = 1e-6
+    record(tmp_path / "one", 0, {"gradient.weight": right})
+    for rank in range(2):
+        record(tmp_path / "run", rank, {"gradient.weight": right + 1e-5}, start=2 * rank, rows=2)
+        record(tmp_path / "run", rank, {"weights.weight": right}, start=2 * rank, rows=2, step=1)
+    run = Records(tmp_path / "run", {"layout": {"tp": 2}, "world_size": 2})
+    one = Records(tmp_path / "one", {"layout": {}, "world_size": 1})
+    assert Pair(run, one, tolerance=1e-4).first_divergence() is None
+    assert Pair(run, one, tolerance=1e-6).first_divergence() is not None
 
 
 def test_an_element_whose_gradient_was_rounding_once_may_have_any_weight_from_then_on(tmp_path: Path) -> None:
@@ -120,6 +209,7 @@ def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: 
         record(run, 0, {"gradient.weight": factor * torch.ones(SHAPE)})
         config = {"settings": {"dtype": run.name}, "layout": {}, "world_size": 1}
         (run / "config.json").write_text(json.dumps(config))
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": factor}) + "\n")
     for own, right in ((plain, rounded), (rounded, plain)):
         assert compare(Request(own, right)) == 0
         assert "(tolerance 0.02)" in capsys.readouterr().out
@@ -137,6 +227,11 @@ def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(tmp_p
     assert divergence.step == 0
     assert Pair(second, one, tolerance=1e-4, has_moments=True).first_divergence() is None
     assert Pair(second, one, tolerance=1e-4).first_divergence() is not None
+    for optimizer, status in (("adam", 0), ("adamw", 0), ("sgd", 1)):
+        for name in ("run1", "one"):
+            config = {"settings": {"optimizer": optimizer}, "layout": {}, "world_size": 1}
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
+        assert compare(Request(tmp_path / "run1", tmp_path / "one")) == status
 
 
 @pytest.mark.parametrize("change", [0.5, 3])
@@ -187,14 +282,24 @@ class Kept(Saved):
 
 
 def test_how_much_too_much_a_weight_has_changed_since_the_checkpoint_before() -> None:
-    own, right = ({2: Kept(2, 1.0), 4: Kept(4, weight)} for weight in (1.6, 1.2))
-    [told] = first_divergence(own, right, [2, 4], tolerance=1e-4)
-    assert told.startswith("after 4 steps: the weights weight, as rank 0 wrote them, are 1.333 times what they should")
-    assert told.endswith("since step 2, weight has changed by 3 times as much as it should")
+    own, right = ({2: Kept(2, 0.5), 4: Kept(4, 1.0), 6: Kept(6, weight)} for weight in (1.6, 1.2))
+    [told] = first_divergence(own, right, [2, 4, 6], tolerance=1e-4)
+    assert told.startswith("after 6 steps: the weights weight, as rank 0 wrote them, are 1.333 times what they should")
+    assert told.endswith("since step 4, weight has changed by 3 times as much as it should")
+
+
+def test_parameters_of_a_checkpoint_are_in_the_order_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["layers.10.weight", "layers.2.weight", "optimizer.layers.2.weight.exp_avg", "random.0.cpu"]
+    monkeypatch.setattr("distlab_compare.saved.tensors_in", lambda _: dict.fromkeys(names))
+    assert Saved(Checkpoint(Path(), {"step": 1})).parameters == ["layers.2.weight", "layers.10.weight"]
 
 
 def test_elements_that_no_rank_has_recorded_are_told(tmp_path: Path) -> None:
     record(tmp_path, 0, {"weights.weight": torch.ones(SHAPE)}, rows=2)
+    record(tmp_path, 0, {"weights.weight": torch.ones(SHAPE)}, rows=3, step=1)
+    record(tmp_path, 1, {"weights.weight": 2 * torch.ones(SHAPE)}, start=2, rows=2, step=1)
+    both = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 2}).whole(1, "weights", "weight")
+    assert both[:, 0].tolist() == [1, 1, 1, 2], "of those that both have recorded, the first rank's count"
     run = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 1})
     with pytest.raises(InputError, match="no rank has recorded all of weight in step 0"):
         run.whole(0, "weights", "weight")

@@ -180,3 +180,4 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
         "loss-divided-twice",
         "loss",
     ]
+    assert name_loss(1.0, 0.0, n, m).name == "loss"
