@@ -111,7 +111,7 @@ def test_one_process_has_the_settings_of_a_script_s_own(tmp_path: Path) -> None:
     [
         ({"lr_schedule": "cosine", "steps": 10}, {"lr_schedule": "cosine", "steps": 20}, "--steps 10 and 20, on which"),
         ({"lr_schedule": "constant", "steps": 10}, {"lr_schedule": "constant", "steps": 20}, ""),
-        ({"num_kv_heads": None}, {"num_kv_heads": 4}, ""),
+        ({"hidden_dim": None}, {"hidden_dim": 96}, ""),
         ({"tokenizer": "a.model"}, {"tokenizer": None}, "different tokenizers"),
         ({"data_identity": "one file"}, {"data_identity": "another file"}, "different data"),
     ],

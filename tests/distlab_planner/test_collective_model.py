@@ -113,6 +113,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         ("4 --latency-us -1", "# --latency-us -1: give 0 or more"),
         ("4 --gigabytes-per-second 0", "# --gigabytes-per-second 0: must be greater than 0"),
         ("4 --kilobytes 1 0", "# --kilobytes 1 0: give one or more sizes, from 1 up"),
+        ("1025", "# 1025 computers: give 1 to 1024"),
         ("4 --no-such-flag 1", "# Unrecognized options: --no-such-flag"),
         ("", "# missing: INT (number of computers, with one rank each)"),
     ],

@@ -128,3 +128,6 @@ def test_costs_follow_from_the_seconds_of_the_probes() -> None:
     assert costs.combined_bytes_per_second == pytest.approx(ADDED_BYTES / 0.050)
     assert costs.copied_bytes_per_second == pytest.approx(4e9)
     assert costs.ranks_at_once == pytest.approx(2), "four that add at the same time take twice as long as one"
+    seconds |= {"tiny": [0.5], "all_adding": [0.5]}  # disturbed: latency is part of a message, and one rank can add
+    costs = Probes(4_000_000, 18_000_000).costs(seconds, world_size=4)
+    assert (costs.link.latency_seconds, costs.ranks_at_once) == (pytest.approx(0.0025), 1)

@@ -80,6 +80,8 @@ def test_sequences_are_shared_where_a_plan_asks_for_it() -> None:
     assert len(found) == len({layout.flags(SMALL) for layout in found})
     kinds = {(layout.size("cp"), layout.cp_kind) for layout in found}
     assert kinds == {(1, "ring"), (2, "ring"), (2, "gather"), (2, "heads"), (4, "ring"), (4, "gather")}, "6 heads"
+    alone = {layout.shard for layout in found if (layout.size("dp"), layout.size("cp")) == (1, 2)}
+    assert alone == {"none", "optimizer", "gradients", "weights"}, "they hold the same weights, as replicas do"
     without = Choices(micro_batches=(1,), recompute=("none",))
     assert [one for one in found if one.size("cp") == 1] == list(layouts(SMALL, RANKS, SEQUENCES, without))
 
@@ -96,6 +98,7 @@ def test_experts_are_shared_as_a_run_can(seq_len: int, shares: set[int]) -> None
         assert asked.layout == dict(layout.axes)
     assert {layout.size("cp") for layout in found} == shares
     assert {layout.size("ep") for layout in found} == {1, 2, 4}
+    assert {layout.size("ep") for layout in layouts(SMALL, RANKS, SEQUENCES, few)} == {1}, "without experts"
 
 
 def test_choices_narrow_the_layouts() -> None:

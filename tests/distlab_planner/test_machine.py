@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.link import Link
 from distlab_planner import measuring
-from distlab_planner.calibrate import links_of, threads_of_ranks, with_earlier
+from distlab_planner.calibrate import CalibrateSettings, command, links_of, speed_of, threads_of_ranks, with_earlier
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Waking, interpolate, read_machine, write_machine
 from distlab_planner.measuring import Messages
 from distlab_planner.model import Sizes
@@ -65,6 +66,7 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["measured", 0, "rows"], [1], "measured: give each pass a number for each of its rows"),
         (["measured", 0, "again"], [1], "measured: again: give a number for each of its rows, or none"),
         (["measured"], 3, "measured is 3; give a list"),
+        (["between", "latency_seconds"], math.inf, "between.latency_seconds is Infinity; give a number that is not"),
         (["waking", 1, "idle_seconds"], 0, "waking: idle_seconds: give numbers in ascending order, at least one"),
         (["waking", 0, "idle_seconds"], 1e-3, "waking[0].idle_seconds is 0.001; give 0: a message that was there"),
         (["waking", 1, "seconds"], -1, "waking[1].seconds is -1; give a number that is not negative"),
@@ -109,6 +111,32 @@ def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
     machine = cluster(cores_per_host=2, slowdown=(1.0, 1.25))
     assert [machine.slowdown_of(busy) for busy in (1, 2, 4, 8)] == [1, 1.25, 2.5, 5]
     assert [cluster(cores_per_host=4).slowdown_of(busy) for busy in (1, 4, 8)] == [1, 1, 2]
+    further = cluster(cores_per_host=2, slowdown=(1.0, 1.25, 2.0, 3.0))
+    assert [further.slowdown_of(busy) for busy in (3, 8)] == [2, 6], "those that were measured count beyond the cores"
+
+
+def test_only_compiled_passes_have_the_speed_of_compiled_ones() -> None:
+    machine = cluster(compiled_speedup=1.5)
+    assert [machine.speed("float32", compiled) for compiled in (False, True)] == [1e14, 1.5e14]
+    assert CLUSTER.speed("float32", compiled=True) == 1e14
+
+
+def test_the_speed_of_a_block_is_that_of_its_tokens() -> None:
+    [measured] = MACHINE.measured
+    tokens = 3 * SIZES.seq_len
+    assert speed_of(replace(measured, rows=(3,))) == tokens * SIZES.multiply_adds("block") / 1.0
+
+
+@pytest.mark.parametrize("rows", [(), (0, 1), (2, 2), (2, 1)])
+def test_numbers_of_sequences_to_measure_ascend(rows: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="give one or more numbers of sequences, in ascending order"):
+        CalibrateSettings(rows=rows).check()
+
+
+def test_a_file_that_is_no_machine_s_is_not_overwritten(tmp_path: Path) -> None:
+    (path := tmp_path / "thesis.json").write_text('{"title": "On rings"}')
+    with pytest.raises(InputError, match="title is not a key"):
+        command([str(path)], "calibrate")
 
 
 def test_a_pass_takes_longer_the_longer_its_rank_has_waited_up_to_what_was_measured() -> None:
@@ -186,6 +214,9 @@ def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path:
         inside_together=(Link(1e-5, 5e10), Link(1e-5, 3e10)),
         all_reduces=(*MACHINE.all_reduces, of_four),
         measured=(*MACHINE.measured, slices),
+        bfloat16_multiply_adds_per_second=2e14,
+        compiled_speedup=1.5,
+        compiler_bytes=1e9,
     )
     path = tmp_path / "machine.json"
     assert with_earlier(MACHINE, path) == MACHINE
@@ -197,6 +228,8 @@ def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path:
     assert again.inside_together == (of_two_pairs, Link(1e-5, 3e10))
     assert again.all_reduces == (*now.all_reduces, of_four)
     assert again.measured == (*MACHINE.measured, slices)
+    assert (again.bfloat16_multiply_adds_per_second, again.compiled_speedup, again.compiler_bytes) == (2e14, 1.5, 1e9)
+    assert with_earlier(replace(now, compiled_speedup=1.25), path).compiled_speedup == 1.25
 
 
 @pytest.mark.parametrize("other", [{"device": "cpu"}, {"cores_per_host": 2}], ids=["device", "cores"])

@@ -31,6 +31,16 @@ ROWS, MICRO_BATCHES = 2, 3
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
+def test_only_ranks_that_compile_have_a_compiler_in_memory() -> None:
+    layout = RunLayout({"dp": 1}, ROWS, 1, "dapple", "none", "none", (MODEL.n_layers,))
+    for compiled, more in ((False, 0), (True, 1e9)):
+        model = replace(MODEL, sizes=replace(SIZES, compiled=compiled))
+        without, having = (Costs(machine, model, layout) for machine in (CLUSTER, cluster(compiler_bytes=1e9)))
+        holds = held(without, 0)
+        assert process_bytes(having, 0, holds) - process_bytes(without, 0, holds) == more
+        assert process_bytes(without, 0, holds) == holds.total + 4 * ROWS * SIZES.seq_len * SIZES.vocab_size
+
+
 def kept_by_worker(layout: RunLayout, worker: int, dtype: Dtype = "float32") -> int:
     """Peak bytes of activations of a worker whose stages are run by themselves."""
     program = layout.programs()[worker]

@@ -69,6 +69,12 @@ def test_the_commands_of_a_plan_are_those_of_runs(more: str, capsys: pytest.Capt
     [
         ("--ranks 2000", "--ranks 2000: {} has 128 hosts with 8 ranks each"),
         ("--memory 8", "--memory 8: give a size like 8GB or 500MB"),
+        ("--memory 0GB", "--memory 0GB: give a size like 8GB or 500MB"),
+        ("--seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
+        ("--qk-norm", "--qk-norm: it is for models with experts; give --experts"),
+        ("--vocab-size 99 --tokenizer a.model", "--vocab-size 99 with --tokenizer: a run has the vocabulary"),
+        ("--steps 4 --verify 1", "--steps 4: the first 3 do not count; give 5 or more"),
+        ("--compile --ranks 2 --cp 2", "no layout divides the batch, the heads and the layers, and compiles whole"),
         ("--memory 1MB --ranks 2", "no layout fits into 1 MB a rank; the smallest needs 1,0"),
         ("--ranks 7 --global-batch 3 --tp 7", "no layout divides the batch, the heads and the layers"),
         ("--schedule fast", "--schedule fast: give some of naive, "),
@@ -102,6 +108,31 @@ def test_what_cannot_be_planned_is_said(flags: str, sentence: str) -> None:
     with pytest.raises(InputError) as caught:
         plan.command([*SMALL, "--machine", CLUSTER, *flags.split()])
     assert sentence.format(CLUSTER) in caught.value.with_flags()
+
+
+def test_a_machine_is_measured_with_the_flags_of_the_model_and_at_least_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    def measure(command: list[str], **_: object) -> SimpleNamespace:
+        asked.extend(command)
+        write_machine(cluster(), Path("runs/machine.json"))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("distlab_planner.plan.subprocess.run", measure)
+    request = plan.PlanRequest(ranks=1, vocab_size=99, dmodel=96, n_layers=2, dtype="bfloat16")
+    assert plan.machine_for(request, request.model.sizes) == cluster()
+    flags = "runs/machine.json --world-size 2 --dmodel 96 --dtype bfloat16 --vocab-size 99"
+    assert " ".join(asked).endswith(f"calibrate {flags}"), asked
+
+
+def test_a_plan_is_verified_where_there_is_a_gpu_for_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    plan.check_computer(cluster(), plan.PlanRequest(ranks=2, verify=1))
+    with pytest.raises(InputError, match="have 3 GPUs, and torch sees 2 here"):
+        plan.check_computer(cluster(), plan.PlanRequest(ranks=3, verify=1))
 
 
 def test_another_name_of_a_schedule_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,8 +282,9 @@ def test_layouts_that_do_not_fit_are_counted_as_far_as_the_search_goes() -> None
     most_bytes = sorted(needed)[len(needed) // 2]
     too_large = sum(size > most_bytes for size in needed)
 
-    def search_for(top: int) -> search.Found:
-        return search.find_layouts(SMALL_MODEL, machine, RANKS, SEQUENCES, most_bytes, choices=FEW, top=top)
+    def search_for(top: int, optimizer: str = "adam") -> search.Found:
+        limits = RANKS, SEQUENCES, most_bytes
+        return search.find_layouts(SMALL_MODEL, machine, *limits, choices=FEW, top=top, optimizer=optimizer)
 
     every = search_for(len(needed))
     assert (len(every.rows), every.too_large, every.too_slow) == (len(needed) - too_large, too_large, 0)
@@ -261,6 +293,10 @@ def test_layouts_that_do_not_fit_are_counted_as_far_as_the_search_goes() -> None
     assert first.rows[0].step.seconds == every.rows[0].step.seconds
     assert 0 < first.too_large < too_large
     assert first.too_slow > 0
+    for optimizer, rows in (("adam", every.rows), ("sgd", search_for(len(needed), "sgd").rows)):
+        for row in rows:
+            costs = Costs(machine, SMALL_MODEL, row.layout, optimizer=optimizer)
+            assert row.held_bytes == max(held(costs, worker).total for worker in range(row.layout.size("pp")))
 
 
 def test_few_layouts_of_a_large_plan_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +311,7 @@ def test_few_layouts_of_a_large_plan_are_played(monkeypatch: pytest.MonkeyPatch)
     found = search.find_layouts(request.model, read_machine(Path(CLUSTER)), 16, 16, 80e9)
     assert found.layouts > 2000
     assert len(played) < found.layouts / 10, f"{len(played)} of {found.layouts}"
+    assert found.layouts == len(played) + found.too_large + found.too_slow
 
 
 def test_a_plan_starts_without_torch() -> None:

@@ -156,6 +156,10 @@ def test_one_stage_at_a_time_has_all_cores_however_small_the_model_is(
     prediction = settings_of("pp-1f1b --world-size 2", machine).prediction
     assert isinstance(prediction, Prediction)
     assert prediction.costs.threads == prediction.costs.machine.cores_per_host > 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    prediction = settings_of("pp-1f1b --world-size 2", machine).prediction
+    assert isinstance(prediction, Prediction)
+    assert prediction.costs.threads == 3
 
 
 @pytest.mark.parametrize(

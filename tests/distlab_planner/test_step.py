@@ -19,12 +19,13 @@ from distlab.pipeline.actions import ActionCosts, Backward, Forward
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.settings.common import parse
-from distlab_planner.costs import Costs
+from distlab_planner.costs import SHARDED_BUCKET_BYTES, Costs
 from distlab_planner.layouts import RECOMPUTE, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
 from distlab_planner.memory import held
 from distlab_planner.model import Model
 from distlab_planner.sent import LOSS_BYTES, sent_bytes, sent_in_step
+from distlab_planner.sequences import SharedAttention
 from distlab_planner.step import BUCKET_BYTES, Step, least_seconds, predict
 
 NAMES = [name for name in SCHEDULES if name != "auto"]
@@ -75,6 +76,12 @@ def test_weights_are_gathered_for_both_passes_and_gradients_reduced_in_the_backw
     assert seconds["gradients"][0] == 0 < seconds["gradients"][1]
     forward, backward = seconds["weights"]
     assert backward == pytest.approx(2 * forward) != 0
+    sharded = Costs(machine, MODEL, replace(layout("zb-h1", pp=1, dp=2), shard="gradients"))
+    assert sharded.exchanged("W", 0) == 0, "they are reduced with those of the inputs"
+    sharded = Costs(machine, WIDE, replace(layout(pp=1, dp=2), shard="gradients"))
+    of_all, buckets = sharded.weights(0) * 4, sharded.weights(0) * 4 // SHARDED_BUCKET_BYTES
+    half = sharded.on_hosts.half(sharded.on_hosts.replicas, of_all / buckets, "shared").alone
+    assert sharded.exchanged("B", 0) == pytest.approx(buckets * half)
     on_hosts = Costs(machine, MODEL, layout(pp=1, dp=2)).on_hosts
     parts = 1 + MODEL.n_layers + 1
     weights_bytes = Costs(machine, MODEL, layout(pp=1, dp=2)).weights(0) * 4
@@ -137,6 +144,23 @@ def test_threads_of_a_rank_that_computes_alone() -> None:
     assert predict(Costs(replace(machine, device="cuda"), MODEL, layout(pp=1))).computing == pytest.approx(one)
 
 
+def test_heads_go_around_once() -> None:
+    """Each of four ranks sends three quarters of its queries, keys, values and results."""
+    sizes = replace(SIZES, num_kv_heads=4)
+    own = replace(layout(pp=1, micro_batches=1), axes={"dp": 1, "cp": 4}, cp_kind="heads")
+    costs = Costs(cluster(device="cpu", inside=Link(0.0, 1e6)), Model(sizes, 4), own)
+    numbers = 4 * sizes.dmodel * sizes.seq_len / 4
+    assert costs.sequence_seconds("F", 0) == pytest.approx(4 * 3 / 4 * 4 * numbers / 1e6)
+
+
+def test_the_last_rank_of_contiguous_parts_has_the_most_work() -> None:
+    causal = [sum(range(16 * rank + 1, 16 * rank + 17)) for rank in range(4)]
+    shared = SharedAttention(replace(SIZES, seq_len=64), 1, ranks=4)
+    assert replace(shared, order="contiguous").work == pytest.approx(causal[-1] / (sum(causal) / 4), rel=0.02)
+    assert shared.work == 1
+    assert replace(shared, kind="gather").work == 2, "all pairs, with a mask"
+
+
 def in_all(step: Step) -> float:
     """The parts of a step together."""
     return step.computing + step.exchanging + step.averaging + step.updating + step.sharing + step.idle
@@ -168,10 +192,11 @@ def test_buckets_are_those_of_runs() -> None:
 def test_the_loss_is_among_the_collectives() -> None:
     for machine in (CLUSTER, cluster(slowdown=(1.0,))):
         costs = Costs(replace(machine, inside=Link(1e-3)), MODEL, layout(pp=1, dp=2))
-        step = predict(replace(costs, layout=replace(costs.layout, shard="optimizer")))
-        assert step.idle == pytest.approx(0, abs=1e-12)
         # In rings of two: two messages for the loss, one for the gradients, and one for the new weights.
-        assert step.averaging == pytest.approx(4e-3, rel=1e-3)
+        for shard, seconds in zip(SHARDS, (4e-3, 4e-3, 3e-3, 2e-3), strict=True):
+            step = predict(replace(costs, layout=replace(costs.layout, shard=shard)))
+            assert step.idle == pytest.approx(0, abs=1e-12)
+            assert step.averaging == pytest.approx(seconds, rel=1e-3), shard
 
 
 @pytest.mark.parametrize("name", ["none", "optimizer", "gradients"])
@@ -182,6 +207,7 @@ def test_the_update_is_of_the_weights_that_a_rank_holds_the_state_of(name: str) 
     held = costs.weights(0) / (1 if name == "none" else 2)
     step = predict(costs, worker=0)
     assert step.updating == pytest.approx(1e-3 + 1e-8 * held), "gathering the new weights is a collective"
+    assert step.sent_bytes == max(sent_bytes(costs)) > sent_bytes(costs)[0], "the last stage has a norm, too"
     assert least_seconds(costs) <= step.seconds, "or a search would leave out layouts that are fastest"
     assert predict(replace(costs, optimizer="sgd"), worker=0).updating == pytest.approx(1e-3 + 1e-9 * held)
     assert in_all(step) == pytest.approx(step.seconds)
@@ -331,7 +357,8 @@ def test_threads_between_those_that_were_measured_and_beyond() -> None:
         Measured(SIZES, 1, threads, (1,), none, of_block, none)
         for threads, of_block in zip((1, 8), passes, strict=True)
     )
-    one = Costs(cluster(device="cpu", measured=measured), Model(SIZES, 1), replace(layout(pp=1), split=(1,)))
+    machine = cluster(device="cpu", measured=measured, pass_seconds=100.0)  # of passes that were not measured
+    one = Costs(machine, Model(SIZES, 1), replace(layout(pp=1), split=(1,)))
     seconds = {threads: one.seconds(Forward(0, 0), threads) for threads in (1, 4, 8, 16)}
     assert seconds == {1: 8.0, 4: pytest.approx(2 + 6 * (1 / 4 - 1 / 8) / (7 / 8)), 8: 2.0, 16: 1.0}
     # On eight cores, each of two replicas has four threads; sixteen threads of one rank take turns.

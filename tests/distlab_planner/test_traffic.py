@@ -21,6 +21,7 @@ from distlab_planner.traffic import (
     RankGroup,
     RanksOnHosts,
     Spread,
+    in_a_row,
 )
 
 near: Any = pytest.approx
@@ -117,6 +118,11 @@ def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     assert inside.all_reduce(RankGroup(4, 1), 1e6).seconds == near(3 * (1 + 4 / 9) * 1e-3)
     shared = inside.all_reduce(RankGroup(2, 1), 1e6, "shared")
     assert shared == CollectiveSeconds(near(1e-3), near(1e-3 / 1.25), False)
+    assert inside.all_reduce(RankGroup(2, 1), 999, "shared") == inside.all_reduce(RankGroup(2, 1), 999)
+    half = inside.half(RankGroup(2, 1), 1e6, "shared")
+    assert (half.alone, half.overlaps) == (near(half.seconds / 1.25), False)
+    both = in_a_row([half, inside.half(RankGroup(2, 1), 1e6)])
+    assert (both.seconds, both.overlaps) == (near(half.seconds + 1e-3), False), "only if both can"
     across = placement(4, 1, **machine).all_reduce(RankGroup(2, 1), 1e6, "shared")
     assert across.overlaps
     assert across.seconds == pytest.approx(2 * SLOW.seconds(5e5))
@@ -130,6 +136,11 @@ def test_messages_of_several_replicas_of_a_host_take_what_so_many_took_at_once()
         assert one_host.message(0, 1, 1e6) == link.seconds(1e6)
         assert one_host.carrying(0, 1, 1e6) == 1e6 / link.bytes_per_second
     assert placement(4, 2, pp=2, tp=2, inside_together=together).message(0, 1, 1e6) == SLOW.seconds(2e6)
+
+
+def test_both_ends_of_a_message_in_a_ring_handle_it() -> None:
+    ring = placement(4, 4, message_seconds=1e-3)
+    assert ring.message_in_ring(RankGroup(4, 1), 1e6) == near(FAST.seconds(1e6) + 2e-3)
 
 
 def test_the_ranks_of_a_host_stand_for_each_other() -> None:

@@ -22,6 +22,12 @@ from simplellm.layers import Linear
 pytestmark = pytest.mark.quick
 
 
+def test_gradients_of_another_dtype_have_a_bucket_of_their_own() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2)])
+    buckets = list(GradientBuckets(model.parameters(), lambda _: None))
+    assert [(bucket.flat.dtype, len(bucket.flat)) for bucket in buckets] == [(torch.bfloat16, 6), (torch.float32, 12)]
+
+
 def test_buckets_are_handed_over_during_the_backward_pass_from_the_last_layer_to_the_first() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     order: list[int] = []

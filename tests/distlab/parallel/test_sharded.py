@@ -142,6 +142,18 @@ def test_no_rank_holds_the_initial_weights_whole() -> None:
     assert all(weight.equal(expected[name]) for name, weight in net.whole_parameters().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shard", SHARDED)
+def test_a_rank_alone_holds_all_weights_and_master_weights_of_those_that_are_trained(
+    shard: Sharded, dtype: torch.dtype
+) -> None:
+    model = Mixed().to(dtype)
+    trained = {p for p in model.parameters() if p.requires_grad} - ({model.scale} if shard == "weights" else set())
+    expected = sum(p.nbytes for p in model.parameters())
+    expected += sum(4 * p.numel() for p in trained if dtype == torch.bfloat16)
+    assert ShardedDP(model, shard, keep=[model.scale]).held_bytes()[0] == expected
+
+
 LR = 2.0**-7  # of steps so short that a weight of 16 bits would seldom change
 
 
