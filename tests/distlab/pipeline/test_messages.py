@@ -72,8 +72,12 @@ def losses_and_gradients(rank: int, port: int, transport: Transport, dtype: torc
     with process_group(rank, 3, port, options=Options(transport=transport)):
         net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
         programs = all_stages("zb-h1", 3, 6)
-        pipeline = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH, dtype=dtype)
+        pipeline, dtypes = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH, dtype=dtype), set[torch.dtype]()
+        net.register_forward_pre_hook(lambda _, args: dtypes.add(args[0].dtype))
         losses = pipeline.step(batch(0, rows=6).chunk(6))
+        assert dtypes == {torch.float32 if rank else torch.int64}, (
+            "they have a module's own dtype when they have arrived"
+        )
         sent = context_of().ledger.sent_bytes
         sent_bytes = sent[ACTIVATIONS] + sent[GRADIENTS]
         return sum(loss.item() for loss in losses), {name: grad_of(p) for name, p in net.named_parameters()}, sent_bytes
@@ -126,6 +130,8 @@ def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[b
             net.zero_grad()
             usual.step(batch(step).chunk(4))
             found.append((all(torch.equal(own[name], grad) for name, grad in gradients(net).items()), left > 0))
+        pipeline.follow(all_stages("zb-h2", 2, 4))
+        assert sends.now == 0, "of the steps before"
         return found
 
 
