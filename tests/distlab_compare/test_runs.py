@@ -67,7 +67,8 @@ def test_shares_of_other_parts_of_the_batch_name_no_mistake(tmp_path: Path) -> N
 def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_each_of_all_replicas(
     tmp_path: Path,
 ) -> None:
-    settings = {"dp": 2, "pp": 3, "batch_size": 6, "micro_batches": 3, "n_layers": 4, "lr": 8e-4, "seed": 7}
+    settings: dict[str, Any] = {"dp": 2, "pp": 3, "batch_size": 6, "micro_batches": 3}
+    settings |= {"n_layers": 4, "lr": 8e-4, "seed": 7}
     config = {"settings": settings, "layout": {"dp": 2, "pp": 3}, "world_size": 6, "data": "sample"}
     config |= {"script": str(LAB / "hybrid/intro_hybrid.py"), "resume": "runs/before"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -76,7 +77,7 @@ def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_eac
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     wanted = {"--batch-size": "12", "--micro-batches": "6", "--n-layers": "4", "--seed": "7"}
     assert given == {**wanted, "--resume": "runs/before", "--data": "sample"}
-    config["settings"] |= {"experts": 4, "betas": [0.8, 0.95]}
+    config["settings"] = settings | {"experts": 4, "betas": [0.8, 0.95]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     script, *flags = one_process_flags(Run(tmp_path), None)
     assert script == str(LAB / "hybrid/intro_5d.py")
