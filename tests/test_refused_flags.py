@@ -73,6 +73,8 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --tokenizer README.md", "--tokenizer README.md"),
         ("dp-ga --out README.md", "--out README.md: "),
         ("dp-ga --backend nccl --device cpu", "--backend nccl"),
+        ("dp-ga --backend nccl --transport shared", "--transport shared: only ranks on the CPU share memory"),
+        ("dp-repair --backend nccl", "--repair on: connections over NCCL cannot be left"),
         ("dp-ga --master-port 70000", "--master-port 70000: a port is a number from 1 to 65535"),
         ("pp-gpipe --repair", "--repair: this script cannot go on when a rank dies; dp-ga and hybrid can"),
         ("dp-zero --repair", "--repair: no other rank has the shard of a dead one; dp-ga and hybrid can"),
@@ -87,6 +89,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
             "--repair on: all ranks together would hold ",
         ),
         # The model and the batch.
+        ("dp-ga --eval-sequences 65537", "--eval-sequences 65537 with --seq-len 256: 16,777,472 tokens at a time"),
         ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
         ("dp-ga --num-heads 5", "--num-heads 5 does not divide --dmodel 288"),
         ("dp-ga --batch-size 3 --micro-batches 2", "--batch-size 3 with --micro-batches 2"),
@@ -114,6 +117,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("ep --experts 3", "--world-size 2 with --experts 3: each rank holds as many experts as the others"),
         ("ep --experts-per-token 5", "--experts-per-token 5 with --experts 4: give a number from 1 to 4"),
         ("ep --balance-rate -1", "--balance-rate -1: give a number from 0 to 1"),
+        ("ep --balance-rate 1.1", "--balance-rate 1.1: give a number from 0 to 1"),
         ("5d --ep 2", "--ep 2 with --experts 0: there are no experts to share"),
         ("5d --ep 3 --experts 3", "--ep 3 with --dp 2: give a divisor of --dp"),
         ("5d --ep 0", "--ep 0 with --dp 2: give a divisor of --dp"),
@@ -123,6 +127,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("5d --record-routes x", "--record-routes: there are no routes without experts"),
         ("5d --experts 4 --cp 2 --seq-len 30", "give a multiple of 4"),
         ("ep --capacity -1", "--capacity -1: give 0 for no limit"),
+        ("ep --capacity inf", "--capacity inf: give 0 for no limit"),
         ("5d --capacity 1.25", "--capacity 1.25: there are no experts to limit"),
         ("5d --qk-norm", "--qk-norm: it is for models with experts"),
         ("calibrate m.json --experts -1", "--experts -1: give 0 for none"),
@@ -185,3 +190,23 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
     with pytest.raises(InputError, match=re.escape(sentence)) as caught:
         launch(command.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "hybrid --repair --tp 2 --spares 2",
+        "dp-ga --seed 9223372036854775807 --eval-sequences 65536 --steps 5 --warmup-steps 5",
+        "dp-ga --lr-schedule cosine --lr 1e-3 --min-lr 1e-3",
+        "dp-ga --compress topk --topk-share 1",
+        "dp-wa --sync-every 3 --steps 10 --save-every 10 --eval-every 20",
+        "diloco --sync-every 8 --steps 8 --fragments 4 --overlap-steps 1 --merge-alpha 0 --outer-momentum 0",
+        "ep --balance-rate 1 --experts-per-token 4",
+        "5d --dp 1 --pp 1 --cp 2 --shard optimizer",
+        "5d --dp 2 --pp 1 --ep 2 --cp 2 --experts 4 --shard optimizer",
+    ],
+)
+def test_what_only_just_works_is_not_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.launching.start.run_ranks", lambda *_: 42)
+    monkeypatch.chdir(LAB)
+    assert launch(command.split()) == 42
