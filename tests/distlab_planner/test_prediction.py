@@ -139,6 +139,7 @@ def test_what_the_chapters_run_is_predicted(command: str, machine: Path) -> None
         "hybrid --dp 2 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --recompute blocks",
         "hybrid --dp 1 --pp 2 --n-layers 4 --batch-size 4 --micro-batches 4 --schedule interleaved --recompute all",
         "5d --dp 1 --pp 2 --cp 2 --seq-len 25 --batch-size 3",
+        "5d --dp 2 --pp 2 --ep 2 --experts 4 --shared-expert --hidden-dim 40 --batch-size 3",
     ],
 )
 def test_the_planner_gives_actions_the_threads_of_the_run(flags: str, machine: Path) -> None:

@@ -1,5 +1,7 @@
 """A run's folder: what a run does not write into, and what it says that it replaces."""
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from support.small_models import saved_model
 from support.terminals import fork_python
 
 from distlab.settings.common import parse
-from distlab.settings.folders import check_out, write_config
+from distlab.settings.folders import Claim, check_out, write_config
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 from simplellm.export import export
@@ -67,6 +69,14 @@ def test_a_run_that_begins_while_its_folder_is_looked_at_is_a_run(
     assert listed(tmp_path) == ["config.json"]
 
 
+def test_where_folders_cannot_be_locked_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    Claim(tmp_path).release()
+
+
 @pytest.mark.parametrize("args", [["--out", ""], ["--out="], ["--resume", ""], ["--data", ""], ["--tokenizer="]])
 def test_a_variable_of_the_shell_that_is_not_set(args: list[str]) -> None:
     flag = args[0].rstrip("=")
@@ -79,11 +89,16 @@ def test_an_earlier_runs_records_are_replaced_and_that_is_said(tmp_path: Path) -
     said = f"# the records of an earlier run in {tmp_path} are replaced\n"
     assert said not in fork_python("primer/intro.py", *flags).finish().out
     (tmp_path / "losses.png").write_text("drawn by the user")
+    for name in ("trace.json", "recorded/step-00000001/rank0.safetensors"):  # as its flags have left them
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("of the earlier run")
     ended = fork_python("primer/intro.py", *flags, "--steps", "3").finish()
     assert ended.status == 0, ended.err
     assert said in ended.out
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["steps"] == 3
     assert (tmp_path / "losses.png").exists()
+    assert not (tmp_path / "trace.json").exists()
+    assert not (tmp_path / "recorded").exists()
 
 
 def test_a_run_that_goes_on_in_its_folder_replaces_nothing(tmp_path: Path) -> None:

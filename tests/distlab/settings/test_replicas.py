@@ -1,0 +1,32 @@
+"""The settings of replicas: what of them is in a checkpoint, and what is said of steps that are left over."""
+
+from typing import Literal
+
+import pytest
+
+from distlab.settings.hybrid import HybridSettings
+from distlab.settings.replicas import DiLoCoSettings
+from distlab.settings.training import TrainSettings
+
+pytestmark = pytest.mark.quick
+
+
+def test_each_rank_has_moments_of_its_own_where_several_replicas_train_independently() -> None:
+    cases: list[tuple[Literal["adam", "adamw", "sgd"], int, bool]]
+    cases = [("adam", 2, True), ("sgd", 2, False), ("adamw", 1, False)]
+    for optimizer, ranks, expected in cases:
+        assert DiLoCoSettings(optimizer=optimizer, world_size=ranks).per_rank_optimizer_state == expected
+        assert HybridSettings(optimizer=optimizer, dp=ranks, outer="diloco").per_rank_optimizer_state == expected
+    assert not HybridSettings(optimizer="adam", dp=2).per_rank_optimizer_state
+
+
+def test_steps_after_the_last_exchange_are_told() -> None:
+    settings = DiLoCoSettings(sync_every=10)
+    assert settings.remarks_on_exchanges(30, "sgd") == []
+    [late] = settings.remarks_on_exchanges(25, "sgd")
+    assert "the last 5 steps learn; --steps 20 avoids it" in late
+
+
+def test_only_generated_stories_depend_on_the_seed() -> None:
+    assert TrainSettings(data="tinystories", seed=7).data_identity == {"source": "tinystories"}
+    assert TrainSettings(data="sample", seed=7).data_identity == {"source": "sample", "seed": 7}
