@@ -1,0 +1,56 @@
+"""Whole models in checkpoints: read from those of runs, and written as a run to go on from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.terminals import fork_python
+
+from distlab.checkpoints import saving, writer
+from distlab.checkpoints.models import SavedModel, read_model, write_model
+from distlab.settings.common import parse
+from distlab.settings.hybrid import HybridSettings
+from distlab.settings.replicas import DataParallelSettings
+from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError
+from simplellm.llama import CausalLLama, LLama
+from simplellm.tokenizers import SHIPPED_MODEL
+
+pytestmark = pytest.mark.quick
+
+SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
+
+
+def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
+    net = LLama(CausalLLama, 4096, **SHAPE, rope_theta=500.0, norm_eps=1e-5, padding_idx=0)
+    parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    write_model(tmp_path / "run", SavedModel(net.options, parameters, SHIPPED_MODEL))
+    read = read_model(tmp_path / "run")
+    assert read.options == net.options
+    assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
+    resume = ["0", "--resume", str(tmp_path / "run"), "--optimizer", "adamw"]
+    for settings in (TrainSettings(), DataParallelSettings(), HybridSettings()):
+        given = parse(settings, "", resume)
+        assert (given.num_kv_heads, given.hidden_dim, given.dmodel, given.seq_len) == (2, 40, 32, 30)
+    batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
+    ended = fork_python("primer/intro.py", *resume[1:3], *batch).finish()
+    assert ended.status == 0, ended.err
+
+
+def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without the states of each rank's optimizer; and written in pieces, as are large tensors."""
+    monkeypatch.setattr(writer, "PIECE_BYTES", 1000)
+    net = LLama(CausalLLama, 4096, **SHAPE)
+    parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    states = "optimizer.lm_head.weight.step", "rank1.optimizer.lm_head.weight.exp_avg", "random.0.cpu"
+    record = {"step": 3, "tokens": 9, "model": net.options, "settings": {"document_mask": True}}
+    tensors, tokenizer = parameters | dict.fromkeys(states, torch.ones(3)), SHIPPED_MODEL.read_bytes()
+    saving.save(tmp_path, tensors, record, tokenizer, keep=1)
+    read = read_model(tmp_path)
+    assert read.parameters.keys() == parameters.keys()
+    assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
+    assert (read.step, read.document_mask) == (3, True)
+    for name, value in (("position", {"document": 1}), ("layout", {"dp": 0}), ("data", {"seed": 0})):
+        saving.save(tmp_path / name, tensors, record | {name: value}, tokenizer, keep=1)
+        with pytest.raises(InputError, match=f"its {name} cannot be"):
+            read_model(tmp_path / name)
