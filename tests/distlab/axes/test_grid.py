@@ -30,6 +30,8 @@ def test_ranks_that_share_a_stage_are_neighbors() -> None:
     assert Grid(0, {"tp": 3}).describe(2) == Grid(0, {"dp": 3}).describe(2) == "rank 2"
     assert Grid(0, {"dp": 2, "tp": 2}).describe(3) == "rank 3 (replica 1)"
     assert Grid(0, {"xp": 3, "dp": 5}).describe(6) == "rank 6 (replica 1)"
+    assert Grid(0, {"dp": 1, "pp": 2, "ep": 2}).describe(3) == "rank 3 (stage 1 of replica 1)"
+    assert layout_flags({"dp": 2, "pp": 3, "ep": 2}) == "--dp 4 --ep 2 --pp 3", "--dp counts all replicas"
 
 
 def test_ranks_that_are_left_keep_their_names() -> None:
@@ -39,6 +41,8 @@ def test_ranks_that_are_left_keep_their_names() -> None:
     assert (grid.rank, grid.size) == (2, 3)
     names = ["rank 0 (stage 0 of replica 0)", "rank 2 (stage 0 of replica 1)", "rank 3 (stage 1 of replica 1)"]
     assert [grid.describe(rank) for rank in range(3)] == names
+    grid.keep([2, 3])  # a second death
+    assert (grid.rank, grid.size, [grid.describe(rank) for rank in range(2)]) == (1, 2, names[1:])
 
 
 def test_a_group_that_has_lost_all_its_ranks_is_none() -> None:

@@ -162,7 +162,7 @@ def test_messages_are_those_that_the_topologies_promise() -> None:
     rings = ((collectives.allreduce_ring, 6), (allreduce_ring_both_ways, 12), (allreduce_ring_in_segments, 12))
     for all_reduce, to_each in rings:
         ring = counts(4, all_reduce)
-        assert all(rank.sent_bytes == 2 * 3 * 32 // 4 for rank in ring.counts)
+        assert all(rank.sent_bytes == rank.received_bytes == 2 * 3 * 32 // 4 for rank in ring.counts)
         assert all(rank.sends == rank.receives == to_each for rank in ring.counts)
     one_way, both_ways = counts(4, collectives.allreduce_ring), counts(4, allreduce_ring_both_ways)
     assert [set(rank.sent_to) for rank in one_way.counts] == [{1}, {2}, {3}, {0}]

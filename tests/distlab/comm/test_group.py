@@ -31,6 +31,13 @@ def exchange(rank: int, world_size: int, port: int) -> tuple[dict[str, int], dic
             dist.all_reduce(torch.tensor(float(rank)), ReduceOp.MAX)
         with named("the weights", "weights"):
             dist.broadcast(torch.full((3,), float(rank)), world_size - 1)
+        own, rows, root = torch.ones(3), torch.ones(world_size, 3), world_size - 1
+        of_root = list(rows) if rank == root else None
+        dist.gather(own, of_root, root)
+        dist.scatter(own, of_root, root)
+        dist.reduce(own, root)
+        all_gather_single(rows, own)
+        reduce_scatter_single(own, rows)
         ledger = context.ledger
         return dict(ledger.sent_bytes), dict(ledger.messages)
 
@@ -38,11 +45,15 @@ def exchange(rank: int, world_size: int, port: int) -> tuple[dict[str, int], dic
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_messages_and_bytes_are_counted_by_kind(world_size: int) -> None:
     for rank, (sent_bytes, messages) in enumerate(run_ranks(world_size, exchange, world_size, free_port())):
-        assert messages == {"gradients": 1, "loss": 1, "weights": 1}
-        ring = 2 * (world_size - 1) / world_size
+        plain = "gather", "scatter", "reduce", "all_gather", "reduce_scatter"
+        assert messages == dict.fromkeys(("gradients", "loss", "weights", *plain), 1)
+        others, is_root = world_size - 1, rank == world_size - 1
+        ring = 2 * others / world_size
         assert sent_bytes["gradients"] == int(8 * ring)
         assert sent_bytes["loss"] == int(4 * ring)
-        assert sent_bytes["weights"] == (12 if rank == world_size - 1 else 0)
+        assert sent_bytes["weights"] == (12 if is_root else 0)
+        expected = [12 * (not is_root), 12 * others * is_root, 12 * (not is_root), 12 * others, 12 * others]
+        assert [sent_bytes[kind] for kind in plain] == expected
 
 
 def test_a_rank_alone_sends_nothing_and_counts_nothing() -> None:
@@ -71,6 +82,10 @@ def test_a_rank_alone_receives_its_own_tensors() -> None:
     pending = dist.all_reduce(own, async_op=True)
     assert pending.is_completed()
     assert pending.get_future().wait()[0] is own
+    order: list[str] = []
+    follow = lambda: dist.all_reduce(own, async_op=True).then(lambda: order.append("last"))  # noqa: E731
+    pending.then(lambda: order.append("first")).then(follow).wait()
+    assert order == ["first", "last"], "what it starts is waited for, too"
 
 
 def move_parameters(rank: int, world_size: int, port: int, transport: Transport) -> None:
@@ -136,6 +151,7 @@ def count_apart(rank: int, port: int) -> dict[str, int]:
                 dist.all_reduce(tensor)
             with named("the activations", "activations"):
                 dist.all_reduce(tensor)
+            dist.all_reduce(tensor)  # of a script
         with named("the loss", "loss"):
             dist.all_reduce(tensor)
         dist.all_reduce(tensor)
@@ -143,7 +159,7 @@ def count_apart(rank: int, port: int) -> dict[str, int]:
 
 
 def test_the_kind_to_count_as_is_the_outer_one_again_after_the_inner_one() -> None:
-    assert run_ranks(2, count_apart, free_port()) == [{"check": 1, "validation": 1, "loss": 1, "all_reduce": 1}] * 2
+    assert run_ranks(2, count_apart, free_port()) == [{"check": 1, "validation": 2, "loss": 1, "all_reduce": 1}] * 2
 
 
 def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int], bool]:

@@ -22,6 +22,10 @@ def test_an_outer_wait_goes_on_after_an_inner_one() -> None:
             assert under_way() == "the barrier"
         assert under_way() == "the checkpoint"
     assert under_way() == "nothing"
+    for number, age in enumerate((3, 2)):  # the oldest of all counts, also of those in libraries
+        waits.in_libraries[number] = Wait(f"bucket {number}", "collective", (1,)), time.perf_counter() - age
+    with waits.during("the checkpoint"):
+        assert under_way() == "bucket 0"
 
 
 def test_an_error_without_words_is_named_by_its_kind() -> None:

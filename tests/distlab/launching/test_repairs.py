@@ -42,6 +42,7 @@ class FakeRanks:
         self.processes: dict[int, object] = {0: object(), 1: object()}
         self.failures: dict[int, Any] = {}
         self.ended: list[int] = []
+        self.spares: list[int] = []  # that were started
 
     def kill_stopped(self) -> None: ...
 
@@ -54,7 +55,8 @@ class FakeRanks:
     def environment_of(self, own: dict[str, str]) -> dict[str, str]:
         return own
 
-    def start_spare(self, number: int, of_others: dict[str, str]) -> None: ...
+    def start_spare(self, number: int, of_others: dict[str, str]) -> None:
+        self.spares.append(number)
 
     def count_spare(self, number: int, rank: int) -> None:
         self.processes[rank] = object()
@@ -90,6 +92,8 @@ def test_a_spare_waits_for_those_of_other_slices_and_other_ranks_for_no_news(mon
         Survivor(store, 3).await_news(ConnectionError())
     arbiter = Arbiter(store)
     arbiter.tell([0, 1], {2: "died", 3: "died"})
+    with pytest.raises(ConnectionError):
+        Survivor(store, 3).await_news(ConnectionError())  # it was taken for dead
     counted = threading.Timer(0.5, arbiter.tell, [[0, 1, 2, 3], {}, {1: 2, 2: 3}])
     counted.start()
     assert Survivor(store, 3, newcomer=2).await_news(ConnectionError()).epoch == 2
@@ -115,11 +119,11 @@ def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.Captu
     assert capfd.readouterr().err == sentence
 
 
-def after_a_death(ranks: FakeRanks, store: Store) -> Repairs:
-    """Two replicas of two slices, of which rank 3 has died; there are two spares."""
+def after_a_death(ranks: FakeRanks, store: Store, spares: int = 2) -> Repairs:
+    """Two replicas of two slices, of which rank 3 has died."""
     ranks.processes |= {2: object(), 3: object()}
     settings: Any = SimpleNamespace(layout={"dp": 2, "tp": 2}, why_lost=lambda _: "")
-    repairs = Repairs(settings, spares=2)
+    repairs = Repairs(settings, spares)
     repairs.begin(ranks, store, [{}] * 4)  # type: ignore[arg-type]
     store.update({f"{READY}/{rank}": "" for rank in range(4)})
     repairs.look()
@@ -147,12 +151,14 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
 
 def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
     ranks, store = FakeRanks(), Store()
-    repairs = after_a_death(ranks, store)
+    repairs = after_a_death(ranks, store, spares=5)
+    assert ranks.spares == [1, 2], "one for each slice waits for a death"
     for number, alive in ((2, (0, 1)), (1, (0, 1, 2, 3))):
         repairs.look()
         store[f"{READY}/newcomer{number}"] = ""
         repairs.look()
         assert News.from_json(store[NEWS]).alive == alive
+    assert ranks.spares == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,8 @@ def test_a_rank_that_has_begun_a_later_collective_has_done_its_part() -> None:
     found = explain(collective(0, "bucket 0", 7, 10), collective(1, "bucket 1", 8, 10))
     assert found.sentence.startswith("rank 2 does not answer")
     assert "  rank 0  waits for bucket 0  -> rank 2" in found.picture
+    in_a_pair = Notice(1, Wait("the average", "collective", (2,), 7), {"0,1,2": 8, "1,2": 8})
+    assert "  rank 0  waits for the loss  -> rank 2" in explain(collective(0, "the loss", 7, 8), in_a_pair).picture
 
 
 def test_a_rank_that_has_begun_a_collective_and_not_done_its_share_is_waited_for() -> None:

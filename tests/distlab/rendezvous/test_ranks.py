@@ -18,7 +18,7 @@ from support.processes import free_port, run_ranks, start
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
 from distlab.rendezvous.ranks import agree, open_store, read_places, working
-from distlab.rendezvous.store import listen_at
+from distlab.rendezvous.store import SharedStore, listen_at
 from simplellm.errors import InputError
 
 Settings = dict[str, Any]
@@ -96,6 +96,12 @@ def join_after_work(rank: int, port: int, work_seconds: float) -> str:
 def test_a_rank_that_works_is_waited_for_also_by_those_that_wait_for_rank_0() -> None:
     """It works for longer than the timeout; each of the others looks for a sign every half second."""
     assert run_ranks(3, join_after_work, free_port(), 6) == ["agreed on sample"] * 3
+
+
+def test_a_cause_that_names_a_file_whose_name_is_not_utf8_is_told() -> None:
+    store = SharedStore("rank 0", 5, store=dist.HashStore())
+    store.set("ended/1", "/tmp/s\udcff is no file")  # as Python reads the name
+    assert store.read("ended/1", "ended/2") == {"ended/1": r"/tmp/s\udcff is no file"}
 
 
 @pytest.mark.parametrize("address", ["no.such.host.invalid", "", "a..b", "a" * 70])

@@ -31,12 +31,14 @@ def test_every_kind_is_counted() -> None:
 
 def test_ranks_that_hold_the_same_share_a_line() -> None:
     sizes = 1_000_000, 2_000_000, 1_000_004  # the last is shown like the first
-    head, *lines = memory.as_table([[size, 0, 0, 0, 0, 5, 5] for size in sizes])
+    by_rank = [[size, 0, 0, 0, 0, 5, 5] for size in sizes]
+    head, *lines = memory.as_table(by_rank)
     assert head.split() == "memory, MB parameters gradients optimizer state activations".split()
     assert [line.split() for line in lines] == [
         "ranks 0, 2 1.00 0.00 0.00 0.00".split(),
         "rank 1 2.00 0.00 0.00 0.00".split(),
     ]
+    assert memory.as_table(by_rank, [0, 3, 5])[1].startswith("ranks 0, 5 "), "of those that are left"
 
 
 def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_chromes_format_gives_the_trace_back_without_its_messages(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     trace: Trace = request.getfixturevalue(name)
-    trace = replace(trace, layout=dict(reversed(trace.layout.items())))
+    trace = replace(trace, layout=dict(reversed(trace.layout.items())), run_on=True)
     assert trace.describe(1) == ("rank 1 (stage 0 of replica 1)" if name == "pipelines" else "rank 1")
     write_chrome(trace, tmp_path / "trace.json")
     again = read_chrome(tmp_path / "trace.json")
@@ -212,13 +212,17 @@ def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace
     assert min(bar.start for bar in panel.bars) == 0
 
 
-def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead() -> None:
-    """Rank 1 of three replicas with one micro-batch each has died; the others have numbers of their own in a trace."""
+def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path) -> None:
+    """Rank 1 of three replicas with one micro-batch each has died; the others have numbers of their own in a trace.
+
+    There is a second repair, later.
+    """
     passes = {0: ("F0", "F1"), 2: ("F1", "F2")}
     events = [
         [Event(STEP, "step", 0, 2), Event(DEATH, "rank 1 was terminated by SIGKILL", 2, 2), Event(REPAIR, "", 2, 3)]
         + [Event(COMPUTE, name, 3 + start, 4 + start) for start, name in enumerate(own)]
-        + [Event(STEP, "step", 3, 5)]
+        + [Event(STEP, "step", 3, 5), Event(DEATH, "rank 2 was terminated", 6, 6), Event(REPAIR, "", 6, 7)]
+        + [Event(STEP, "step", start, start + 1) for start in (7, 8)]
         for own in passes.values()
     ]
     programs = [[Forward(0, int(name[1])) for name in own] for own in passes.values()]
@@ -228,3 +232,6 @@ def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead() -> None:
     computed = [(bar.row, bar.label) for bar in panel.bars if bar.label.startswith("F")]
     assert computed == [(0, "F0"), (0, "F1*"), (2, "F1*"), (2, "F2")]
     assert [row for row, _ in panel.deaths] == [1]
+    assert [step[0].start for step in trace.steps()] == [8], "without the first after the last repair"
+    write_chrome(trace, tmp_path / "trace.json")
+    assert read_chrome(tmp_path / "trace.json") == trace
