@@ -19,6 +19,7 @@ from distlab.machine.devices import (
     SHARE_GPUS,
     Place,
     cores,
+    cores_to_share,
     local_ranks,
     pick_backend,
     pick_device,
@@ -45,6 +46,7 @@ def places(*gpus_by_rank: str, hosts: str = "") -> list[Place]:
         ("auto", places("xy", "xy"), "nccl"),
         ("auto", places("x", "y"), "nccl"),  # CUDA_VISIBLE_DEVICES gives each rank one
         ("auto", places("vw", "xy", "vw", "xy", hosts="ABAB"), "nccl"),
+        ("auto", places("vw", "x", "vw", hosts="ABA"), "nccl"),
         ("auto", places("vw", "xy", "vw", "vw", hosts="ABAA"), "gloo"),
         ("gloo", places("x"), "gloo"),
         ("nccl", places("x"), "nccl"),
@@ -121,7 +123,8 @@ print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
 
 
 @pytest.mark.parametrize(
-    ("by_launcher", "by_rank", "queues"), [("", "CUDA_VISIBLE_DEVICES=1", "32"), ("CUDA_VISIBLE_DEVICES=0", "", "None")]
+    ("by_launcher", "by_rank", "queues"),
+    [("", "CUDA_VISIBLE_DEVICES=1", "32"), ("CUDA_VISIBLE_DEVICES=0", "", "None"), ("", "", "None")],
 )
 def test_a_rank_that_is_given_a_gpu_by_itself_has_many_queues(by_launcher: str, by_rank: str, queues: str) -> None:
     """As by `torchrun --virtual-local-rank`; ranks that see the one GPU of their launcher share it."""
@@ -147,8 +150,9 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [threads_per_rank(ranks) for ranks in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    assert [cores_to_share(parties) for parties in (1, 3, 8, 20)] == [8, 2, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert threads_per_rank(3) == 5
+    assert (threads_per_rank(3), cores_to_share(3)) == (5, None)
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
     assert threads_per_rank(8) == 4, "the second is of threads within threads"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")

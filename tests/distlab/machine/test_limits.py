@@ -65,6 +65,23 @@ def test_cores_are_at_most_those_of_the_quota(
 
 
 @pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/\n", {}, 4096 * 1000),
+        ("0::/a\n", {"memory.max": "3000000", "a/memory.max": "max"}, 3_000_000),
+        ("0::/a\n", {"memory.max": "3000000", "a/memory.max": "2000000"}, 2_000_000),
+        ("4:memory:/a\n", {"memory/memory.limit_in_bytes": "9" * 18, "memory/a/memory.limit_in_bytes": "1000"}, 1000),
+    ],
+)
+def test_memory_is_at_most_that_of_all_groups(
+    own: str, files: dict[str, str], expected: int, groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
+    write(groups, own, files)
+    assert memory_limits.memory_bytes() == expected
+
+
+@pytest.mark.parametrize(
     ("own", "files"),
     [
         ("0::/a\n", {"a/memory.events": "low 0\noom 4\noom_kill 3"}),
