@@ -195,7 +195,7 @@ def test_resumes_with_other_numbers_of_ranks(tmp_path: Path) -> None:
 
     Each reads the weights of the one before bit for bit.
     """
-    recipe = "--pp 1 --eval-every 1 --eval-sequences 3 --save-every 1 --record-gradients 4".split()
+    recipe = "--pp 1 --eval-every 1 --eval-sequences 3 --save-every 1 --record-gradients 1".split()
     shapes = ["--dp 1 --batch-size 12", "--dp 2 --ep 2 --batch-size 6", "--dp 4 --ep 4 --batch-size 3"]
     whole = Run(1, ALL_AXES, tmp_path / "whole", "--pp", "1", *shapes[0].split(), exact=False, steps=4)
     losses: list[float] = []
@@ -204,7 +204,10 @@ def test_resumes_with_other_numbers_of_ranks(tmp_path: Path) -> None:
         before = ["--resume", str(tmp_path / str(ranks // 2))] if losses else []
         run = Run(ranks, ALL_AXES, tmp_path / str(ranks), *recipe, *shape.split(), *before, exact=False, steps=steps)
         read = gradients_and_weights(run)
-        assert all(read.whole(len(losses), "weights", name).equal(tensor) for name, tensor in saved.items())
+        first = len(losses)
+        assert all(read.whole(first, "weights", name).equal(tensor) for name, tensor in saved.items())
+        assert read.names(first, "gradient"), "the first step of a run is recorded, also of one that is resumed"
+        assert bool(read.names(first, "share.0")) == (ranks == 1), "several ranks average the shares"
         losses, saved = losses + run.losses, run.parameters
     assert losses == pytest.approx(whole.losses, rel=1e-6)
     assert_close(saved, whole.parameters, 1e-5)

@@ -18,18 +18,18 @@ from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import measure
 
-WORKERS, MICRO_BATCHES, ROWS = 2, 6, 2
+PIPELINES, WORKERS, MICRO_BATCHES, ROWS = 2, 2, 6, 2
 SLOW = 0.1  # seconds that stage 2 takes: far more than any other, on a machine with other work
 
 
 def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts, list[float], int]:
     """The costs that a rank has, what each worker keeps by the plan, and what this rank keeps."""
-    with process_group(rank, WORKERS, port):
+    with process_group(rank, PIPELINES * WORKERS, port):
         torch.manual_seed(rank)
         options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
-        nets = build_stages(placement(WORKERS, 2)[rank], (1, 2, 1, 0), VOCAB, **options)
+        nets = build_stages(placement(WORKERS, 2)[rank % WORKERS], (1, 2, 1, 0), VOCAB, **options)
         hooks = [nets[2].register_forward_pre_hook(lambda *_: time.sleep(SLOW))] if 2 in nets else []
-        grid = Grid(rank, {"pp": WORKERS})
+        grid = Grid(rank, {"dp": PIPELINES, "pp": WORKERS})
         state = torch.random.get_rng_state()
         costs = measure(nets, 4, grid, LOSS, (ROWS, SEQ), WIDTH, torch.device("cpu"), recompute)
         for hook in hooks:
@@ -47,8 +47,9 @@ def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_all_ranks_know_what_passes_take_and_keep_what_was_planned(recompute: bool) -> None:
-    (costs, planned, own), (others_costs, _, others) = run_ranks(WORKERS, rehearse_and_run, free_port(), recompute)
-    assert costs == others_costs
+    found = run_ranks(PIPELINES * WORKERS, rehearse_and_run, free_port(), recompute)
+    (costs, planned, own), (_, _, others), *_ = found
+    assert all(each[0] == costs for each in found)
     each: Any = costs
     assert SLOW <= each.forward[2] < 10 * SLOW
     assert max(each.forward[0], each.forward[1], each.forward[3]) < SLOW

@@ -16,7 +16,7 @@ from support.chapters import MODEL, load
 from support.processes import LAB, free_port, run_ranks
 
 from distlab.run import joining
-from distlab.run.joining import identities, join, join_late
+from distlab.run.joining import content_of, identities, join, join_late
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, parse
 from distlab.settings.replicas import DataParallelSettings
@@ -151,6 +151,16 @@ def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
     (tmp_path / "notes.txt").write_text("not code")
     (tmp_path / "scratch.py").write_text("not imported")
     assert digests() in seen
+
+
+def test_the_content_of_a_folder_is_that_of_its_files_under_their_names(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a story")
+    (tmp_path / "b").write_text("another")
+    seen = {content_of(tmp_path)}
+    (tmp_path / "b").rename(tmp_path / "c")
+    seen.add(content_of(tmp_path))
+    (tmp_path / "a").write_text("A story")
+    assert len({*seen, content_of(tmp_path)}) == 3
 
 
 def test_a_schedule_of_ones_own_is_compared(tmp_path: Path) -> None:

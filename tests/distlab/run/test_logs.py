@@ -44,7 +44,7 @@ def test_keeps_the_records_of_earlier_steps_and_drops_what_is_none(tmp_path: Pat
     path = tmp_path / "metrics.jsonl"
     lines = [b'{"step": %d, "loss": 1.0}\n' % step for step in range(5)]
     rubbish = [b"\0" * 30 + b"\n", b"\xff\xfe\n", b"{}\n", b"[1]\n", b'{"step": null}\n', b"\n"]
-    path.write_bytes(b"".join([lines[0], *rubbish, *lines[1:], b'{"step": 1']))
+    path.write_bytes(b"".join([lines[0], *rubbish, *lines[1:], b'{"step": 1}']))
     keep_records(path, before=3)
     assert path.read_bytes() == b"".join(lines[:3])
 
@@ -57,18 +57,27 @@ def test_the_times_of_work_between_steps_add_up(tmp_path: Path) -> None:
     assert log.seconds_apart["checkpoints"] >= 0.04
 
 
-def test_each_record_has_the_bytes_of_its_step(tmp_path: Path) -> None:
-    context = replace(context_of(), ledger=Ledger())
-    sent_bytes = context.ledger.sent_bytes
-    sent_bytes["weights"] += 7
+def test_each_record_is_of_its_own_step(tmp_path: Path) -> None:
+    """Bytes, waits, and also the values of a step that has none, as of losses that are not added up in each step."""
+    context = replace(context_of(), ledger=Ledger(), world_size=2)
+    ledger = context.ledger
+    ledger.sent_bytes["weights"] += 7
     log = RunLog(tmp_path, context)
     log.begin(10, "tokens")
     for step in range(2):
         with log.timing_a_step():
-            sent_bytes["gradients"] += 3 + step
+            ledger.sent_bytes["gradients"] += 3 + step
+            ledger.waited(0.5 + step, in_collective=True)
+            ledger.waited(0.25, in_collective=False)
+            if step == 0:
+                log.loss, log.values["grad_norm"] = 2.0, 9.0
         log.record(step)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["sent_bytes"] for line in lines] == [{"gradients": 3}, {"gradients": 4}]
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["sent_bytes"], second["sent_bytes"]) == ({"gradients": 3}, {"gradients": 4})
+    assert (first["waited_seconds"], first["collective_seconds"]) == (0.75, 0.5)
+    assert (second["waited_seconds"], second["collective_seconds"]) == (1.75, 1.5)
+    assert (first["loss"], first["grad_norm"], second["loss"]) == (2.0, 9.0, None)
+    assert "grad_norm" not in second
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

@@ -1,6 +1,7 @@
 """The optimizers are torch's."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from distlab.run.model import OPTIMIZERS, build_optimizer
-from distlab.settings.training import LRSchedule, learning_rate
+from distlab.run.training import TrainingRun
+from distlab.settings.training import LRSchedule, TrainSettings, learning_rate
 
 pytestmark = pytest.mark.quick
 
@@ -45,6 +47,7 @@ def test_weight_decay_shrinks_matrices_only(name: str, options: dict[str, Any]) 
     ]
     without = build_optimizer(name, (alone := nn.Linear(5, 3)).parameters(), 0.1, weight_decay=0.0, **options)
     alone.load_state_dict(ours.state_dict())
+    assert {group["weight_decay"] for group in without.param_groups} == {0}, "and not torch's default"
     for step in range(3):
         for model, optimizer in zip((ours, torchs, alone), (*optimizers, without), strict=True):
             optimizer.zero_grad()
@@ -54,6 +57,14 @@ def test_weight_decay_shrinks_matrices_only(name: str, options: dict[str, Any]) 
     torch.testing.assert_close(ours.bias, torchs.bias)
     assert torch.equal(ours.bias, alone.bias)
     assert (ours.weight - alone.weight).abs().max() > 1e-3
+
+
+def test_the_optimizer_of_a_run_is_that_of_its_flags() -> None:
+    run: Any = SimpleNamespace(settings=TrainSettings(optimizer="adamw", lr=0.3, betas=(0.5, 0.6), weight_decay=0.25))
+    groups = TrainingRun.optimizer(run, nn.Linear(5, 3)).param_groups
+    assert [(group["lr"], group["betas"], group["weight_decay"]) for group in groups] == [
+        (0.3, (0.5, 0.6), 0.0), (0.3, (0.5, 0.6), 0.25)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

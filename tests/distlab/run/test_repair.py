@@ -8,8 +8,10 @@ import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 
 from distlab.axes.grid import Grid
+from distlab.comm.waits import TrafficError
 from distlab.run.handing_over import ChangedError
-from distlab.run.repair import Repair
+from distlab.run.repair import Repair, is_death
+from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 
@@ -25,6 +27,16 @@ def compare(rank: int, port: int, checksums: list[int]) -> str:
         except ChangedError as error:
             return str(error)
     return "equal"
+
+
+def test_a_death_is_known_by_the_connection_that_was_lost_also_where_a_checkpoint_could_not_be_written() -> None:
+    lost = TrafficError("rank 0 waited 1 s for rank 1", RuntimeError("Connection closed by peer"))
+    late = TrafficError("rank 0 waited 9 s for rank 1", RuntimeError("Timed out"))
+    for cause, expected in ((lost, True), (late, False)):
+        unwritten = InputError("cannot write")
+        unwritten.__cause__ = cause
+        assert is_death(cause) == is_death(unwritten) == expected
+    assert not is_death(InputError("no room"))
 
 
 OWN = "its weights are not those that most of ranks 0, 1 and 2 have"

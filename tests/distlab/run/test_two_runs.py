@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.chapters import MODEL, TRAINING, load, losses
 from support.processes import LAB, free_port, run_ranks
 
@@ -21,6 +22,7 @@ def train_often(rank: int, script: str, flags: list[str], outs: list[Path], port
     for out, port in zip(outs, ports, strict=True):
         own = [str(rank), *MODEL, *TRAINING, *flags, "--out", str(out), "--master-port", str(port)]
         with TrainingRun(parse(module.DEFAULTS, "", own), LAB / script) as run:
+            assert torch.initial_seed() == run.settings.seed + rank, "each rank draws other numbers, as for dropout"
             module.train(run)
         del run
         gc.collect()  # a model and its hooks refer to each other
