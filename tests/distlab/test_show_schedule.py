@@ -56,6 +56,10 @@ def test_steps_that_run_on() -> None:
         "stage 1    . F0 I0 F1 I1 F2 I2 W0 W1 W2 F3 I3 F4 I4 F5 I5 W3 W4 W5",
     ]
     assert lines[-1] == "# idle on average, 2 steps: 5.3%"
+    *lines, last = show(Request("gpipe", stages=2, cost_per_stage="1,2", steps=2, run_on=True))
+    first, second = (float(idle) for idle in re.findall(r": idle ([\d.]+)%", "\n".join(lines)))
+    assert first != second
+    assert float(last.rpartition(": ")[2].rstrip("%")) == pytest.approx((first + second) / 2, abs=0.11)
 
 
 def test_uneven_stages_parts_of_the_backward_pass_and_the_limit_of_auto() -> None:

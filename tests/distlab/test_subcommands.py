@@ -111,3 +111,12 @@ def test_what_a_missing_package_would_do_is_said_in_a_sentence(
     if package == "distlab_planner":
         with pytest.raises(InputError, match=f"--machine needs the package {package}"):
             parse(TrainSettings(), "", ["--machine", str(file)])
+
+
+def test_another_package_that_is_missing_is_not_taken_for_that_of_the_subcommand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "distlab_figures.command", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing("distlab_figures.command"), *sys.meta_path])
+    with pytest.raises(ModuleNotFoundError):
+        launch(["figures"])
