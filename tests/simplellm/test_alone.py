@@ -1,12 +1,14 @@
 """The model library without the rest of the lab: it needs none of it, and knows no program's flags."""
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
 
 from simplellm.errors import InputError, require_text
-from simplellm.exit_status import status_of
+from simplellm.exit_status import TOO_MANY_PROCESSES, about_system, status_of
 from simplellm.options import check_heads
 from simplellm.sources import open_source
 
@@ -41,3 +43,25 @@ def test_an_error_names_arguments_and_on_a_command_line_flags(capsys: pytest.Cap
     assert caught.value.with_flags().startswith("--data data/data.txt: there is no such file")
     assert status_of(lambda: require_text("\udcff", "prompt")) == 2
     assert capsys.readouterr().err.startswith("# --prompt is not valid text")
+
+
+def of_file(number: int, file: str | None = "f") -> OSError:
+    return OSError(number, os.strerror(number), file)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (of_file(errno.ENOSPC), "cannot write f (No space left on device); make room"),
+        (of_file(errno.EDQUOT, None), "cannot write the output or a file (Disk quota exceeded); make room"),
+        (of_file(errno.EFBIG), "cannot write f: it would exceed the limit on file sizes; raise it (ulimit -f)"),
+        (of_file(errno.EROFS), "f: Read-only file system; give a path that this user may use"),
+        (of_file(errno.ENFILE), "the open files of this machine are at their limit: close other programs"),
+        (RuntimeError("pipe: Too many open files"), "open files are at their limit: raise it (ulimit -n)"),
+        (RuntimeError("can't start new thread"), TOO_MANY_PROCESSES),
+        (of_file(errno.EACCES, None), None),
+        (ValueError("No space left on device"), None),
+    ],
+)
+def test_errors_of_the_system_are_told_with_a_remedy(error: Exception, sentence: str | None) -> None:
+    assert about_system(error) == sentence

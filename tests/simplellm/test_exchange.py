@@ -102,8 +102,8 @@ def test_only_theta_is_among_the_rope_parameters(folder: Path) -> None:
     assert (options["rope_theta"], options["norm_eps"]) == (99.0, 1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_half_the_width(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_another_width(dtype: torch.dtype, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = save(transformers_llama().to(dtype), tmp_path / "theirs")

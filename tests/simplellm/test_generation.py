@@ -77,9 +77,10 @@ def test_how_long_a_model_has_been_trained() -> None:
     assert saved_model().after_steps == ""
 
 
-def test_a_model_that_has_diverged() -> None:
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_model_that_has_diverged(value: float) -> None:
     saved = saved_model()
-    saved.parameters["model.norm.weight"][3] = torch.nan
+    saved.parameters["model.norm.weight"][3] = value
     with pytest.raises(InputError) as error:
         saved.build()
     assert str(error.value) == "model.norm.weight is not finite: the run has diverged; give an earlier checkpoint"

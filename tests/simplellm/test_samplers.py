@@ -38,6 +38,11 @@ def test_it_goes_on_from_a_position() -> None:
         other.load_state_dict(position)
     assert epoch(again, 9) == expected
     assert next(wide).tolist() == expected[0] + expected[1]
+    at_the_end = BatchSampler(12, 4)
+    first = epoch(at_the_end, 3)
+    again = BatchSampler(12, 4)
+    again.load_state_dict(at_the_end.state_dict())
+    assert epoch(again, 3) == epoch(at_the_end, 3) != first
 
 
 def test_what_there_is_not() -> None:

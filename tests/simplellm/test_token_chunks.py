@@ -1,5 +1,6 @@
 """Tokens that are encoded once: the same sequences as without files, whatever happens to the files."""
 
+import errno
 import fcntl
 import os
 import re
@@ -20,7 +21,7 @@ from support.terminals import CLONE_NEWNS, fork_command, unshare
 
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
-from simplellm.sources import open_source
+from simplellm.sources import open_source, source_identity
 from simplellm.stories import story
 from simplellm.token_files import HEAD
 from simplellm.tokenizers import SPTokenizer
@@ -209,12 +210,27 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_an_edited_file_is_other_data(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_put_in_its_place_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        next(TinyStories(TOKENIZER, data="sample"))
+    assert [path.name for path in cache.rglob("*") if path.is_file()] == ["lock"]
+
+
+def test_an_edited_file_is_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "stories.txt"
     path.write_text("One two.")
     first = next(TinyStories(TOKENIZER, seq_l=8, data=str(path)))
     path.write_text("One six.")
     assert not torch.equal(next(TinyStories(TOKENIZER, seq_l=8, data=str(path))), first)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = source_identity("~/stories.txt", "train", 0)
+    assert before == source_identity(str(path), "train", 0)
+    os.utime(path, ns=(0, 0))  # as after a change beyond the first MiB
+    assert source_identity(str(path), "train", 0) != before
 
 
 @pytest.mark.usefixtures("small_chunks")

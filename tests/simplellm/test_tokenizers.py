@@ -1,5 +1,6 @@
 """The tokenizer: lossless for any text, and what it says of a path that leads to no model."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from sentencepiece import SentencePieceProcessor
 from support.small_tokenizers import LIKE_LLAMA, trained
 
 from simplellm.errors import InputError
+from simplellm.hub_tokenizer import special_ids
 from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
@@ -110,6 +112,28 @@ def test_a_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
         f"tokenizer {path}: is not a SentencePiece model; "
         "give the path of a SentencePiece model (.model), or leave it out for the shipped one"
     )
+
+
+def test_special_tokens_have_texts() -> None:
+    assert SHIPPED.special_pieces() == {"bos": "<s>", "eos": "</s>", "pad": "<pad>", "unk": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("named", "config", "ids"),
+    [
+        ({"bos_token": "<s>", "eos_token": {"content": "</s>"}}, {"bos_token_id": 7, "pad_token_id": 5}, (1, 2, 5)),
+        ({"bos_token": "unknown"}, {"bos_token_id": 7, "eos_token_id": [8, 9]}, (7, 8, -1)),
+        ({"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<s>"}, {}, (1, 2, -1)),
+        ({"eos_token": "</s>", "pad_token": "</s>"}, {"bos_token_id": []}, (-1, 2, -1)),
+    ],
+)
+def test_special_tokens_are_those_that_files_beside_a_tokenizer_json_name(
+    named: dict[str, object], config: dict[str, object], ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    """By their text, else by their number; padding with a token that means something else is none."""
+    for name, fields in (("tokenizer_config.json", named), ("config.json", config)):
+        (tmp_path / name).write_text(json.dumps(fields))
+    assert tuple(special_ids(tmp_path, {"<s>": 1, "</s>": 2}.get).values()) == ids
 
 
 def test_a_model_cut_short(tmp_path: Path) -> None:
