@@ -1,11 +1,9 @@
 """The table and the figure of a schedule."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from support.processes import run
 
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.show_schedule import Request, show
@@ -157,8 +155,3 @@ def test_the_schedule_is_drawn(tmp_path: Path) -> None:
     *_, last = show(Request("gpipe", png=png))
     assert last == f"# drawn to {png}"
     assert png.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_ends_with_a_sentence() -> None:
-    ended = run(sys.executable, "-m", "distlab.show_schedule", "dapple", "--stages", "0")
-    assert (ended.status, ended.out, ended.err) == (2, "", "# --stages 0: must be at least 1\n")

@@ -77,7 +77,7 @@ def test_help_of_a_lesson_lists_the_flags_of_the_scripts_that_run_instead(capsys
     assert set(re.findall(r"--[\w-]+", of_repair)) == {"--repair", "--compare-every", "--help"}
 
 
-@pytest.mark.parametrize("module", ["plan", "calibrate", "collective_costs", "figures"])
+@pytest.mark.parametrize("module", ["plan", "calibrate", "collective_costs", "figures", "show_schedule"])
 def test_earlier_names_still_work(module: str) -> None:
     ended = fork_python("-m", f"distlab.{module}", "--help").finish()
     assert ended.status == 0, ended.err

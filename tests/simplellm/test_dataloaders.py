@@ -51,19 +51,6 @@ def test_batches_are_the_documents_joined_by_end_of_document_and_cut() -> None:
     assert 10 < wanted[:3000].count(EOS) < 20
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_the_rows_of_all_ranks_are_the_batch_of_one_process(world: int) -> None:
-    alone = sample(batch_size=2 * world, seq_l=64, skip=3)
-    ranks = [sample(batch_size=2, seq_l=64, skip=3, rank=rank, num_replicas=world) for rank in range(world)]
-    last = torch.zeros(0)
-    for _ in range(12):
-        whole = next(alone)
-        assert torch.equal(torch.cat([next(rank) for rank in ranks]), whole)
-        assert not torch.equal(whole, last)
-        last = whole
-        assert {tuple(rank.state_dict().items()) for rank in ranks} == {tuple(alone.state_dict().items())}
-
-
 def test_the_layout_may_change_on_the_way() -> None:
     alone = torch.stack(list(islice(sample(batch_size=6, seq_l=32), 9))).view(-1, 32)
     three = [sample(batch_size=2, seq_l=32, rank=rank, num_replicas=3) for rank in range(3)]

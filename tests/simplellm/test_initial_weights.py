@@ -51,15 +51,6 @@ def test_the_global_random_generator_stays_where_it_is(build: Any) -> None:
     torch.testing.assert_close(build(), first, rtol=0, atol=0)
 
 
-def test_seeds_and_layers_differ() -> None:
-    one, other = weights(0), weights(1)
-    for name, weight in one.items():
-        assert torch.equal(weight, other[name]) == (weight.dim() == 1), name
-        twin = name.replace("layers.1.", "layers.2.")
-        if twin != name and weight.dim() == 2:
-            assert not torch.equal(weight, one[twin]), name
-
-
 def test_a_stage_takes_the_weights_of_its_layers() -> None:
     stage = LLamaStage(**SIZES | {"n_layers": 1}, first_layer=2)
     expected = weights(0)

@@ -187,17 +187,6 @@ def test_a_folder(tmp_path: Path) -> None:
         TinyStories(TOKENIZER, data=str(tmp_path))
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_documents(tmp_path / "stories.jsonl")
-
-    def refuse(*arguments: object) -> None:
-        raise PermissionError(13, "Permission denied")  # root, who may run the tests, is refused nothing
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(InputError, match=r"^data \S+: cannot be read \(Permission denied\); give a file that can$"):
-        TinyStories(TOKENIZER, data=str(path))
-
-
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
 def test_too_few_documents_for_validation(tmp_path: Path, ending: str) -> None:
     path = write_documents(tmp_path / f"stories.{ending}", TEXTS[:19])

@@ -23,8 +23,6 @@ OTHERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda folder: export(saved_model(), folder),
     "my_config.json": lambda folder: (folder / "my_config.json").write_text("{}"),
     "metrics.jsonl": lambda folder: (folder / "metrics.jsonl").write_text('{"loss": 1}\n'),
-    "package.json": lambda folder: (folder / "package.json").write_text("{}"),
-    "trace.json": lambda folder: (folder / "trace.json").write_text("[]"),
     "config.json ": lambda folder: (folder / "config.json").write_text("[]"),
     "config.json  ": lambda folder: (folder / "config.json").write_text('{"settings": {}}'),
     "thesis.tex": lambda folder: (folder / "thesis.tex").write_text("Abstract."),
