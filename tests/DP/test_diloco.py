@@ -204,7 +204,7 @@ def validation(out: Path) -> list[float]:
 
 def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) -> None:
     flags = "--dp 2 --pp 2 --optimizer adamw --lr 1e-2 --steps 10".split()
-    own = "--outer diloco --sync-every 4 --fragments 2 --overlap-steps 1 --compress int8".split()
+    own = "--outer diloco --neighbors replicas --sync-every 4 --fragments 2 --overlap-steps 1 --compress int8".split()
     expected, _, losses = train_on(4, HYBRID, tmp_path / "run", *flags, *own, "--save-every", "6")
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
     weights, _, rest = train_on(4, HYBRID, tmp_path / "again", *flags, "--resume", str(checkpoint))
@@ -217,8 +217,8 @@ def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Pat
         parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "1"])
     with pytest.raises(InputError, match="trained with --schedule dapple, not gpipe"):
         parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "2", "--schedule", "gpipe"])
-    with pytest.raises(InputError, match="trained with --neighbors stages, not replicas"):
-        parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "2", "--neighbors", "replicas"])
+    with pytest.raises(InputError, match="trained with --neighbors replicas, not stages"):
+        parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "2", "--neighbors", "stages"])
 
 
 def test_pipelines_with_other_stages_begin_at_the_outer_weights(tmp_path: Path) -> None:

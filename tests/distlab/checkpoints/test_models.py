@@ -1,5 +1,6 @@
 """Whole models in checkpoints: read from those of runs, and written as a run to go on from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,8 @@ def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
     for settings in (TrainSettings(), DataParallelSettings(), HybridSettings()):
         given = parse(settings, "", resume)
         assert (given.num_kv_heads, given.hidden_dim, given.dmodel, given.seq_len) == (2, 40, 32, 30)
+    write_model(tmp_path / "long", replace(read, options=net.options | {"ctx_size": 1000}))
+    assert parse(TrainSettings(), "", ["0", "--resume", str(tmp_path / "long")]).seq_len == TrainSettings().seq_len
     batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
     ended = fork_python("primer/intro.py", *resume[1:3], *batch).finish()
     assert ended.status == 0, ended.err

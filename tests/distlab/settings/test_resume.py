@@ -17,6 +17,7 @@ from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
 from distlab.settings.common import parse
+from distlab.settings.replicas import DataParallelSettings
 from distlab.settings.training import TrainSettings, learning_rate
 from simplellm.errors import InputError
 
@@ -152,6 +153,14 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
     lrs = [f"{learning_rate(HALF, steps, 1e-2, 1, 'cosine', 1e-3):.3g}" for steps in (2 * STEPS, STEPS)]
     assert "it is now {} instead of {}; --steps sets it".format(*lrs) in remark
     assert not replace(settings, steps=STEPS).remarks_on_resuming(checkpoint)
+    assert not replace(settings, lr_schedule="constant").remarks_on_resuming(checkpoint)
+
+
+def test_a_batch_that_replicas_cannot_share_is_not_taken(saved: Any) -> None:
+    resume = ["--resume", str(half_way(saved["primer"][0])), "--world-size"]
+    usual = DataParallelSettings().batch_size
+    for ranks, batch_size in ((2, BATCH // 2), (BATCH + 1, usual)):
+        assert parse(DataParallelSettings(), "", [*resume, str(ranks)]).batch_size == batch_size
 
 
 def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> None:
@@ -172,8 +181,9 @@ def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
     assert own == expected[HALF:]
     for ours, theirs in zip(parameters, expected_parameters, strict=True):
         assert_equal(ours, theirs, rtol=0)
-    with pytest.raises(InputError, match=r"2 ranks kept adam's moments .* the same script and --world-size 2"):
-        parse(TrainSettings(), "", resume)
+    for settings, also in ((TrainSettings(), []), (DataParallelSettings(), ["--world-size", "2"])):
+        with pytest.raises(InputError, match=r"2 ranks kept adam's moments .* the same script and --world-size 2"):
+            parse(settings, "", [*resume, *also])
 
 
 def test_torchs_wrapper_goes_on_but_for_rounding(tmp_path: Path) -> None:
