@@ -56,37 +56,46 @@ MORE = "intro_hybrid_repair.py"  # goes on when a rank dies
 
 def train(run: TrainingRun[HybridSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
+    # The layout. Ranks along `replicas` see other sequences, ranks along `same` other tokens, with the same weights.
     stages, sharing, parts, slices = (run.grid.axis(name) for name in ("pp", "ep", "cp", "tp"))
-    replicas, same = run.grid.axis("dp", "ep"), run.grid.axis("dp", "ep", "cp")  # other sequences; other tokens
-    programs = args.programs()
+    replicas, same = run.grid.axis("dp", "ep"), run.grid.axis("dp", "ep", "cp")
+    run.grid.make_groups("dp", "ep", "cp", ("dp", "ep"), ("dp", "cp"), ("dp", "ep", "cp"), "tp")
+    stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
+
+    # This rank's stages, in slices (--pp, --tp), as in intro_hybrid.py.
+    programs, split = args.programs(), args.split(tokenizer.vocab_size)
     program = programs[stages.rank]  # this rank's actions
-    split = args.split(tokenizer.vocab_size)
     own = own_experts(args.experts, sharing)
     options = {"padding_idx": tokenizer.pad_id, "own_experts": own, "without_weights": True, **run.model_options()}
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
-    stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
-
-    run.grid.make_groups("dp", "ep", "cp", ("dp", "ep"), ("dp", "cp"), ("dp", "ep", "cp"), "tp")
     draws = args.shard != "weights" or args.schedule == "auto"  # which measures passes
     for net in nets.values():
         shard(net, axis=slices, draw=draws)
-    share_experts(nets.values(), sharing)
-    choices = ChoicesOfSequences(parts, args.cp_order)
-    limit_experts(nets.values(), args.capacity, choices)
     loss = loss_of_whole = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
-    part_of = None  # the part of a micro-batch that this rank sees; None for all of it
+
+    # --cp, --document-mask: the part of a micro-batch that this rank sees; None for all of it.
+    part_of = None
     if args.cp > 1 or args.document_mask:
         end = tokenizer.eos_id if args.document_mask else None
         part_of = ContextParallel(parts, args.cp_kind, args.cp_order, end).part
         loss = partial(loss_of_part, vocab_size=tokenizer.vocab_size, axis=slices)
-    if args.schedule == "auto":  # the order depends on what the passes take here
-        programs = find_schedule(run, nets, loss, part_of)
+
+    # --experts, --ep
+    share_experts(nets.values(), sharing)
+    choices = ChoicesOfSequences(parts, args.cp_order)
+    limit_experts(nets.values(), args.capacity, choices)
     balance = LoadBalance(nets.values(), args.balance_rate, same)
     routes: Routes | None = None
     if args.routes:
         tokens = args.batch_size * args.seq_len
         writes = slices.rank == parts.rank == 0
         routes = Routes(nets.values(), *args.routes, replicas, tokens, args.seq_len, choices, writes, slices.size)
+
+    # --schedule auto: the order depends on what the passes take here.
+    if args.schedule == "auto":
+        programs = find_schedule(run, nets, loss, part_of)
+
+    # --shard
     sharded: dict[int, ShardedDP] = {}
     if args.shard != "none":
         passes = args.micro_batches
@@ -95,6 +104,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
             sharded[s] = ShardedDP(net, args.shard, same, passes, keep=keep, rounded=rounded, initial=net.initial)
     optimizer = run.optimizer(sharded or nets)
     pipeline = Pipeline(sharded or nets, programs, run.grid, loss, part_of=part_of, **run.pipeline_options())
+
+    # --outer diloco
     outer: OuterOptimizer | None = None
     if args.outer == "diloco":
         weights = flatten_weights(nn.ModuleList(nets.values()), replicas)
@@ -103,7 +114,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, replicas)
     run.track(sharded or nets, optimizer, loss_of_whole, owners=pipeline.owners, outer=outer)
 
-    # The stages whose gradients are averaged in each step, and the ranks of the average.
+    # Otherwise: the stages whose gradients are averaged in each step, and the ranks of the average.
     averaged, over = ({} if sharded or (outer and args.cp == 1) else nets), (parts if outer else same)
     parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
 

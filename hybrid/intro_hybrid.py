@@ -50,6 +50,7 @@ def train(run: TrainingRun[ThreeAxesSettings]) -> None:
     for net in nets.values():
         shard(net, axis=slices)  # draws the weights of the slices; with --tp 1, a slice is the whole layer
     loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
+    # Runs this rank's program: receives, computes, sends. The options are the width of a message, its dtype, threads.
     pipeline = Pipeline(nets, programs, run.grid, loss, **run.pipeline_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
     optimizer = run.optimizer(nets)
