@@ -103,29 +103,6 @@ def test_micro_batches_change_nothing_and_matrices_decay_in_shards(
     assert_equal(gradients[1], expected_gradients)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (4, "--dp 2 --pp 2 --schedule zb-v --shard optimizer"),
-        (6, "--dp 3 --pp 2 --schedule dapple --batch-size 2 --micro-batches 2 --shard gradients"),
-        (4, "--dp 2 --pp 1 --tp 2 --schedule zb-h1 --shard weights"),
-        (2, "--dp 2 --pp 1 --recompute all --shard weights"),
-        (2, "--dp 2 --pp 1 --schedule auto --micro-batches 3 --shard gradients"),
-    ],
-)
-def test_replicas_of_each_stage_are_sharded(ranks: int, layout: str, one_process: OneProcess, tmp_path: Path) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(6)
-    flags = ["--batch-size", "3", *layout.split()]
-    parameters, gradients, own_losses = train_on(ranks, "hybrid/intro_5d.py", tmp_path, *flags)
-    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
-    for state, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):
-        for own in state:
-            whole = {name: tensor for name, tensor in own.items() if tensor.shape == expected[name].shape}
-            assert whole, "the gains of norms, at least"
-            assert_equal(whole, {name: expected[name] for name in whole})
-        assert {name for own in state for name in own} == expected.keys()
-
-
 def held_bytes(out: Path) -> list[dict[str, int]]:
     held: list[dict[str, int]] = json.loads((out / "memory.json").read_text())
     return held

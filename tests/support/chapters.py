@@ -123,7 +123,11 @@ def whole(sharded: list[ShardedDP]) -> tuple[State, State]:
             for shard in part.own_parameters().values():
                 shard.copy_(torch.full_like(shard, torch.nan) if shard.grad is None else shard.grad)
         part.gather_weights()
-    gradients = {name: grad for part in sharded for name, grad in part.whole_parameters().items()}
+    gradients = {name: grad.clone() for part in sharded for name, grad in part.whole_parameters().items()}
+    for part in sharded:
+        for name, held in part.model.named_parameters():
+            place(parameters[name], placement_of(held))
+            place(gradients[name], placement_of(held))
     return parameters, {name: grad for name, grad in gradients.items() if name not in frozen}
 
 
