@@ -102,15 +102,14 @@ def as_table(by_rank: Sequence[Sequence[int]], numbers: Sequence[int] | None = N
     if not _has_recomputation(by_rank):
         unused.add("without --recompute")
     shown = [i for i, kind in enumerate(columns) if kind not in unused]
-    lines = [f"{'memory, MB':<14}" + "".join(f"{columns[index]:>{_width(columns[index])}}" for index in shown)]
     ranks: dict[str, list[int]] = {}
     for rank, counts in zip(numbers or range(len(by_rank)), by_rank, strict=True):
         shares = "".join(f"{counts[index] / 1e6:>{_width(columns[index])}.2f}" for index in shown)
         ranks.setdefault(shares, []).append(rank)
-    for shares, same in ranks.items():
-        who = f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
-        lines.append(f"{who:<14}{shares}")
-    return lines
+    rows = {f"rank{'s' * (len(same) > 1)} {', '.join(map(str, same))}": shares for shares, same in ranks.items()}
+    head = "".join(f"{columns[index]:>{_width(columns[index])}}" for index in shown)
+    first = max(14, *map(len, rows))
+    return [f"{who:<{first}}{shares}" for who, shares in {"memory, MB": head, **rows}.items()]
 
 
 def _width(column: str) -> int:

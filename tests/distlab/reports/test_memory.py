@@ -39,6 +39,8 @@ def test_ranks_that_hold_the_same_share_a_line() -> None:
         "rank 1 2.00 0.00 0.00 0.00".split(),
     ]
     assert memory.as_table(by_rank, [0, 3, 5])[1].startswith("ranks 0, 5 "), "of those that are left"
+    many = memory.as_table([*([by_rank[0]] * 9), by_rank[1]])
+    assert len({len(line) for line in many}) == 1, "numbers stand below their heads, however many ranks share a line"
 
 
 def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_path: Path) -> None:
