@@ -248,7 +248,7 @@ def test_a_model_that_tells_a_story_is_saved_at_the_end(
     for status in statuses:
         assert launch_command([*command, "--tell", "Once upon a time"]) == status
     args = ran[0]
-    assert args[args.index("--save-every") + 1] == ("7" if "save" in flags else "50")
+    assert args[len(args) - args[::-1].index("--save-every")] == ("7" if "save" in flags else "50")
     out = Path(args[args.index("--out") + 1])
     assert out == tmp_path / "kept" if "--out" in flags else out.parent == Path("runs/intro_DP_GA")
     assert told == ([] if "--nnodes" in flags else [(out, "Once upon a time")])

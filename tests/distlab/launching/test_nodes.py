@@ -94,6 +94,7 @@ def test_machines_join_again_in_every_round() -> None:
         (port,) = {int(environment["MASTER_PORT"]) for environment in environments}
         ranks_store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         assert ranks_store.add("seat", 1) == 1, "the ranks of a round find nothing of the round before"
+        assert (first.all_finished(), second.all_finished()) == (False, True)
 
 
 def test_a_failed_machine_is_followed_into_the_next_round() -> None:

@@ -73,7 +73,7 @@ def test_ranks_have_numbers_and_sessions_and_finish_when_all_machines_have(forks
 
 FAILS = """
 if os.environ["RANK"] == "4":
-    record = {{"message": "nan", "timestamp": 5, "recurs_on_restart": {recurs}}}
+    record = {{"message": "rank 4 failed: nan", "timestamp": 5, "recurs_on_restart": {recurs}}}
     pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
     sys.exit(7)
 time.sleep(60)
@@ -86,7 +86,7 @@ def test_ranks_start_again_unless_the_failure_would_recur(recurs: bool, starts: 
     failures = run(FAILS.format(recurs=recurs), tmp_path, rounds, max_restarts=2)
     assert rounds.starts == starts
     assert [(rank, failure.status) for rank, failure in failures.items()] == [(4, 7), (3, -signal.SIGTERM)]
-    assert (failures[4].timestamp, failures[4].record["message"]) == (5, "nan")
+    assert (failures[4].timestamp, failures[4].cause) == (5, "failed: nan")
     assert not failures[3].record
 
 
@@ -100,7 +100,13 @@ class TooEarlyToRepair:
     def look(self) -> None: ...
 
 
-@pytest.mark.parametrize(("dies", "starts"), [("os.kill(os.getpid(), 9)", 4), ("sys.exit(7)", 1)])
+LOSES_A_PEER = """
+pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": "", "lost_a_peer": True}))
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("dies", "starts"), [("os.kill(os.getpid(), 9)", 4), (LOSES_A_PEER, 4), ("sys.exit(7)", 1)])
 def test_ranks_that_cannot_be_repaired_yet_start_again_if_one_was_killed(
     dies: str, starts: int, tmp_path: Path
 ) -> None:
