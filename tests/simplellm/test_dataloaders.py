@@ -1,7 +1,6 @@
 """Batches: the same global batch in every layout, exact positions, every source, and every sentence for bad data."""
 
 import json
-import time
 import tracemalloc
 from itertools import islice
 from pathlib import Path
@@ -113,12 +112,6 @@ def test_skip_and_iter_and_seed_and_split() -> None:
     assert next(sample(seed=1))[0].tolist() == stream([story(index, seed=1) for index in range(4)])[:256]
     validation = next(sample(split="validation"))[0].tolist()
     assert validation == stream([story(index, split="validation") for index in range(4)])[:256]
-
-
-def test_it_starts_at_once() -> None:
-    started = time.process_time()
-    next(sample(batch_size=3))
-    assert time.process_time() - started < 0.1
 
 
 def test_it_keeps_nothing_that_it_gave() -> None:

@@ -43,13 +43,7 @@ def test_ranks_that_are_left_keep_their_names() -> None:
     assert [grid.describe(rank) for rank in range(3)] == names
     grid.keep([2, 3])  # a second death
     assert (grid.rank, grid.size, [grid.describe(rank) for rank in range(2)]) == (1, 2, names[1:])
-
-
-def test_a_group_that_has_lost_all_its_ranks_is_none() -> None:
-    grid = Grid(3, {"dp": 2, "pp": 2})
-    grid.keep([2, 3])
-    assert grid.ranks_along(["pp"]) == [(0, 1)]
-    assert grid.ranks_along(["dp"]) == [(0,), (1,)]
+    assert (grid.ranks_along(["pp"]), grid.ranks_along(["dp"])) == ([(0, 1)], [(0,), (1,)]), "groups of none are none"
 
 
 def test_replicas_of_a_stage_can_be_neighbors() -> None:
