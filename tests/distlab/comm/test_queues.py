@@ -249,6 +249,25 @@ def test_what_was_sent_arrives_though_its_sender_has_exited() -> None:
     assert run_ranks(2, send_and_exit, free_port())[1] == [0, 1, 2]
 
 
+def overfill(rank: int, port: int) -> list[float]:
+    """Rank 0 fills a queue that was made again for larger messages, and for more of them, before rank 1 takes any."""
+    elements = 2000
+    with process_group(rank, 2, port, 10):
+        for size_bytes, slots in ((20, 3), (4 * elements, 1), (20, 4)):
+            open_queues((0, 1), size_bytes, torch.empty(0), slots=slots)
+        received = torch.zeros(4, elements)
+        for number in range(4 if rank == 0 else 0):
+            dist.send(torch.full((elements,), float(number)), 1)
+        dist.barrier()
+        for each in received if rank == 1 else ():
+            dist.recv(each, 0)
+    return received[:, -1].tolist()
+
+
+def test_a_queue_that_is_made_again_keeps_the_room_that_it_had() -> None:
+    assert run_ranks(2, overfill, free_port())[1] == [0, 1, 2, 3]
+
+
 def pass_along(rank: int, port: int) -> list[list[int]]:
     """Messages from each of three ranks to the next and back; the elements of those that this rank sends by queue."""
     by_queue: list[int] = []

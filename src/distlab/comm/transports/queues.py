@@ -40,12 +40,18 @@ class Queues(Transport):
         self._without: set[tuple[int, int]] = set()  # senders and receivers that cannot share memory
 
     def open(self, link: tuple[int, int], message_bytes: int, like: Tensor, slots: int) -> None:
-        """Make the queue from one rank of the world to another; this rank is one of them, and both call it together."""
+        """Make the queue from one rank of the world to another; this rank is one of them, and both call it together.
+
+        A queue that is too small is replaced by one that has room for all that either was made for.
+        """
         context, (sender, receiver) = self._members.context, link
-        known = self._queues.get(link)
-        if link in self._without or (known and known.message_bytes >= message_bytes and known.slots >= slots):
+        if link in self._without:
             return
-        self._queues.pop(link, None)
+        if known := self._queues.get(link):
+            if known.message_bytes >= message_bytes and known.slots >= slots:
+                return
+            message_bytes, slots = max(message_bytes, known.message_bytes), max(slots, known.slots)
+            del self._queues[link]
         if not like.is_cpu or len(context.hosts.split(link)) > 1:
             return
         is_sender = context.rank == sender
