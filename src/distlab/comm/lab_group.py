@@ -256,8 +256,17 @@ class LabGroup(ContextGroup):
         wait = Wait(what, "receive", (self.ranks[src],), line=line, kind=kind, flow=flow)
         return self._begin(wait, lambda by: by.recv(tensor, src, tag), [tensor], None)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
-        return self._plain.group.recv_anysource(list(tensors), tag)
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Pending:
+        """Start to receive the next message of any rank of the group, over gloo."""
+        [tensor] = tensors
+        _require_plain(tensor)
+        what, kind, line = name_of("recv")
+        wait = Wait(f"{what} from any rank", "other", self._members.others, line=line, kind=kind)
+        carried = self._plain.recv_anysource(tensor, tag)
+        assert isinstance(carried.by, dist.Work)
+        pending, source = self._begin(wait, lambda _: carried, [tensor], None), carried.by._source_rank
+        pending._source_rank = source  # `dist.recv` asks for it
+        return pending.then(lambda: self._next_message(self.ranks[source()], self.context.rank))
 
     def _next_message(self, sender: int, receiver: int) -> str:
         """Count a message, and return its name in a trace, which is the same on both ranks."""

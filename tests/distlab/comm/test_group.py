@@ -202,6 +202,24 @@ def test_an_average_over_the_replicas_of_a_stage() -> None:
     assert run_ranks(4, average_in_groups, free_port()) == [(1, 32, 0), (2, 32, 0), (1, 32, 32), (2, 32, 32)]
 
 
+def receive_from_any(rank: int, port: int) -> list[tuple[int | None, float]]:
+    """The ranks whose messages rank 0 has received, in the order of their sending, and these messages."""
+    with process_group(rank, 3, port):
+        group = dist.new_group([0, 2])
+        received, found = torch.empty(1), list[tuple[int | None, float]]()
+        for sender, among in ((2, None), (1, None), (2, group)):
+            if rank == 0:
+                found.append((dist.recv(received, group=among), received.item()))
+            elif rank == sender:
+                dist.send(torch.full((1,), 10.0 * rank), 0, group=among)
+            dist.barrier()
+        return found
+
+
+def test_a_message_of_any_rank_comes_with_its_sender() -> None:
+    assert run_ranks(3, receive_from_any, free_port())[0] == [(2, 20), (1, 10), (2, 20)]
+
+
 def share_in_groups(rank: int, port: int) -> list[bool]:
     """Whether each of two groups of the same ranks has shared memory: one is told to, in a run over gloo."""
     found = []
@@ -283,6 +301,7 @@ shout(torch.ones(2000))
 """
 CALLS = {
     "recv(tensor, 1)": "recv from rank 1",
+    "recv(tensor)": "recv from any rank",
     "all_reduce(tensor)": "all_reduce from ranks 1 and 2",
     "all_reduce(tensor, group=PAIR)": "all_reduce from rank 2",
     "broadcast(tensor, 1)": "broadcast of rank 1 from ranks 1 and 2",

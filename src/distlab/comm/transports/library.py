@@ -150,6 +150,11 @@ class Library(Transport):
         into = self._host_buffer(tensor)
         return _brought(self.group.recv([into], source, tag), tensor, into)
 
+    def recv_anysource(self, tensor: Tensor, tag: int) -> Carried:
+        """Receive the next tensor of any rank of the group."""
+        into = self._host_buffer(tensor)
+        return _brought(self.group.recv_anysource([into], tag), tensor, into)
+
     def _host_buffer(self, tensor: Tensor) -> Tensor:
         """Return the tensor if it can be sent; for a CUDA tensor over gloo, pinned host memory of its size."""
         if tensor.is_cpu or self._is_nccl:
