@@ -29,7 +29,7 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
 
     The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, else 1.
     """
-    script, rank = Path(sys.argv[0]), 0
+    script, rank = Path(sys.argv[0]), int(os.environ["RANK"]) if started_by_torchrun() else 0
     run: Run[Any] | None = None
     open_streams()
     try:

@@ -247,6 +247,19 @@ def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: py
     assert Failure.of(caught.value, 2).sentence.startswith("rank 2 failed: ")
 
 
+def test_a_rank_that_fails_before_its_flags_are_read_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from distlab.run.main import main\n"
+        "from distlab.settings.training import TrainSettings\n\n"
+        "class Broken(TrainSettings):\n"
+        "    def check(self): raise MemoryError\n\n"
+        "main(print, Broken(), None)\n"
+    )
+    ended = fork_python(script, RANK="2", WORLD_SIZE="3", TORCHELASTIC_RUN_ID="test").finish()
+    assert (ended.status, ended.err) == (1, "# rank 2 failed: out of memory\n")
+
+
 def test_a_run_imports_what_only_some_runs_use_when_they_use_it() -> None:
     """All ranks import at the same time, often on few cores. Nor does training import torch's compiler."""
     late = "torch._dynamo torch.distributed.checkpoint torch.distributed.elastic.agent torch.utils.tensorboard".split()
