@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from distlab.comm.waits import TrafficError
+from distlab.comm.waits import TrafficError, list_ranks
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import name_process
 from distlab.rendezvous.store import SharedStore
@@ -180,12 +180,14 @@ class Survivor:
         keys = {f"repair/{news.epoch}/{rank}": rank for rank in news.alive}
         self._store.set(f"repair/{news.epoch}/{self._rank}", json.dumps(own))
         deadline = time.monotonic() + timeout_seconds
-        while not self._store.has(*keys):
+        while len(found := self._store.read(*keys)) < len(keys):
             self.check()
             if time.monotonic() > deadline:
-                raise TrafficError("a rank that is left does not take part in the repair", TimeoutError())
+                silent = list_ranks([rank for key, rank in keys.items() if key not in found])
+                waited = f"rank {self._rank} waited {timeout_seconds:g} s for {silent} to take part in the repair"
+                raise TrafficError(f"{waited}: no answer (--timeout sets how long to wait)", TimeoutError())
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        answers = {keys[key]: json.loads(text) for key, text in self._store.read(*keys).items()}
+        answers = {keys[key]: json.loads(text) for key, text in found.items()}
         return {rank: Answer(Position(*position), *more) for rank, (position, *more) in answers.items()}
 
     def _read(self) -> News | None:

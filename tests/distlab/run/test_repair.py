@@ -1,5 +1,6 @@
-"""How the ranks of a run with `--repair` compare their weights."""
+"""How the ranks of a run with `--repair` agree on where they go on, and compare their weights."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ from support.processes import free_port, process_group, run_ranks
 
 from distlab.axes.grid import Grid
 from distlab.comm.waits import TrafficError
+from distlab.rendezvous.store import SharedStore
+from distlab.rendezvous.survivors import TAKE, Answer, Arbiter, Position, Survivor
 from distlab.run.handing_over import ChangedError
 from distlab.run.repair import Repair, is_death
 from simplellm.errors import InputError
@@ -49,3 +52,15 @@ NOBODY = "the weights of ranks 0 and 1 differ, and nobody knows which are right;
 )
 def test_the_rank_that_differs_from_most_has_changed(checksums: list[int], found: list[str]) -> None:
     assert run_ranks(len(checksums), compare, free_port(), checksums) == found
+
+
+def test_a_rank_that_does_not_take_part_in_a_repair_is_named() -> None:
+    store = SharedStore("the launcher", 20, store=dist.HashStore())
+    Arbiter(store).tell([0, 2, 3], {1: "was terminated by SIGKILL"})
+    survivor, own = Survivor(store, 0), Answer(Position(4, TAKE), 4)
+    news = survivor.await_news(RuntimeError("its connection was lost"))
+    store.set(f"repair/{news.epoch}/2", json.dumps(own))
+    with pytest.raises(TrafficError, match=r"^rank 0 waited 0\.1 s for rank 3 to take part in the repair: no answer"):
+        survivor.agree(news, own, 0.1)
+    store.set(f"repair/{news.epoch}/3", json.dumps(own))
+    assert survivor.agree(news, own, 0.1) == dict.fromkeys((0, 2, 3), own)
