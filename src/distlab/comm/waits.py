@@ -2,7 +2,7 @@
 
 Over gloo, the rank's thread waits, and gloo enforces the deadline. In shared memory, it waits for signals in pipes, and
 signals.py enforces it. Over NCCL the GPU's stream waits while the thread queues further work: CUDA events show when the
-stream waits, and `NamedWaits.watch` enforces the deadline.
+stream waits, and `Waits.watch` enforces the deadline.
 """
 
 import contextlib
