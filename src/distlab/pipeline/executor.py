@@ -73,7 +73,7 @@ class Pipeline:
         self._recorder, self._worker, self._workers = context.recorder, workers.rank, workers.size
         self.width, self._cores, self._costs, self._run_on = width, cores, costs, run_on
         self.part_of, self.message_dtype = part_of, dtype
-        self.links = Links(workers.ranks, workers.rank, pipelines)
+        self.links = Links(workers.ranks, workers.rank)
         self.is_cold = context.is_over_nccl  # until the first step is complete
         plan = self._checked(programs)
         self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it

@@ -53,11 +53,10 @@ class Links:
     Args:
         ranks: ranks of the pipeline's workers.
         worker: the number of this worker.
-        holders: the most workers that may hold a stage.
     """
 
-    def __init__(self, ranks: Sequence[int], worker: int, holders: int = 1) -> None:
-        self._ranks, self._worker, self._holders = ranks, worker, holders
+    def __init__(self, ranks: Sequence[int], worker: int) -> None:
+        self._ranks, self._worker = ranks, worker
         self._ways: dict[Link, Way] = {}
         self._groups: list[dist.ProcessGroup] = []  # made for these links
         self._late: list[dist.Work] = []  # sends that a step leaves to the next one
@@ -68,7 +67,7 @@ class Links:
 
     def open(self, programs: Programs, plan: Plan) -> None:
         """Make the groups and queues for the messages of these programs; all ranks call this together."""
-        context, slots = context_of(), most_on_the_way(programs, self._holders)
+        context, slots = context_of(), most_on_the_way(programs, plan)
         numbers, groups = channels(plan.messages, context.is_over_nccl), list[Group]([None])
         if more := max(numbers.values(), default=0):
             with context.waits.during("all ranks to create the pipeline's channels"):

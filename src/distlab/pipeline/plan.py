@@ -158,13 +158,13 @@ def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, li
     return acknowledged
 
 
-def most_on_the_way(programs: Programs, holders: int = 1) -> dict[Link, int]:
-    """Return, by link, the maximum number of messages, in steps in a row, that were sent but not yet acknowledged.
+def most_on_the_way(programs: Programs, plan: Plan) -> dict[Link, int]:
+    """Return, by link, the maximum number of messages of a step that were sent but not yet acknowledged.
 
-    A later message from the receiver is the acknowledgement. With room for this number, no sender ever has to wait.
+    A later message from the receiver is the acknowledgement. With room for this number, no sender ever has to wait:
+    what a step leaves without acknowledgement, gradients, is acknowledged by the activations of the next step, before
+    its gradients.
     """
-    programs = in_a_row(programs, 2)  # at the end of a step, some may not be acknowledged
-    plan = simulate(programs, holders=holders)
     links = {result: link for link, results in plan.messages.items() for result in results}
     most = dict.fromkeys(plan.messages, 0)
     for worker, program in enumerate(programs):

@@ -348,7 +348,7 @@ def test_no_more_messages_are_ever_on_the_way_than_there_is_room_for(
     name: str, workers: int, micro_batches: int
 ) -> None:
     programs = all_stages(name, workers, micro_batches)
-    room, most = most_on_the_way(programs), Counter[Link]()
+    room, most = most_on_the_way(programs, simulate(programs)), Counter[Link]()
     for seed in range(20):
         most |= play_at_random(programs, Random(seed))
     assert set(most) == set(room)
