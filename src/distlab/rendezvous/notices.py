@@ -44,9 +44,9 @@ class NoticeBoard:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching. A thread whose question the store does not answer is left behind."""
         self._is_closed.set()
-        self._thread.join()
+        self._thread.join(SECONDS_FOR_THE_STORE)
 
     def causes(self) -> str:
         """Return in words why other ranks have exited, as far as they have reported it."""

@@ -1,6 +1,8 @@
 """Ranks that hang for real, and what they find out about it from each other's notices."""
 
 import os
+import threading
+import time
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -9,10 +11,12 @@ import torch
 import torch.distributed as dist
 from support.processes import free_port, join, meeting_of, run_ranks
 
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, Transport, context_of
 from distlab.comm.group import empty, shares
 from distlab.comm.waits import TrafficError
+from distlab.rendezvous import notices
 from distlab.rendezvous.groups import world_group
+from distlab.rendezvous.store import SharedStore
 
 
 def wait_in_another_order(rank: int, port: int, transport: Transport) -> tuple[bool, str]:
@@ -74,3 +78,20 @@ def wait_when_the_launcher_has_exited(rank: int, port: int, meeting: Barrier) ->
 def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
     _, sentence, _ = run_ranks(3, wait_when_the_launcher_has_exited, free_port(), meeting_of(3))
     assert sentence == "rank 0 does not answer, nor does the store that the ranks share"
+
+
+def test_a_run_ends_though_the_process_that_holds_the_store_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_asked, goes_on = threading.Event(), threading.Event()
+
+    def ask_a_stopped_process(*_: object) -> bool:
+        is_asked.set()
+        return goes_on.wait(20)
+
+    monkeypatch.setattr(notices, "SECONDS_FOR_THE_STORE", 0.1)
+    monkeypatch.setattr(SharedStore, "has", ask_a_stopped_process)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    board, started = notices.NoticeBoard(store, context_of(), is_rank_0s=True), time.monotonic()
+    assert is_asked.wait(20)
+    board.close()
+    assert time.monotonic() - started < 10
+    goes_on.set()
