@@ -63,24 +63,7 @@ def diagnose(
 
     waits = {rank: notice.wait for rank, notice in notices.items() if notice.wait is not None and rank not in ended}
     edges = {rank: list(_held_up_by(rank, wait, waits, notices)) for rank, wait in waits.items()}
-    width = max(len(describe(rank)) for rank in range(world_size))
-    picture = ["who waits for whom:"]
-    for rank in range(world_size):
-        if rank in ended:
-            state = f"has exited: {ended[rank]}"
-        elif rank not in notices:
-            state = "has published no wait: it is computing, is stopped, or has exited"
-        elif rank not in waits:
-            state = "answers, and has published no wait: it is computing"
-        else:
-            arrow = f"  -> {list_ranks(edges[rank])}" if edges[rank] else ""
-            wait, line = waits[rank], ""
-            way = "to send" if wait.way == "send" else "for"
-            if wait.line:  # it has the name of the operation
-                way, line = "in", f" ({wait.line})"
-            state = f"waits {way} {wait.what}{line}{arrow}"
-        picture.append(f"  {describe(rank):<{width}}  {state}")
-
+    picture = _picture(notices, ended, edges, world_size, describe)
     ends = sorted({peer for peers in edges.values() for peer in peers if peer not in waits})
     # gloo closes a rank's connections when its wait fails, so only the first failure shows the original cause.
     failures = [notice for notice in notices.values() if notice.failure_number]
@@ -119,6 +102,34 @@ def diagnose(
     what = next(iter(waits.values())).what if waits else "each other"
     stuck = f"all ranks take part in {what}, but it does not finish: is the network between them up?"
     return Diagnosis(picture, stuck)
+
+
+def _picture(
+    notices: Mapping[int, Notice],
+    ended: Mapping[int, str],
+    edges: Mapping[int, Sequence[int]],
+    world_size: int,
+    describe: Callable[[int], str],
+) -> list[str]:
+    """Return a line for each rank: its wait, and by `edges` the ranks that it waits for, or why it has none."""
+    width = max(len(describe(rank)) for rank in range(world_size))
+    picture = ["who waits for whom:"]
+    for rank in range(world_size):
+        wait = notices[rank].wait if rank in notices else None
+        if rank in ended:
+            state = f"has exited: {ended[rank]}"
+        elif rank not in notices:
+            state = "has published no wait: it is computing, is stopped, or has exited"
+        elif wait is None:
+            state = "answers, and has published no wait: it is computing"
+        else:
+            arrow = f"  -> {list_ranks(edges[rank])}" if edges[rank] else ""
+            way, line = "to send" if wait.way == "send" else "for", ""
+            if wait.line:  # it has the name of the operation
+                way, line = "in", f" ({wait.line})"
+            state = f"waits {way} {wait.what}{line}{arrow}"
+        picture.append(f"  {describe(rank):<{width}}  {state}")
+    return picture
 
 
 def _held_up_by(rank: int, wait: Wait, waits: Mapping[int, Wait], notices: Mapping[int, Notice]) -> Iterator[int]:
