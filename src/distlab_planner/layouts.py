@@ -16,7 +16,7 @@ from distlab.pipeline.schedules import (
     SCHEDULES,
     all_stages,
     check_schedule,
-    find_schedule,
+    schedule_of,
     stages_per_worker,
     with_recomputation,
 )
@@ -219,7 +219,7 @@ class Outline:
 
 @functools.cache
 def outline_of(schedule: str, workers: int) -> Outline:
-    fits = find_schedule(schedule).fits
+    fits = schedule_of(schedule).fits
     fewest = next(count for count in itertools.count(1) if fits(workers, count))
     programs = all_stages(schedule, workers, fewest)
     owners = {stage: worker for worker, program in enumerate(programs) for stage in stages_of(program)}

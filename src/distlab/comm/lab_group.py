@@ -36,7 +36,7 @@ from distlab.comm.context import Context, ContextGroup, require_one_dtype
 from distlab.comm.context import Transport as AskedTransport
 from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
-from distlab.comm.recorder import SEND, Way
+from distlab.comm.recorder import SEND, Destination
 from distlab.comm.transports.library import Library
 from distlab.comm.transports.memory import MemoryTransport
 from distlab.comm.transports.one_host import OneHost
@@ -301,7 +301,7 @@ class LabGroup(ContextGroup):
         if sent_bytes is not None:
             columns: Mapping[str, int] = carried.sent_bytes or {"": sent_bytes}
             for column, count in columns.items():
-                self.context.ledger.count(Way(f"{wait.kind}{column}", wait.way, wait.peers), count)
+                self.context.ledger.count(Destination(f"{wait.kind}{column}", wait.way, wait.peers), count)
         if isinstance(carried.by, SharedWork):
             carried.by.named = wait
         pending = Pending(self.context, wait, carried.by, tensors)

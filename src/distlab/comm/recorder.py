@@ -18,7 +18,7 @@ PART = "part"  # of what a rank computes: inside of a `COMPUTE`, or of a step wi
 RING_STEP = "ring step "  # and its number: the name of a `PART`
 
 
-class Way(NamedTuple):
+class Destination(NamedTuple):
     """Where bytes of a kind went."""
 
     kind: str
@@ -32,12 +32,12 @@ class Ledger:
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
     messages: Counter[str] = field(default_factory=Counter)  # messages and collectives started
-    bytes_to: Counter[Way] = field(default_factory=Counter)  # `sent_bytes`, by the ranks that take part
-    messages_to: Counter[Way] = field(default_factory=Counter)
+    bytes_to: Counter[Destination] = field(default_factory=Counter)  # `sent_bytes`, by the ranks that take part
+    messages_to: Counter[Destination] = field(default_factory=Counter)
     waited_seconds: float = 0.0  # waiting for other ranks, and moving data in shared memory
     collective_seconds: float = 0.0  # of these, in collectives
 
-    def count(self, to: Way, sent_bytes: int) -> None:
+    def count(self, to: Destination, sent_bytes: int) -> None:
         """Add a message or collective."""
         self.sent_bytes[to.kind] += sent_bytes
         self.messages[to.kind] += 1

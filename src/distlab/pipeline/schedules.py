@@ -108,7 +108,7 @@ def schedule_names() -> list[str]:
     return [*SCHEDULES, *ALIASES]
 
 
-def find_schedule(name: str) -> Schedule:
+def schedule_of(name: str) -> Schedule:
     """Return the schedule of a name; `InputError` if it is not one of `schedule_names()`."""
     known = ALIASES.get(name, name)
     require(known in SCHEDULES, f"--schedule {name}: give one of {', '.join(schedule_names())}")
@@ -117,14 +117,14 @@ def find_schedule(name: str) -> Schedule:
 
 def stages_per_worker(name: str, chunks: int = DEFAULT_CHUNKS) -> int:
     """Return the number of stages of each worker of a schedule; `chunks` if the schedule lets the run choose."""
-    return find_schedule(name).stages_per_worker or chunks
+    return schedule_of(name).stages_per_worker or chunks
 
 
 def check_schedule(
     name: str, workers: int, micro_batches: int, chunks: int = DEFAULT_CHUNKS, limit: Limit | None = None
 ) -> Schedule:
     """Return the schedule `name` if it exists and supports these settings; `InputError` otherwise."""
-    found = find_schedule(name)
+    found = schedule_of(name)
     what = f"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}"
     require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
     has_limit = name == AUTO or limit is None

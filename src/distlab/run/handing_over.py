@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from distlab.comm.names import named
 from distlab.rendezvous.survivors import Position
-from distlab.run.state_copy import parameters_of, state_of
+from distlab.run.state_copy import parameters_of, tensors_of
 
 
 class ChangedError(RuntimeError):
@@ -37,7 +37,7 @@ class HandedOver:
 
     def send(self, to: int, position: Position) -> None:
         """Send the state to a rank of the process group."""
-        state = state_of(self._optimizer)
+        state = tensors_of(self._optimizer)
         states = [self._optimizer.state.get(parameter, {}) for parameter in parameters_of(self._optimizer)]
         kinds = [{key: [[*value.shape], str(value.dtype)] for key, value in state.items()} for state in states]
         record = {**self.describe(position), "optimizer": kinds, "checksum": checksum(state)}
@@ -63,7 +63,7 @@ class HandedOver:
                 for key, (shape, dtype) in kinds.items():
                     kept = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
                     self._optimizer.state[parameter][key] = kept
-            state = state_of(self._optimizer)
+            state = tensors_of(self._optimizer)
             for tensor in state:
                 dist.recv(tensor.detach(), source)
         if checksum(state) != record["checksum"]:
@@ -72,7 +72,7 @@ class HandedOver:
 
     def checksum(self) -> int:
         """Return the checksum of the weights and of the optimizer's state."""
-        return checksum(state_of(self._optimizer))
+        return checksum(tensors_of(self._optimizer))
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

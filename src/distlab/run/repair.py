@@ -179,11 +179,10 @@ class Repair:
             source = next((other for other in news.alive if other in self._same(rank) and other in known), None)
             if source is None:
                 raise LostError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
-            if self._rank in (source, rank):
-                if self._rank == source:
-                    self.state.send(news.alive.index(rank), position)
-                else:
-                    self.received = self.state.receive(news.alive.index(source))
+            if self._rank == source:
+                self.state.send(news.alive.index(rank), position)
+            elif self._rank == rank:
+                self.received = self.state.receive(news.alive.index(source))
 
     def _make_groups(self, news: News) -> None:
         joined, timeout = self._joined, timedelta(seconds=self._timeout_seconds)

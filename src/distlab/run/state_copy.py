@@ -20,7 +20,7 @@ class StateCopy:
     @torch.no_grad()
     def take(self) -> None:
         """Copy the state as it is now."""
-        now = state_of(self._optimizer)
+        now = tensors_of(self._optimizer)
         if len(self._kept) != len(now):  # an optimizer has no state before its first update
             self._kept = [tensor.detach().clone() for tensor in now]
         for kept, tensor in zip(self._kept, now, strict=True):
@@ -29,10 +29,10 @@ class StateCopy:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state from the copy."""
-        if len(self._kept) != len(state_of(self._optimizer)):
+        if len(self._kept) != len(tensors_of(self._optimizer)):
             self._optimizer.state.clear()
         with self._changing():
-            for tensor, kept in zip(state_of(self._optimizer), self._kept, strict=True):
+            for tensor, kept in zip(tensors_of(self._optimizer), self._kept, strict=True):
                 tensor.copy_(kept)
 
     @property
@@ -44,7 +44,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def state_of(optimizer: Optimizer) -> list[Tensor]:
+def tensors_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the weights of an optimizer, and its state of them, always in the same order."""
     parameters = parameters_of(optimizer)
     moments = [value for parameter in parameters for value in optimizer.state.get(parameter, {}).values()]
