@@ -34,8 +34,7 @@ def compile_before_steps(
     if is_first:
         say("compiling the blocks, the head and the loss; a later run with the same sizes finds them in a cache")
     rows = args.batch_size // args.micro_batches
-    positions = getattr(args, "positions", -(-args.seq_len // parts.grid.axis("cp").size))
-    compile_model(compiler, parts, rows, positions, joined)
+    compile_model(compiler, parts, rows, args.positions, joined)
     seconds = records.seconds_apart["compiling"] = time.perf_counter() - started
     if is_first:
         say(f"compiled in {seconds:.1f} s")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distlab.parallel.division import Kind, Order, check_sharing
+from distlab.parallel.division import Kind, Order, check_sharing, padded_length
 from distlab.settings.common import WorldSize
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require
@@ -32,6 +32,10 @@ class ContextSettings(WorldSize, TrainSettings):
 class EqualPartsSettings(ContextSettings):
     """A run whose ranks have parts of the same length, one after another."""
 
+    @property
+    def positions(self) -> int:
+        return self.seq_len // self.world_size
+
     def check(self) -> None:
         super().check()
         seq, ranks = self.seq_len, self.world_size
@@ -46,6 +50,10 @@ class EqualPartsSettings(ContextSettings):
 @dataclass
 class RingSettings(SharedSequences, ContextSettings):
     """A run whose ranks share sequences in one of several ways."""
+
+    @property
+    def positions(self) -> int:
+        return padded_length(self.seq_len, self.world_size, self.cp_order) // self.world_size
 
     def check(self) -> None:
         super().check()

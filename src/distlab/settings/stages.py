@@ -77,11 +77,6 @@ class StageSettings(TrainSettings):
         return estimated_costs(split, self._parts(vocab_size), again, tokens, tp)
 
     @property
-    def positions(self) -> int:
-        """Positions of a sequence on each rank."""
-        return self.seq_len
-
-    @property
     def hidden_per_token(self) -> int | None:
         """Width of the feed-forward layers that a token passes through; None for the default width of one."""
         return self.hidden_dim

@@ -118,6 +118,11 @@ class TrainSettings(ResumableSettings):
 
         return file_identity(self.data)
 
+    @property
+    def positions(self) -> int:
+        """Positions of a sequence on each rank."""
+        return self.seq_len
+
     def decide(self) -> dict[str, Any]:
         source, why = choose_source(self.data)
         why += f" (--data {self.data})" * (self.data in ("sample", "tinystories"))

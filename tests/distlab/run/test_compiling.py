@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distlab.axes.grid import Grid
 from distlab.machine.compilers import import_compiler
+from distlab.parallel.context_parallel import ContextParallel
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.compiling import parts_to_compile
 from distlab.run.model import ModelParts
@@ -155,6 +156,16 @@ def test_the_parts_that_are_compiled_before_the_first_step(residual: torch.dtype
         found = list(parts_to_compile(parts, 2, 8))
         assert [function.__name__ for function, _ in found] == names
         assert found[0][0] is not Block.compute or found[0][1][1].dtype == residual, "a block's input"
+
+
+@pytest.mark.parametrize("seq", [24, 26, 29])
+@pytest.mark.parametrize("flags", ["--cp-order zigzag", "--cp-order contiguous"])
+def test_ranks_that_share_sequences_compile_for_the_positions_that_they_have(seq: int, flags: str) -> None:
+    args = parse(
+        load("CP/intro_CP_ring.py").DEFAULTS, "", ["0", "--world-size", "4", "--seq-len", str(seq), *flags.split()]
+    )
+    way = ContextParallel(Grid(0, args.layout).axis("cp"), args.cp_kind, args.cp_order)
+    assert args.positions == way.part(torch.zeros(1, seq, dtype=torch.int64)).ids.shape[1]
 
 
 def test_a_machine_without_a_compiler_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
