@@ -167,7 +167,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
             return True
         if self._run.is_first:
             checkpointer.discard_unfinished(step + 1)
-        self._run.meet()
+        self._run.meet(f"the deletion of the unfinished checkpoint of step {step + 1}")
         is_saved = checkpointer.has(step + 1)
         if is_saved:
             checkpointer.saved = step + 1

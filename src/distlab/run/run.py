@@ -164,9 +164,9 @@ class Run(Generic[SettingsT]):
         """Number the steps, give each its batch, record it, and save checkpoints; see `Steps` for the arguments."""
         return iter(self.kind_of_steps(self, batches, steps, per_step, unit, after_step))
 
-    def meet(self) -> None:
-        """Wait for all other ranks."""
-        with named("the end of the run", CONTROL):
+    def meet(self, what: str = "the end of the run") -> None:
+        """Wait for all other ranks; `what` names the wait."""
+        with named(what, CONTROL):
             dist.all_reduce(torch.zeros((), device=self.device))
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
