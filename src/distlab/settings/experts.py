@@ -38,13 +38,13 @@ class ExpertSettings:
     def check_experts(self, ranks: int, flag: str) -> None:
         """Raise `InputError` unless `ranks`, which `flag` sets, can share the experts."""
         given = f"{flag} {ranks} with --experts {self.experts}"
+        require(self.experts >= 0, f"--experts {self.experts}: give 0 or more")
         require(self.experts_per_token > 0, f"--experts-per-token {self.experts_per_token}: must be greater than 0")
         if self.experts:
             most, chosen = self.experts, f"--experts-per-token {self.experts_per_token} with --experts {self.experts}"
             require(self.experts_per_token <= most, f"{chosen}: give a number from 1 to {most}")
             advice = "each rank holds as many experts as the others; give a divisor"
             require(ranks > 0 and self.experts % ranks == 0, f"{given}: {advice}")
-        require(self.experts >= 0, f"--experts {self.experts}: give 0 or more")
         require(self.experts > 0 or ranks == 1, f"{given}: there are no experts to share; give --experts")
         require(not self.qk_norm or self.experts > 0, "--qk-norm: it is for models with experts; give --experts")
         given = f"--capacity {self.capacity:g}"
@@ -67,5 +67,5 @@ class ExpertParallelSettings(ExpertSettings, WorldSize, TrainSettings):
 
     def check(self) -> None:
         super().check()
-        require(self.experts > 0, "--experts 0: this script is about experts; give 1 or more")
+        require(self.experts > 0, f"--experts {self.experts}: this script is about experts; give 1 or more")
         self.check_experts(self.world_size, "--world-size")
