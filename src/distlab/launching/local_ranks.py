@@ -129,7 +129,7 @@ def root_cause(failures: Mapping[int, RankFailure], grid: Grid) -> tuple[int, st
     is_cause = not is_consequence(failure) or failure.status == -signal.SIGTERM
     sentence = f"{who} failed with exit status {failure.status}"
     if failure.status < 0:
-        sentence = f"{who} failed: it was terminated by {signal.Signals(-failure.status).name}"
+        sentence = f"{who} failed: it was {failure.terminated}"
     elif "status" in failure.record:  # written by distlab.run.failure
         told = failure.record["message"]
         is_named = failure.record.get("names_rank") or told.startswith(f"rank {rank} ")

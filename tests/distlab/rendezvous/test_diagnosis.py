@@ -252,6 +252,7 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
             {4: failure(-15, 100), 3: failure(-15, 100)},
             "rank 4 (stage 1 of replica 1) failed: it was terminated by SIGTERM",
         ),
+        ({4: failure(-40, 100)}, "rank 4 (stage 1 of replica 1) failed: it was terminated by signal 40"),
         ({3: LOST, 4: failure(1, 101, "no disk", status=1)}, "rank 4 (stage 1 of replica 1) failed: no disk"),
     ],
 )
