@@ -1,7 +1,7 @@
 """The settings of all runs that train the lab's Llama.
 
-The settings of replicas are in `replicas`, of pipelines in `stages`, of slices in `slices`; those of several kinds of
-parallelism at once in `hybrid`.
+The settings of replicas are in `replicas`, of pipelines in `stages`, of slices in `slices`, of shared sequences in
+`sequences`, of mixtures of experts in `experts`; those of several kinds of parallelism at once in `hybrid`.
 """
 
 import functools
