@@ -118,18 +118,21 @@ def test_sums_are_those_of_each_hosts_ranks_and_then_of_the_hosts(hosts: str) ->
 
 
 def exchange_rows(rank: int, hosts: str, port: int) -> dict[str, int]:
-    """Each rank sends r rows of 8 bytes to rank r."""
+    """Each rank sends r rows of 8 bytes to rank r; then one to each."""
     ledger, size = join_hosts(rank, hosts, port).ledger, len(hosts)
     received, numbers = torch.empty(rank * size, 2), list(range(size))
     with named("the rows", "rows"):
         dist.all_to_all_single(received, torch.full((sum(numbers), 2), float(rank)), [rank] * size, numbers)
     assert received[:, 1].tolist() == [source for source in numbers for _ in range(rank)]
+    with named("equal parts", "equal"):
+        dist.all_to_all_single(torch.empty(size, 2), torch.ones(size, 2))
     return dict(ledger.sent_bytes)
 
 
 def test_rows_that_leave_a_host_are_counted_apart() -> None:
     zero, one, two = run_ranks(3, exchange_rows, "ABA", free_port())
     assert (zero["rows"], zero["rows between hosts"]) == (16, 8)
+    assert (zero["equal"], zero["equal between hosts"]) == (8, 8)
     assert (one["rows"], one["rows between hosts"]) == (0, 16)
     assert (two["rows"], two["rows between hosts"]) == (0, 8)
 
