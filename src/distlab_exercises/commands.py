@@ -34,7 +34,8 @@ def exercise(args: Sequence[str], prog: str) -> int:
     wanted = _find(given.name)
     folder: Path = given.folder or MY / wanted.name
     path = folder / wanted.file_name
-    require(not folder.exists() or folder.is_dir(), f"{folder}: is not a folder")
+    is_folder = folder.is_dir() or not (folder.exists() or folder.suffix == ".py")
+    require(is_folder, f"{folder}: is not a folder; give one, the file in it will be {wanted.file_name}")
     if path.exists():
         held = name_of(read(path)) or wanted.name
         what = "already exists, and may hold your work" if held == wanted.name else f"holds the exercise {held}"

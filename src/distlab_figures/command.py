@@ -22,12 +22,16 @@
 A run is NAME=FOLDER, or only its folder; the name is its label in the figure.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import tyro
 
 from distlab_figures import diagrams, runs
 from simplellm.command_line import read
+from simplellm.errors import say
 from simplellm.exit_status import status_of
 
 FIGURES = (
@@ -53,8 +57,19 @@ FIGURES = (
 )
 
 
+def reporting(figure: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that draws a figure, and prints the path of its file."""
+
+    @functools.wraps(figure)
+    def draw(png: Path, *args: Any, **options: Any) -> None:
+        figure(png, *args, **options)
+        say(str(png))
+
+    return draw
+
+
 def command(args: Sequence[str] | None = None, prog: str | None = None) -> None:
-    by_name, cli = {figure.__name__: figure for figure in FIGURES}, tyro.extras.subcommand_cli_from_dict
+    by_name, cli = {figure.__name__: reporting(figure) for figure in FIGURES}, tyro.extras.subcommand_cli_from_dict
     read(lambda: cli(by_name, args=args, prog=prog, description=__doc__))
 
 
