@@ -84,16 +84,18 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     share_experts(nets.values(), sharing)
     choices = ChoicesOfSequences(parts, args.cp_order)
     limit_experts(nets.values(), args.capacity, choices)
+
+    # --schedule auto: the order depends on what the passes take here.
+    if args.schedule == "auto":
+        programs = find_schedule(run, nets, loss, part_of)
+
+    # --balance-rate, --record-routes: from here on, so not in the passes that --schedule auto has measured.
     balance = LoadBalance(nets.values(), args.balance_rate, same)
     routes: Routes | None = None
     if args.routes:
         tokens = args.batch_size * args.seq_len
         writes = slices.rank == parts.rank == 0
         routes = Routes(nets.values(), *args.routes, replicas, tokens, args.seq_len, choices, writes, slices.size)
-
-    # --schedule auto: the order depends on what the passes take here.
-    if args.schedule == "auto":
-        programs = find_schedule(run, nets, loss, part_of)
 
     # --shard
     sharded: dict[int, ShardedDP] = {}
