@@ -67,7 +67,7 @@ class LabGroup(ContextGroup):
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
         self._transport = context.options.transport if transport is None else transport
         self.transports: list[Transport] = []  # none if the ranks have not met
-        context.groups.add(self)
+        context.add(self)
         self._open()
 
     def _open(self) -> None:
