@@ -147,9 +147,15 @@ def _load(path: Path) -> tuple[Any, str]:
             ) from None
     try:
         # SentencePiece accepts an empty file as a model, and fails later.
-        return SentencePieceProcessor(model_proto=model or b"?"), f"{digest} {sentencepiece.__version__}"
+        return _parse(model or b"?"), f"{digest} {sentencepiece.__version__}"
     except RuntimeError:
         raise InputError(f"tokenizer {path}: is not a SentencePiece model; {wanted}", "tokenizer") from None
+
+
+@functools.lru_cache(1)
+def _parse(model: bytes) -> SentencePieceProcessor:
+    """Return a model that is only read; the settings and each loader of a run, also of forks, ask for the same one."""
+    return SentencePieceProcessor(model_proto=model)
 
 
 def is_json(content: bytes) -> bool:

@@ -76,14 +76,16 @@ def free_port() -> int:
 def before_forks() -> None:
     """Do once, for all ranks that will be forked, what each of them would do anew, in up to a second.
 
-    That is to import what ranks import as they run, to read the lab's code, and to parse the generator's stories.
+    That is to import what ranks import as they run (torch imports more at its first `record_function`, which optimizers
+    call), to read the lab's code, and to parse the generator's stories.
     """
     import torch._dynamo  # for DDP, and for a stage that is given gradients
-    import torch.distributed.checkpoint  # noqa: F401
+    import torch.distributed.checkpoint
 
     import distlab.checkpoints.writer
     import distlab.run.checkpointer
     import distlab.run.main  # noqa: F401
+    import simplellm.absent_weights  # noqa: F401
     from distlab.run.joining import PACKAGES, code_of_packages
     from distlab.run.provenance import revision
 
@@ -91,6 +93,8 @@ def before_forks() -> None:
     revision()
     parse(TrainSettings(), "", ["--data", "sample"])
     next(open_source("sample", "train", 0).documents(0))
+    with torch.autograd.profiler.record_function(""):
+        pass
 
 
 def collect_before_a_fork() -> None:
