@@ -5,8 +5,7 @@ import hashlib
 import json
 import os
 import random
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from pyarrow import parquet
 
 from support.bad_inputs.inputs import PRIMER, PYTHON, TINY
 from support.processes import LAB
+from support.terminals import fork_command
 
 OVERLONG = "a" * 5000
 STORY = "Once upon a time there was a rank that waited."
@@ -64,9 +64,14 @@ def make_run(folder: Path) -> Path:
     folder.mkdir(parents=True)
     run = folder / "run"
     command = [PYTHON, str(LAB / PRIMER), *TINY, "--save-every", "4", "--keep", "1", "--out", str(run)]
-    env = {**os.environ, "PYTHONPATH": str(LAB / "src"), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=env, cwd=folder, stdout=subprocess.DEVNULL)
+    succeed(command)
     return run
+
+
+def succeed(command: Sequence[str]) -> None:
+    """Run a command to its end."""
+    ended = fork_command(command, lambda: None, OMP_NUM_THREADS="1").finish()
+    assert ended.status == 0, ended.err
 
 
 def damage(path: Path, how: str, chance: random.Random) -> None:
@@ -106,7 +111,5 @@ def forge(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def export(run: Path, model: Path) -> Path:
     """A run's model in Hugging Face's format."""
-    env = {**os.environ, "PYTHONPATH": str(LAB / "src"), "OMP_NUM_THREADS": "1"}
-    command = [PYTHON, "-m", "simplellm.export", str(run), str(model)]
-    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+    succeed([PYTHON, "-m", "simplellm.export", str(run), str(model)])
     return model
