@@ -62,7 +62,7 @@ def train(out: Path, world_size: int, tp: int, *flags: str, deadline: float = 60
     return [record["loss"] for record in records], [gradients for gradients, _ in ended], said
 
 
-SGD = "--optimizer sgd --lr 0.1 --bsz 14".split()  # 14 rows do not divide by 4 replicas
+SGD = "--optimizer sgd --lr 0.1 --bsz 14 --samples 36".split()  # 14 rows and 9 to validate do not divide by 4
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(
     expected_losses, [expected], expected_right = alone
     losses, gradients, right = train(tmp_path, world_size, tp, *SGD)
     assert right == expected_right
-    assert len(losses) == 2 * (64 // 14)
+    assert len(losses) == 2 * (36 // 14)
     assert max(expected_losses) - min(expected_losses) > 1e-3
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     for rank, own in enumerate(gradients):

@@ -144,6 +144,7 @@ def test_what_cannot_be_split_is_refused() -> None:
                 build()
         for between, sentence in [
             (nn.AlphaDropout(0.1), "AlphaDropout.* would draw otherwise than in one process"),
+            (nn.RReLU(), "RReLU.* would draw otherwise than in one process"),
             ([nn.Sequential(nn.Sequential(nn.PReLU()))], "PReLU.* has weights"),
         ]:
             with pytest.raises(InputError, match=f"(?s){sentence}"):

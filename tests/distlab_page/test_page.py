@@ -13,12 +13,13 @@ import pytest
 from support import repairs
 from support.page_numbers import STEPS, Expected, in_texts, lines, named, numbers, of_schedule
 
-from distlab.comm.recorder import REPAIR, STEP, Event
+from distlab.comm.recorder import REPAIR, STEP, WAIT, Event
 from distlab.pipeline.schedules import AUTO, SCHEDULES
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures.runs import timelines
 from distlab_page.contents import contents
 from distlab_page.ends import detours
+from distlab_page.passes import efficiency
 from distlab_page.records import Records, read
 from distlab_page.writing import html, write
 from simplellm.errors import InputError
@@ -48,9 +49,14 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
     assert other["is_same"] is None
     assert "tokens in a step 48 and 96" in other["text"]
     one = read(hybrid)
-    rounded = replace(one, config=one.config | {"settings": one.settings | {"residual": "bfloat16"}})
-    other = contents(rounded, read(alone))["verdict"]
-    assert other["text"] == "Not the same training run as one process: residual bfloat16 and float32."
+    for changed, differs in (
+        ({"residual": "bfloat16"}, "residual bfloat16 and float32"),
+        ({"sync_every": 4, "outer": "diloco"}, "outer diloco and none; sync_every 4 and None"),
+        ({"data": "hub"}, "data hub and sample"),
+    ):
+        config = one.config | {"settings": one.settings | changed, "data": changed.get("data", "sample")}
+        other = contents(replace(one, config=config), read(alone))["verdict"]
+        assert other["text"] == f"Not the same training run as one process: {differs}."
 
 
 def test_a_verdict_says_which_losses_are_missing_and_how_many_steps_count(alone: Path) -> None:
@@ -225,6 +231,11 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     ]
     assert (page["experts"]["steps"], page["experts"]["loads"][9]) == ([*range(1, STEPS + 1)], 1 + 9 / 64)
     assert page["ring"]["rows"] == [[0.25, 0.25], [0.125, 0.0]]
+    steps = [Event(STEP, f"step {n}", n, n + 1.0) for n in range(3)]
+    ranks = [RankTrace([*steps, Event(WAIT, "gradients", n + 0.25, n + 0.75)]) for n in (1, 2)]  # each in another step
+    factors = efficiency(Trace(ranks, {"dp": 2}))
+    assert factors is not None
+    assert [share for _, share, _ in factors["table"]["rows"]] == [1, 0.75, 1, 0.75], "one computes all the time"
 
 
 def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None:
@@ -232,6 +243,28 @@ def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None
     own = replace(run, config=run.config | {"settings": run.settings | {"schedule": "my/order.py"}})
     assert contents(own)["layout"]["ranks"] == contents(run)["layout"]["ranks"], "by the trace"
     assert [rank["stages"] for rank in contents(replace(own, trace=None))["layout"]["ranks"]] == [[0], [1], [2]] * 2
+
+
+def test_slices_and_parts_stand_side_by_side_in_the_place_of_a_stage(alone: Path) -> None:
+    run = read(alone)
+    layout = contents(replace(run, config=run.config | {"layout": {"cp": 2, "tp": 2}}, ledger=[]))["layout"]
+    assert ([rank["inner"] for rank in layout["ranks"]], layout["inner"]) == ([0, 1, 2, 3], 4)
+
+
+def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, tmp_path: Path) -> None:
+    run = read(hybrid)
+    page = contents(replace(run, memory=run.memory[:4]))
+    assert page["memory"] is None
+    assert page["missing"]["memory"] == "The counts of 4 ranks are recorded, but not which ranks these are."
+    first = run.memory[0] | {"activations": 0}
+    assert contents(replace(run, memory=[first, *run.memory[1:]]))["memory"]["bars"]["activations"][0] == 0
+    said = {"rank 1": ["rank 0 has exited: ranks 1, 2, 3, 4 and 5 go on with step 7, 0.1 s after that"]}
+    left = replace(run, logs=said, trace=None, ledger=[])
+    caption = contents(left)["time"]["table"]["caption"]
+    assert "rank 0 and, after it died, the first rank that was left (after a repair" in caption
+    (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())
+    (tmp_path / "metrics.jsonl").write_text((hybrid / "metrics.jsonl").read_text() + '{"step": 20, "lo')
+    assert read(tmp_path).steps == STEPS, "a rank is writing the last line"
 
 
 def test_the_curves_of_a_long_run_keep_all_validation_losses(alone: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -
     assert here == {"bubble": 25, "ticks": 24}
     answers = Answers("small", "ada", {"bubble": 25.2, "ticks": 21}, here)
     assert [line.split()[-1] for line in verdicts(LESSON, answers, here)] == ["right", "off"]
+    assert LESSON.questions[1].is_right(22, 24), "up to the least difference that counts"
     other = replace(answers, guesses={"ticks": 26}, measured={"bubble": 24})
     last = [line.partition("  ")[2].split("  ")[-1] for line in verdicts(LESSON, other, here)]
     assert last == ["not answered", "not measured"]
@@ -90,7 +91,8 @@ def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -
     path = tmp_path / answers.file_name
     path.write_text(answers.to_json())
     assert read_answers(path) == answers
-    assert replace(answers, student="Łukasz 李").file_name == "small-Łukasz-李.json"
+    for student, name in (("Łukasz 李", "Łukasz-李"), ("!?", "nobody")):
+        assert replace(answers, student=student).file_name == f"small-{name}.json"
     with pytest.raises(InputError, match=r"show-schedule gpipe --stages 0: failed: .*--stages 0: must be at least 1"):
         replace(LESSON, commands={"plan": "show-schedule gpipe --stages 0"}).run()
 

@@ -68,7 +68,8 @@ def test_top_p_keeps_the_fewest_tokens_that_are_probable_enough() -> None:
     assert picked(probabilities, top_p=0.74) == {1, 3}
     assert picked(probabilities, top_p=0.76) == {1, 2, 3}
     assert picked(probabilities, top_p=0.95) == picked(probabilities) == {0, 1, 2, 3}
-    assert picked([0.25] * 4, top_p=1e-9) == {0}
+    for top_p in (1e-9, 0.25):
+        assert picked([0.25] * 4, top_p=top_p) == {0}
 
 
 def test_top_k_keeps_so_many() -> None:
@@ -169,6 +170,7 @@ def test_it_ends_where_the_document_does() -> None:
     assert list(tell(net, [2], GREEDY, end, CPU)) == whole[: whole.index(end) + 1]
     assert list(tell(net, [2], dataclasses.replace(GREEDY, max_tokens=3), -1, CPU)) == whole[:3]
     assert len(whole) == 63  # with the prompt, as many as the model can read
+    assert list(tell(net, [2], dataclasses.replace(GREEDY, max_tokens=99), -1, CPU)) == whole
 
 
 # --------------------------------------------------------------------------------------------------------- the command
