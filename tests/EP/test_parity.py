@@ -120,13 +120,18 @@ def run_beside(layout: str, flags: str, out: Path, exact: bool = True) -> Run:
         ("--dp 2 --pp 2 --ep 2", "--schedule dapple --micro-batches 2 --neighbors replicas --recompute blocks"),
         ("--dp 2 --pp 2 --ep 2", "--schedule auto --chunks-per-stage 1 --layers-per-stage 2,0 --run-on"),
         ("--dp 2 --pp 1 --cp 2 --ep 2", f"--micro-batches 2 {LIMITED} {REPLAYED}"),
+        ("--dp 1 --pp 1 --cp 2", f"--micro-batches 2 {LIMITED} --record-routes OWN"),
         ("--dp 2 --pp 1 --tp 2 --ep 2", f"{SHARED} {REPLAYED}"),
         ("--dp 1 --pp 1 --tp 2", LIMITED),
     ],
 )
 def test_beside_other_axes(layout: str, flags: str, alone: dict[str, Run], tmp_path: Path) -> None:
     expected = next(alone[more] for more in (SHARED, LIMITED, "") if more in flags)
-    assert_same_run(run_beside(layout, flags.replace("ROUTES", str(expected.out / "routes")), tmp_path), expected)
+    for name, run in ("ROUTES", expected.out), ("OWN", tmp_path):
+        flags = flags.replace(name, str(run / "routes"))
+    assert_same_run(run_beside(layout, flags, tmp_path), expected)
+    for layer in range(2 if "record" in flags else 0):
+        assert routes_in(tmp_path / "routes", layer, STEPS).equal(routes_in(expected.out / "routes", layer, STEPS))
 
 
 def test_clips_and_routes_and_drops(alone: dict[str, Run]) -> None:

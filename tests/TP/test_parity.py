@@ -201,12 +201,14 @@ def test_the_lesson_is_the_run_of_one_process(ranks: int, flags: str, one_proces
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, _, expected_losses = one_process(6)
     flags = "--world-size 2 --batch-size 6 --micro-batches 3 --sequence-parallel".split()
-    parameters, _, own_losses = train_on(2, SCRIPT, tmp_path, *flags)
+    parameters, _, own_losses = train_on(2, SCRIPT, tmp_path, *flags, "--save-every", "1")
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for place in range(2):
         assert_equal(parameters[place], slices(expected_parameters, "megatron", place, 2), ROUNDING)
     forward, backward = bytes_per_layer(*SMALL, *flags)
     assert_sent(tmp_path, 3 * forward, 3 * backward)
+    train_on(2, SCRIPT, tmp_path / "more", *flags, "--resume", str(tmp_path), "--steps", str(len(own_losses) + 1))
+    assert_sent(tmp_path / "more", 3 * forward, 3 * backward)
 
 
 def test_the_ledger_tells_three_kinds_of_parallelism_apart(tmp_path: Path) -> None:

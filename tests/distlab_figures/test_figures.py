@@ -220,6 +220,13 @@ def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
             figure(tmp_path / "a.png", [])
 
 
+def test_the_bytes_per_weight_are_those_of_all_weights(tmp_path: Path, drawn: list[Any]) -> None:
+    """A rank that holds a quarter of the weights, with their gradients and Adam's state, and has gathered half."""
+    (tmp_path / "memory.json").write_text(json.dumps([dict(zip(KINDS, (400, 400, 800, 0, 800, 0), strict=True))]))
+    figures.sharding(tmp_path / "a.png", [f"weights-4={tmp_path}"])
+    assert [points for points in curves(drawn[0]) if points[0] == [4]] == [([4], [4.0]), ([4], [6.0])]
+
+
 def test_names_are_drawn_as_they_are(tmp_path: Path, drawn: list[Any]) -> None:
     names = ["_baseline", "$5 a day", "a$b$c", "_$x_1$", "plain"]
     runs = [f"{name}={record(tmp_path / str(number), [1.0])}" for number, name in enumerate(names)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ from urllib.request import Request, urlopen
 import pytest
 from support.browser import CHROMIUM, Browser, Page
 from support.notebooks import MARIMO, outputs
+from support.planner_machines import CLUSTER, MODEL
 from support.processes import finish, start_server
 
 from distlab.comm.link import Link
@@ -28,7 +30,8 @@ from distlab.show_schedule import Request as ScheduleRequest
 from distlab.show_schedule import plan_of
 from distlab_page.contents import NO_BUBBLE
 from distlab_planner.collective_model import CostModel, predict_collective
-from distlab_playground import command, drawing, schedules
+from distlab_planner.layouts import RunLayout
+from distlab_playground import command, drawing, layouts, runs, schedules
 from distlab_playground.guesses import missing
 from distlab_playground.lessons import all_lessons
 from simplellm.errors import InputError
@@ -73,6 +76,24 @@ ON_PAPER = """all('svg[role=img]').every(one => one.clientWidth > 500) && all('s
 def test_a_schedule_written_as_text_is_read_as_it_was(name: str) -> None:
     programs = all_stages(name, 3, 6)
     assert schedules.typed(schedules.as_typed(simulate(programs))) == programs
+
+
+def test_workers_whose_stages_have_other_numbers_are_written_with_these() -> None:
+    text = "1: F0 B0\n0: F0 B0"
+    assert schedules.as_typed(simulate(schedules.typed(text))) == text
+
+
+def test_the_newest_run_is_the_first_and_names_are_no_markup(folder: Path) -> None:
+    write_run(folder, steps=2)
+    os.utime(folder / "config.json", (1, 1))
+    assert runs.known(folder) == [str(folder / "runs/first"), str(folder)]
+    assert "<b>" not in drawing.table(["<b>"], [["<b>"]], "<b>") + drawing.legend({"<b>": style.INK})
+
+
+def test_the_state_of_a_layout_is_that_of_its_optimizer() -> None:
+    row: Any = SimpleNamespace(layout=RunLayout({"dp": 1}, 2, 1, "dapple", "none", "none", (MODEL.n_layers,)))
+    [[adam], [sgd]] = (layouts.memory(row, MODEL, CLUSTER, optimizer) for optimizer in ("adam", "sgd"))
+    assert (adam.optimizer_state, sgd.optimizer_state) == (2 * adam.parameters, 0)
 
 
 @pytest.mark.parametrize(
