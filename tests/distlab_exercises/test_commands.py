@@ -67,6 +67,7 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("exercise dp-ga taken", "already exists, and may hold your work"),
         ("exercise pp-dapple other", "holds the exercise pp-gpipe; give another folder, such as other/pp-dapple"),
         ("exercise dp-ga taken/intro_DP_GA.py", "is not a folder"),
+        ("hint dp-ga 0", "hint 0: dp-ga has the hints 1 to 3"),
         ("hint dp-ga 9", "dp-ga has the hints 1 to 3"),
         ("hint dp-ga x", "launch.sh hint: argument number"),
         ("check", "launch.sh check: the following arguments are required"),
@@ -188,7 +189,9 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
     hand_in(latin / "gpipe.py", "pp-gpipe", solved=False)
     (course / "bob/notes.ipynb").touch()
     (course / "bob/gpipe.py").write_text("def gpipe(): ...\n")
-    (course / "__pycache__").mkdir()
+    for cache in ("__pycache__", "bob/.ipynb_checkpoints", "bob/__pycache__"):
+        (course / cache).mkdir()
+        (course / cache / "gpipe.py").write_text("def gpipe(): ...\n")
     table, record = tmp_path / "grades.csv", tmp_path / "grades.json"
     assert launch(["grade", str(course), "--csv", str(table), "--json", str(record)]) == 1
     told = capsys.readouterr().out

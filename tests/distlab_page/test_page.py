@@ -182,7 +182,8 @@ def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Pat
     repaired = replace(run, config=run.config | {"settings": settings}, logs={"rank 0": said, "rank 1": said})
     assert repaired.dead == {4}
     later = [*said, "ranks 0, 1, 2, 3, 4 and 5 go on with step 9, 0.1 s after that"]
-    assert replace(repaired, logs={"rank 0": later}).dead == set(), "a spare has taken the place"
+    logs = {"rank 0": later[1:], "rank 1": later}
+    assert replace(repaired, logs=logs).dead == set(), "spares have taken the places of rank 4, and of rank 0 before"
     [row] = contents(repaired)["ended"]["detours"]["rows"]
     assert row == [7, "rank 4 (stage 1 of replica 1)", "0, 1, 2", "rank 1 (stage 1 of replica 0)"]
     said = ["rank 2 was terminated by SIGKILL: ranks 0, 1, 4, 5, 6 and 7 go on with step 7, 0.1 s after that"]
@@ -191,6 +192,12 @@ def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Pat
     assert found is not None
     pairs = [(dead[:6], numbers, other[:6]) for _, dead, numbers, other in found["rows"]]
     assert pairs == [("rank 2", "0, 1, 2", "rank 6"), ("rank 3", "0, 1, 2", "rank 7")]
+    for repair, hosts in ("exact", ["rank 3"]), ("approx", ["rank 3", "rank 5"]):  # of what rank 1 would have done
+        config = run.config | {"settings": settings | {"repair": repair}, "layout": {"dp": 3, "pp": 2}}
+        said = ["rank 1 was terminated by SIGKILL: ranks 0, 2, 3, 4 and 5 go on with step 7, 0.1 s after that"]
+        found = detours(replace(run, config=config, logs={"rank 0": said}, trace=None, ledger=[]))
+        assert found is not None
+        assert sorted(row[3][:6] for row in found["rows"]) == hosts
     rows = contents(replace(run, ledger=[]))["ledger"]["table"]["rows"]
     assert {kind: each for kind, _, each, *_ in rows if kind in ("activations", "gradients", "loss")} == {
         kind: pytest.approx(formula, abs=1) for kind, _, _, formula, words in rows if formula and words

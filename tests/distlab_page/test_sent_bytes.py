@@ -25,9 +25,10 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "--dtype bfloat16 --residual bfloat16 --recompute all --document-mask",
         "activations, gradients of activations, loss",
     ),
-    "auto with a stage on each rank": (
-        "5d --dp 1 --pp 2 --batch-size 2 --micro-batches 2 --schedule auto --chunks-per-stage 1",
-        "activations, loss",
+    "auto with a stage on each rank, and two stages": (
+        "5d --dp 1 --pp 2 --batch-size 2 --micro-batches 2 --schedule auto --chunks-per-stage 1; "
+        "5d --dp 1 --pp 3 --n-layers 6 --batch-size 3 --micro-batches 3 --schedule zb-v --recompute all",
+        "activations, loss; activations, gradients of activations, loss",
     ),
     "outer steps and a ring": (
         "5d --dp 2 --cp 2 --pp 1 --batch-size 2 --micro-batches 2 --outer diloco --sync-every 2 "
@@ -49,7 +50,7 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
     "averages in each pass": ("ddp --batch-size 2 --micro-batches 2", "gradients, loss"),
     "shards by hand": ("dp-zero --optimizer adam", "gradients, weights, loss"),
     "shards, and whole weights at the start": ("dp-fsdp --world-size 2 --shard gradients", "gradients, weights, loss"),
-    "low rank": ("dp-buckets --compress powersgd", "gradients, loss"),
+    "low rank": ("dp-buckets --compress powersgd --hidden-dim 3", "gradients, loss"),
     "the largest": ("dp-buckets --compress topk", "gradients, loss"),
     "by hand, over 3 ranks": (
         "dp-buckets --all-reduce naive; dp-buckets --all-reduce tree; "
