@@ -15,6 +15,7 @@ from distlab.comm.context import Options, Transport, context_of
 from distlab.comm.group import empty, open_queues
 from distlab.comm.lab_group import LabGroup
 
+SECONDS_TO_END = 5.0  # for gloo's threads, on busy cores
 ROUNDS = 20  # what one of them leaves behind shows after a few
 
 
@@ -56,6 +57,9 @@ def grow(round_trip: Callable[[int], object], warm_up: int, rounds: int) -> None
     before = settled()
     for number in range(warm_up, rounds):
         round_trip(number)
+    deadline = time.monotonic() + SECONDS_TO_END
+    while settled() != before and time.monotonic() < deadline:
+        pass
     assert settled() == before
 
 
