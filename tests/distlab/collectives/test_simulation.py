@@ -187,8 +187,7 @@ def test_messages_match_by_their_tags() -> None:
 
     def miss(endpoint: SimulatedEndpoint) -> None:
         rank = endpoint.get_rank()
-        call = endpoint.send if rank == 0 else endpoint.recv
-        call(torch.ones(1), 1 - rank, tag=2 + rank)
+        (endpoint.send if rank == 0 else endpoint.recv)(torch.ones(1), 1 - rank, tag=2 + rank)
 
     with pytest.raises(Deadlock, match="to send to rank 1 with tag 2; rank 1 waits for a message from rank 0 with tag"):
         SimulatedWorld(2).run(miss)
