@@ -117,6 +117,8 @@ def test_is_the_run_of_one_process(training: str, flags: str, alone: Callable[[s
         for name in ("loss", "grad_norm", "validation_loss", "lr"):
             if mine.get(name) is not None:
                 assert mine[name] == pytest.approx(right[name], rel=TOLERANCE, abs=0), name
+        loads, whole = (record.get("expert_loads", []) for record in (mine, right))
+        assert {sum(load) for load in loads} == {sum(load) for load in whole}, "every token counts once, none twice"
     for mine, right in ((own.parameters, expected.parameters), (own.gradients, expected.gradients)):
         assert mine.keys() == right.keys()
         for name, tensor in right.items():
