@@ -201,7 +201,7 @@ def test_resumes_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     Each reads the weights of the one before bit for bit.
     """
     recipe = "--pp 1 --eval-every 1 --eval-sequences 3 --save-every 1 --record-gradients 1".split()
-    shapes = ["--dp 1 --batch-size 12", "--dp 2 --ep 2 --batch-size 6", "--dp 4 --ep 4 --batch-size 3"]
+    shapes = ["--dp 1 --batch-size 24", "--dp 2 --ep 2", "--dp 4 --ep 4"]  # the batch is the checkpoint's
     whole = Run(1, ALL_AXES, tmp_path / "whole", "--pp", "1", *shapes[0].split(), exact=False, steps=4)
     losses: list[float] = []
     saved: State = {}

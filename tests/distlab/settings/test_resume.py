@@ -158,8 +158,7 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
 
 def test_a_batch_that_replicas_cannot_share_is_not_taken(saved: Any) -> None:
     resume = ["--resume", str(half_way(saved["primer"][0])), "--world-size"]
-    usual = DataParallelSettings().batch_size
-    for ranks, batch_size in ((2, BATCH // 2), (BATCH + 1, usual)):
+    for ranks, batch_size in ((2, BATCH // 2), (BATCH + 1, DataParallelSettings().batch_size)):
         assert parse(DataParallelSettings(), "", [*resume, str(ranks)]).batch_size == batch_size
 
 
