@@ -2,10 +2,9 @@
 
 import argparse
 import ast
-import os
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,13 +14,14 @@ from distlab.launching.launcher_flags import assign_ranks, read_flags, refuse_to
 from distlab.launching.local_ranks import run_ranks
 from distlab.launching.programs import ProgramSettings
 from distlab.machine.memory_limits import memory_bytes
-from distlab.run.commands import LAB, TEMPERATURE
+from distlab.run.commands import TEMPERATURE
 from distlab.run.terminal import say
 from distlab.settings.common import MOST_RANKS, RunSettings
 from distlab.settings.folders import new_folder
 from distlab.settings.replicas import RepairFlag
 from distlab.settings.scripts import read_script_for
 from distlab.settings.training import TrainSettings
+from distlab.tell import command as tell
 from simplellm.errors import InputError, require
 from simplellm.generation import prompt_ids
 from simplellm.tokenizers import SPTokenizer
@@ -116,12 +116,14 @@ def whole_sentences(lines: Iterable[str]) -> Iterator[str]:
 
 
 def tell_story(run: Path, prompt: str, device: str) -> int:
-    """Print a story told by a run's saved model, in lines that begin with `#`; return the exit status."""
-    teller = [sys.executable, str(LAB / "primer/tell_story.py"), str(run), f"--prompt={prompt}", "--device", device]
-    teller += ["--temperature", str(TEMPERATURE)]
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}  # even if this process's output has a different encoding
-    with subprocess.Popen(teller, stdout=subprocess.PIPE, env=environment, encoding="utf-8") as process:
-        assert process.stdout is not None
-        for line in whole_sentences(process.stdout):
-            print(line if line.startswith("#") else f"# {line}".rstrip(), flush=True)
-    return process.returncode
+    """Print a story told by a run's saved model, in lines that begin with `#`; return the exit status.
+
+    This process tells it: another one would import torch again, which takes longer than most stories.
+    """
+    printed = io.StringIO()
+    asked = [str(run), f"--prompt={prompt}", "--device", device, "--temperature", str(TEMPERATURE)]
+    with contextlib.redirect_stdout(printed):
+        status = tell(asked, "tell")
+    for line in whole_sentences(printed.getvalue().splitlines()):
+        print(line if line.startswith("#") else f"# {line}".rstrip(), flush=True)
+    return status or 0
