@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from distlab.axes.grid import Axis, all_ranks
 from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
 from simplellm.errors import require
-from simplellm.losses import next_token_loss
+from simplellm.losses import causalLLMLoss, next_token_loss
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
@@ -57,8 +57,12 @@ def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, ax
     """
     seq = target.shape[1]
     require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")
-    next_tokens = target.roll(-1, dims=1)  # the last position has none: it is ignored
-    return vocabulary_parallel_next_token_loss(logits, next_tokens, vocab_size, axis or all_ranks("tp"))
+    axis = axis or all_ranks("tp")
+    if axis.size == 1:
+        return causalLLMLoss(logits, target, vocab_size)
+    tp_group = TPGroup("the loss", VOCABULARY, axis)
+    next_token = target.to(logits.device).roll(-1, dims=1).unsqueeze(-1)  # the last position has none: it is ignored
+    return _VocabularyParallelLoss.apply(_wide(logits), *own_rows(next_token, vocab_size, tp_group), tp_group)
 
 
 def vocabulary_parallel_next_token_loss(
