@@ -118,7 +118,7 @@ def test_a_machine_is_measured_with_the_flags_of_the_model_and_at_least_two_rank
     def measure(command: list[str], **_: object) -> SimpleNamespace:
         asked.extend(command)
         write_machine(cluster(), Path("runs/machine.json"))
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("distlab_planner.plan.subprocess.run", measure)

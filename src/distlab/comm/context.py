@@ -125,10 +125,6 @@ class Context:
         for group in list(self.groups):
             group.abandon()
 
-    def add(self, group: "ContextGroup") -> None:
-        """Note a new group, for as long as it is there."""
-        self.groups = weakref.WeakSet([*self.groups, group])  # another thread may be going through the ones before
-
     def held_back(self) -> dict[str, list[int]]:
         """Return the collectives in shared memory of which this rank has yet to compute its part: numbers, by ranks.
 

@@ -21,6 +21,7 @@ reduce-scatter the coalesced ones. A method that this class does not override wo
 # mypy: disable-error-code="override,assignment"
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -67,7 +68,8 @@ class LabGroup(ContextGroup):
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
         self._transport = context.options.transport if transport is None else transport
         self.transports: list[Transport] = []  # none if the ranks have not met
-        context.add(self)
+        # A new set: another thread may be going through the one before.
+        context.groups = weakref.WeakSet([*context.groups, self])
         self._open()
 
     def _open(self) -> None:

@@ -279,3 +279,16 @@ def chain(rank: int, port: int, transport: Transport) -> list[float]:
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 def test_then_calls_in_order_and_waits_for_what_it_starts(transport: Transport) -> None:
     assert run_ranks(2, chain, free_port(), transport) == [[2, 4]] * 2
+
+
+def look_while_a_group_is_made(rank: int, port: int) -> list[int]:
+    with process_group(rank, 2, port) as context:
+        looks = iter(context.groups)  # as the thread that answers for this rank does
+        found = [next(looks)]
+        new = dist.new_group([0, 1])
+        found += looks
+        return [len(found), len(context.groups), found.count(new)]
+
+
+def test_groups_can_be_gone_through_while_one_is_made() -> None:
+    assert run_ranks(2, look_while_a_group_is_made, free_port()) == [[1, 2, 0]] * 2

@@ -3,10 +3,7 @@
 import time
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from distlab.comm.context import Context, ContextGroup, Hosts, Options
 from distlab.comm.recorder import Ledger
 from distlab.comm.waits import Wait, Waits, reason
 
@@ -46,17 +43,3 @@ def test_an_error_of_a_library_is_that_of_the_wait_which_the_library_has_begun(w
     waits.in_libraries.clear()
     error = waits.failure_of(RuntimeError(why))
     assert (error is None) == ("Timed out" in why), "a time-out of something else, such as of a socket of the script"
-
-
-def test_another_thread_goes_through_the_groups_while_one_is_made() -> None:
-    """And a group that is gone is not kept."""
-    context = Context(0, 1, Options(), "gloo", Hosts(["here"], dist.HashStore()), torch.device("cpu"))
-    groups = [ContextGroup(0, 1) for _ in range(2)]  # type: ignore[call-arg]
-    for group in groups:
-        context.add(group)
-    looks = iter(context.groups)
-    found, new = [next(looks)], ContextGroup(0, 1)  # type: ignore[call-arg]
-    context.add(new)
-    assert {*found, *looks} == set(groups)
-    del group, groups, found, looks
-    assert list(context.groups) == [new]
