@@ -369,6 +369,7 @@ def where_there_are_queues(rank: int, port: int, transport: Transport) -> list[i
             before = mappings()
             open_queues(pair, 400, torch.empty(0), slots=2)
             found.append(mappings() - before)
+        assert open_queues((0, 1, 2), 400, torch.empty(0)) == (found[0] > 0), "also where only one of two links has one"
         return found
 
 
