@@ -1,6 +1,7 @@
 """`--repair`: a rank dies at a given point of a step, and the run goes on with the losses of the undisturbed one."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,13 @@ def test_after_the_last_rank_has_died_all_start_again_from_the_checkpoint(
 )
 def test_the_plan_of_a_death(flags: list[str], alive: list[int], cores: int, slower: float) -> None:
     assert parse(RepairSettings(), "", [*FLAGS, *flags]).slowdown(alive, cores) == pytest.approx(slower)
+
+
+def test_the_micro_batches_of_the_dead_go_around_among_the_living() -> None:
+    assign = runpy.run_path(str(LAB / LESSON))["assign"]
+    own = {0: [(0, 0), (0, 1)], 2: [(2, 0), (2, 1)]}
+    assert assign(3, 2, [0, 2], whole=False) == {0: [*own[0], (1, 0)], 2: [*own[2], (1, 1)]}
+    assert assign(3, 2, [0, 2], whole=True) == {0: [*own[0], (1, 0), (1, 1)], 2: own[2]}
 
 
 def test_the_usual_time_of_a_step_is_one_with_all_ranks(tmp_path: Path) -> None:

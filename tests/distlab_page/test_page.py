@@ -13,8 +13,8 @@ import pytest
 from support import repairs
 from support.page_numbers import STEPS, Expected, in_texts, lines, named, numbers, of_schedule
 
-from distlab.comm.recorder import REPAIR, STEP, WAIT, Event
-from distlab.pipeline.schedules import AUTO, SCHEDULES
+from distlab.comm.recorder import COMPUTE, REPAIR, STEP, WAIT, Event
+from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures.runs import timelines
 from distlab_page.contents import contents
@@ -243,6 +243,17 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     factors = efficiency(Trace(ranks, {"dp": 2}))
     assert factors is not None
     assert [share for _, share, _ in factors["table"]["rows"]] == [1, 0.75, 1, 0.75], "one computes all the time"
+
+
+def test_a_wait_within_a_pass_is_no_time_of_free_messages() -> None:
+    """The second stage waits for one of the two seconds of its forward pass, as for a rank that shares its layers."""
+    step, wait = Event(STEP, "step 1", 0.0, 5.0), Event(WAIT, "a sum", 1.5, 2.5)
+    passes = [[("F0", 0.0, 1.0), ("B0", 4.0, 5.0)], [("F0", 1.0, 3.0), ("B0", 3.0, 4.0)]]
+    ranks = [RankTrace([step, *(Event(COMPUTE, *one) for one in own)]) for own in passes]
+    ranks[1].events.append(wait)
+    factors = efficiency(Trace(ranks, {"pp": 2}, all_stages("gpipe", 2, micro_batches=1)))
+    assert factors is not None
+    assert factors["seconds"] == {"mean": 2, "busiest": 2, "free messages": 4, "taken": 5}
 
 
 def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None:

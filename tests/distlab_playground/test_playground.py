@@ -128,6 +128,11 @@ def test_a_schedule_is_played_in_order_and_drawn_whole() -> None:
     worker, span = order[1]
     said = schedules.says(plan, plan.rows, 2)
     assert said.startswith(f"At {span.start:g}, {plan.rows[worker]} begins {plan.labels[span.action]}, forward of")
+    for played, (worker, span) in enumerate(order, start=1):
+        idle = span.start - max((own.end for own in plan.spans[worker] if own.start < span.start), default=0.0)
+        told = f"It was idle for {idle:g} tick{'s' * (idle != 1)} before." if idle else "."
+        assert schedules.says(plan, plan.rows, played).endswith(told)
+        assert ("idle" in schedules.says(plan, plan.rows, played)) == (idle > 0)
 
 
 def shown(name: str, guess: object, **fields: object) -> tuple[str, Any]:
