@@ -1,6 +1,7 @@
 """The chapter on collectives as a reader runs it."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -8,7 +9,11 @@ import pytest
 from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
+from distlab.comm.link import Link
+from distlab_planner.collective_model import CostModel, predict_collective
+
 PLAIN = "collectives/intro_collectives.py"
+COSTS = CostModel(Link(0, math.inf), math.inf, math.inf)  # messages are counted, not timed
 
 
 def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> None:
@@ -40,6 +45,19 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
     assert busiest["all-reduce", "ring"] == (8, 800_000)
     assert busiest["gather", "naive"] == (2, 200_000)
     assert (tmp_path / "collectives.png").stat().st_size > 10_000
+
+
+def test_the_librarys_collectives_are_gloos_own_which_the_lab_does_not_count(tmp_path: Path) -> None:
+    """One more round is a barrier before each collective, and the messages of those by hand."""
+    counted = []
+    for rounds in (1, 2):
+        flags = ["--world-size", 2, "--sizes", 1000, "--rounds", rounds, "--out", tmp_path]
+        ended = fork_launcher("compare-collectives", *flags).finish(90)
+        counted += [int(count) for count in re.findall(r" of collectives by hand in (\d+) messages", ended.out)]
+    rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
+    by_hand = [(row["operation"], row["topology"], 1000, 2) for row in rows if row["predicted_seconds"] is not None]
+    messages = sum(predict_collective(*what, COSTS).counts[0].sends for what in by_hand)
+    assert counted[1] - counted[0] == len(rows) + messages
 
 
 def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
