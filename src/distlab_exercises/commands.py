@@ -161,7 +161,8 @@ def grade(args: Sequence[str], prog: str) -> int:
     found = {file.exercise.name for file in files if file.exercise is not None}
     asked = {_find(name).name for name in given.exercise} if given.exercise else found
     exercises = [each for each in EXERCISES.values() if each.name in asked]
-    require(bool(found or (asked and students)), no_exercise(given.folder))
+    what = " or ".join(sorted(asked)) or "an exercise"
+    require(bool(asked & found or (asked and students)), no_exercise(given.folder, what))
     for path in (path for path in (given.csv, given.json) if path is not None):
         try:
             path.touch(exist_ok=False)
@@ -174,8 +175,8 @@ def grade(args: Sequence[str], prog: str) -> int:
     return 0 if grade_course(files, students, exercises, at_once, given.csv, given.json) else 1
 
 
-def no_exercise(path: Path) -> str:
-    return f"{path}: has no file of an exercise; {launcher()} exercise writes them"
+def no_exercise(path: Path, what: str = "an exercise") -> str:
+    return f"{path}: has no file of {what}; {launcher()} exercise writes them"
 
 
 def _find(name: str) -> Exercise:

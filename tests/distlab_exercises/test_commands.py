@@ -76,6 +76,7 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("check other/intro_DP_GA.py", "other/intro_DP_GA.py: dp-gaa: no such exercise"),
         ("check empty", "has no file of an exercise"),
         ("grade empty", "has no file of an exercise"),
+        ("grade alone --exercise dp-ga", "alone: has no file of dp-ga; "),
         ("grade nothing", "nothing: is not a folder; give that of the course"),
         ("grade . --at-once 0", "--at-once 0: give at least 1"),
         ("grade . --exercise dp-gaa", "dp-gaa: no such exercise; there are dp-ga, "),
@@ -87,8 +88,9 @@ def test_what_cannot_work_is_said_in_a_sentence(
     command: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("taken", "empty", "other", "my/dp-ga"):
+    for folder in ("taken", "empty", "other", "alone", "my/dp-ga"):
         Path(folder).mkdir(parents=True)
+    Path("alone/mine.py").write_text('"""Exercise pp-gpipe: the order."""\n')
     Path("my/dp-ga/intro_DP_GA.py").touch()
     Path("taken/intro_DP_GA.py").touch()
     Path("other.py").touch()
