@@ -127,14 +127,24 @@ class Activations:
         parts = self.layout.parts(stage)
         return self.tokens * ID_BYTES * parts["embedding"] + self.attention.table_bytes * bool(parts["block"])
 
+    def _kept_by_previous(self, stage: int) -> int:
+        """Return the bytes of a stage's input that are kept as the output of the stage before, on the same worker.
+
+        Where blocks keep their input in another dtype, or only inputs are kept, the two are not both kept.
+        """
+        layout = self.layout
+        if layout.residual != "float32" or layout.recompute == "all" or not layout.is_handed_over(stage):
+            return 0
+        return self.end_bytes
+
     def of_stage(self, stage: int) -> Kept:
-        """Return what a stage keeps."""
+        """Return what a stage keeps, in addition to what another stage of its worker keeps."""
         layout, tokens, parts = self.layout, self.tokens, self.layout.parts(stage)
         factors = sum(count * self.factors_of(part) for part, count in parts.items())
         everything = sum(count * self.kept_by(part) for part, count in parts.items())
         mask = self.attention.mask_bytes if parts["block"] else 0
         everything += parts["block"] * self.attention.kept_bytes + mask
-        everything += self._own_of_micro_batch(stage)
+        everything += self._own_of_micro_batch(stage) - self._kept_by_previous(stage)
         by_forward = everything + (0 if parts["head"] else self.end_bytes)  # the output
         if layout.recompute != "none":
             by_forward -= parts["block"] * (self._inside_block_bytes - self._kept_attention_bytes)
@@ -178,4 +188,4 @@ class Activations:
             others += self.message_bytes * is_split  # the gradient of the block's output, a factor
             others += self.attention.mask_bytes + self._own_of_micro_batch(action.stage)
             kept = max(kept, others + self._inside_block_bytes + of_head * has_head)
-        return max(0, kept - self.of_stage(action.stage).by_forward)
+        return max(0, kept - self._kept_by_previous(action.stage) - self.of_stage(action.stage).by_forward)

@@ -95,6 +95,11 @@ class RunLayout:
         """Return how many of each part of the model a stage holds."""
         return {"embedding": int(stage == 0), "block": self.split[stage], "head": int(stage == len(self.split) - 1)}
 
+    def is_handed_over(self, stage: int) -> bool:
+        """Return whether the worker of a stage also holds the stage before, and so gets its input without a message."""
+        owners = outline_of(self.schedule, self.size("pp")).owners
+        return stage > 0 and owners[stage] == owners[stage - 1]
+
     @functools.cached_property
     def ranks(self) -> int:
         return layout_size(self.axes)

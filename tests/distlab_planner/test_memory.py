@@ -13,6 +13,7 @@ from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 from distlab.axes.layout import coordinate
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.division import Kind
+from distlab.pipeline.actions import Result
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.stages import build_stage
 from distlab.settings.common import parse
@@ -57,19 +58,19 @@ def kept_by_worker(layout: RunLayout, worker: int, dtype: Dtype = "float32") -> 
     parts = {(index, k): MicroBatch(stage, ids) for index, stage in stages.items() for k, ids in enumerate(batch)}
     for action in program:
         action.prepare(parts[action.stage, action.micro_batch])
+    handed: dict[Result, torch.Tensor] = {}  # from one stage of the worker to another
     for action in program:
-        shape = layout.rows, SIZES.seq_len, SIZES.dmodel
-        received = {"F": action.stage > 0, "f": action.stage > 0, "B": action.stage < last, "I": action.stage < last}
-        action.run(
-            parts[action.stage, action.micro_batch], *([torch.zeros(shape)] if received.get(action.letter) else [])
-        )
+        needed = [result for result in action.needs(len(layout.split)) if result.stage != action.stage]
+        received = [handed.pop(result, torch.zeros(layout.rows, SIZES.seq_len, SIZES.dmodel)) for result in needed]
+        computed = action.run(parts[action.stage, action.micro_batch], *received)
+        handed |= {result: computed[result.kind] for result in action.results if result.kind in computed}
     assert not any(part.kept for part in parts.values())
     return kept.peak_bytes
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
-    ("schedule", "workers"), [("dapple", 1), ("gpipe", 2), ("dapple", 3), ("zb-h1", 3), ("zb-v", 2)]
+    ("schedule", "workers"), [("dapple", 1), ("gpipe", 2), ("dapple", 3), ("zb-h1", 3), ("zb-v", 2), ("zb-v", 3)]
 )
 def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int, recompute: str) -> None:
     stages = workers * (2 if schedule == "zb-v" else 1)
@@ -79,7 +80,7 @@ def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int,
         costs = Costs(CLUSTER, replace(MODEL, sizes=replace(SIZES, dtype=dtype)), layout)
         for worker in range(workers):
             counted = kept_by_worker(layout, worker, dtype)
-            assert held(costs, worker).activations == pytest.approx(counted, rel=0.02), (dtype, worker)
+            assert held(costs, worker).activations == pytest.approx(counted, rel=1e-3), (dtype, worker)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
