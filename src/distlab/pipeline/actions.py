@@ -47,7 +47,6 @@ class ActionCosts:
     backward: PerStage = 2.0  # seconds of its backward pass
     transfer: float = 0.0  # seconds from the end of an action until its message has arrived at the next stage
     activation_bytes: PerStage = 0.0  # kept for one micro-batch between its forward and its backward pass
-    message_bytes: float = 0.0
     weight_share: PerStage = 0.5  # fraction of a backward pass's seconds that `BackwardWeight` takes
     weight_bytes_share: PerStage = 0.5  # fraction of a micro-batch's activation bytes kept for `BackwardWeight`
     measured: Mapping[tuple[str, int], float] = field(default_factory=dict)  # seconds by (letter, stage), where known

@@ -49,7 +49,6 @@ class Plan:
     bubble: list[float]  # the fraction of the makespan in which the worker is idle
     peak_live: list[int]  # the maximum number of micro-batches whose activations the worker's stages keep at once
     peak_bytes: list[float]  # the maximum bytes of activations that the worker keeps at once
-    sent_bytes: list[float]  # bytes that the worker sends to other workers
     messages: dict[Link, list[Result]]  # the messages over each link, in order
     takers: dict[Result, Action]  # by result that another stage needs, the action that needs it
 
@@ -72,7 +71,6 @@ def simulate(programs: Programs, costs: ActionCosts | None = None, holders: int 
     played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0))
     _check_finished(played)
     spans = [[Span(graph.actions[i], played.starts[i], played.ends[i]) for i in line] for line in graph.lines]
-    sent = [sum(len(sent) for (sender, *_), sent in messages.items() if sender == w) for w in range(len(programs))]
     return Plan(
         owners=graph.owners,
         rows=[describe_stages(program) for program in programs],
@@ -82,7 +80,6 @@ def simulate(programs: Programs, costs: ActionCosts | None = None, holders: int 
         bubble=[1 - sum(span.end - span.start for span in line) / played.makespan for line in spans],
         peak_live=[max(len(kept) for _, kept in _kept(program)) for program in programs],
         peak_bytes=[max(itertools.accumulate(map(costs.kept_bytes, program))) for program in programs],
-        sent_bytes=[count * costs.message_bytes for count in sent],
         messages=messages,
         takers=graph.takers,
     )

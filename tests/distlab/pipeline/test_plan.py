@@ -72,10 +72,11 @@ def test_peaks_and_traffic(stages: int, micro_batches: int) -> None:
     sizes = [10.0 * (stage + 1) for stage in range(stages)]
     links = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
     for name in live:
-        plan = simulate(all_stages(name, stages, micro_batches), ActionCosts(activation_bytes=sizes, message_bytes=7.0))
+        plan = simulate(all_stages(name, stages, micro_batches), ActionCosts(activation_bytes=sizes))
         assert plan.peak_live == live[name]
         assert plan.peak_bytes == [count * size for count, size in zip(live[name], sizes, strict=True)]
-        assert plan.sent_bytes == [7.0 * micro_batches * count for count in links]
+        sent = [sum(len(found) for link, found in plan.messages.items() if link[0] == s) for s in range(stages)]
+        assert sent == [micro_batches * count for count in links]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
@@ -139,12 +140,11 @@ def test_estimated_costs_are_those_of_layers_embedding_and_head_and_of_blocks_co
 def test_two_stages_per_worker_halve_the_bubble() -> None:
     """Worker 0 holds the stages 0 and 2, worker 1 the stages 1 and 3."""
     programs = [passes(first, "F0 F1") + passes(first + 2, "F0 F1 B0 B1") + passes(first, "B0 B1") for first in (0, 1)]
-    plan = simulate(programs, ActionCosts(1.0, 2.0, activation_bytes=[1.0, 10.0, 100.0, 1000.0], message_bytes=1.0))
+    plan = simulate(programs, ActionCosts(1.0, 2.0, activation_bytes=[1.0, 10.0, 100.0, 1000.0]))
     assert plan.makespan == 15
     assert plan.bubble == pytest.approx([3 / 15, 3 / 15])
     assert plan.peak_live == [4, 4]
     assert plan.peak_bytes == [202, 2020]
-    assert plan.sent_bytes == [6, 6]
     assert plan.messages[1, 0, ACTIVATIONS] == results(1, "F0 F1")
     assert plan.messages[1, 0, GRADIENTS] == results(3, "B0 B1") + results(1, "B0 B1")
     assert plan.owners == {0: 0, 1: 1, 2: 0, 3: 1}
