@@ -12,7 +12,7 @@ from typing import Any
 from distlab.axes.layout import WORDS, coordinate, replica_of, replicas_in
 from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
-from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, stages_per_worker
+from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS, SCHEDULES, all_stages, stages_per_worker
 from distlab_page.beside_plans import ledger, memory, prediction
 from distlab_page.ends import ended
 from distlab_page.passes import ring, time_spent, timeline
@@ -165,9 +165,15 @@ def _stages(run: Records) -> list[list[int]]:
         return run.trace.stages()
     try:
         schedule, parts = run.settings.get("schedule", "naive"), run.settings.get("micro_batches", 1)
-        return [stages_of(program) for program in all_stages(schedule, len(workers), parts)]
+        held = _stages_per_worker(run, schedule)
+        return [stages_of(program) for program in all_stages(schedule, len(workers), parts, held)]
     except InputError:  # it is of a file of the user's
         return [[worker] for worker in workers]
+
+
+def _stages_per_worker(run: Records, schedule: str) -> int:
+    """Return how many stages each worker has in a schedule: as many as in this run, where a run chooses the number."""
+    return stages_per_worker(schedule, run.settings.get("chunks_per_stage", DEFAULT_CHUNKS))
 
 
 def curves(runs: Sequence[Records]) -> Json:
@@ -205,9 +211,10 @@ def schedules(run: Records) -> Json:
     for name in SCHEDULES:
         if name == AUTO:  # searched for when a run begins
             continue
-        plan, whole, in_steps = (simulated(name, workers, *one) for one in ((own, 1), (enough, 1), (enough, steps)))
+        held, sizes = _stages_per_worker(run, name), ((own, 1), (enough, 1), (enough, steps))
+        plan, whole, in_steps = (simulated(name, held, workers, *one) for one in sizes)
         bubbles = [one and statistics.fmean(one.bubble) for one in (plan, whole, in_steps)]
-        of_own = (plan.makespan, max(plan.peak_live) / stages_per_worker(name)) if plan else (None, None)
+        of_own = (plan.makespan, max(plan.peak_live) / held) if plan else (None, None)
         rows.append((name, bubbles[0], *of_own, *bubbles[1:]))
     rows.sort(key=lambda row: 1.0 if row[5] is None else row[5])
     head = (
@@ -227,14 +234,13 @@ def schedules(run: Records) -> Json:
     }
 
 
-def simulated(schedule: str, workers: int, micro_batches: int, steps: int) -> Plan | None:
-    """Return a schedule as simulated, with equal passes; None if it does not exist for these numbers."""
+def simulated(schedule: str, held: int, workers: int, micro_batches: int, steps: int) -> Plan | None:
+    """Return a schedule with `held` stages of each worker as simulated; None if it does not exist for these numbers."""
     try:
-        programs = all_stages(schedule, workers, micro_batches)
+        programs = all_stages(schedule, workers, micro_batches, held)
     except InputError:
         return None
-    stages = stages_per_worker(schedule)
-    return simulate(in_a_row(programs, steps), ActionCosts(forward=1 / stages, backward=2 / stages))
+    return simulate(in_a_row(programs, steps), ActionCosts(forward=1 / held, backward=2 / held))
 
 
 def experts(run: Records) -> Json | None:

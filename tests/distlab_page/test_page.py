@@ -263,6 +263,19 @@ def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None
     assert [rank["stages"] for rank in contents(replace(own, trace=None))["layout"]["ranks"]] == [[0], [1], [2]] * 2
 
 
+def test_a_worker_holds_as_many_stages_as_the_run_gives_it(hybrid: Path) -> None:
+    run, rows = read(hybrid), list[tuple[float, ...]]()
+    for chunks in (2, 3):
+        own = {"schedule": "interleaved", "chunks_per_stage": chunks}
+        config = run.config | {"settings": run.settings | own, "layers_per_stage": [*range(3 * chunks)]}
+        page = contents(replace(run, config=config, trace=None))
+        stages = [range(worker, 3 * chunks, 3) for worker in range(3)]
+        held = [(rank["stages"], rank["layers"]) for rank in page["layout"]["ranks"]]
+        assert held == [([*some], sum(some)) for some in stages] * 2
+        rows += [row for row in page["schedules"]["table"]["rows"] if row[0] == "interleaved"]
+    assert rows[1][4] < rows[0][4], "with more stages, the bubble is shorter"
+
+
 def test_slices_and_parts_stand_side_by_side_in_the_place_of_a_stage(alone: Path) -> None:
     run = read(alone)
     layout = contents(replace(run, config=run.config | {"layout": {"cp": 2, "tp": 2}}, ledger=[]))["layout"]
