@@ -101,7 +101,7 @@ def test_any_costs_and_limits_give_lists_that_run_and_keep_no_more() -> None:
             return [chance.choice([0.1, 1.0, chance.uniform(0.5, 3)]) for _ in range(count)]
 
         shares = [chance.uniform(0.1, 0.9) for _ in range(workers * chunks)]
-        costs = ActionCosts(each(), each(), chance.choice([0.0, 0.7]), each(), 0.0, shares, shares)
+        costs = ActionCosts(each(), each(), chance.choice([0.0, 0.7]), each(), shares, shares)
         limit = Limit(chance.choice([1.0, chance.uniform(1, workers), 2.0 * workers]))
         programs = find_programs(workers, micro_batches, chunks, costs, limit, tries=3)
         assert_recomputed_lists_keep_no_more(workers, micro_batches, chunks, costs, chance)
