@@ -29,7 +29,7 @@ if args.rank is not None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also ends a rank that waits inside torch
     print(f"# rank {args.rank} waits until rank {1 - args.rank} is there: start it in another terminal", flush=True)
 if os.environ["WORLD_SIZE"] == "1":
-    parser.error("--world-size 1: a rank cannot send to itself; give at least 2")
+    parser.exit(2, "# --world-size 1: a rank cannot send to itself; give at least 2\n")
 
 # Waits until all ranks are there. No wait may take longer than the timeout.
 try:

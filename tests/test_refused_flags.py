@@ -37,6 +37,8 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-repair --compare-every 0", "--compare-every 0: must be greater than 0"),
         ("hybrid --nnodes 0", "--nnodes 0: give the number of machines, at least 1"),
         ("hybrid --nnodes two", "argument --nnodes: invalid int value: 'two'"),
+        ("hello --world-size x", "argument --world-size/--world_size: invalid int value: 'x'"),
+        ("hello --world_size 0", "--world-size 0: give 1 to 1,024 ranks"),
         ("hybrid --nnodes 2", "--nnodes 2: give each machine its --node-rank, from 0 to 1"),
         ("hybrid --nnodes 2 --node-rank 2", "--node-rank 2: --nnodes 2 has the node ranks 0 to 1"),
         ("hybrid --node-rank 1", "--node-rank 1: --nnodes 1 has the node ranks 0 to 0"),

@@ -13,7 +13,6 @@ import signal
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import argparse
 import ast
 import difflib
 import importlib.util
@@ -24,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from distlab.launching.launcher_flags import FLAGS, refuse_to_tell
+from distlab.launching.launcher_flags import FLAGS, read_known, refuse_to_tell
 from distlab.machine.limits import BINDING, binding
 from distlab.machine.processes import leave
 from distlab.run.commands import LAB, launcher
@@ -139,13 +138,7 @@ def become_mpirun(script: Path, args: list[str]) -> NoReturn:
     Raises:
         InputError: MPI is not installed, or `--world-size`, which is not a flag of the script itself, is not valid.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--world-size", "--world_size", type=int, default=8)
-    parser.add_argument("--tell")
-    try:
-        ours, flags = parser.parse_known_args(args)
-    except argparse.ArgumentError as error:
-        raise InputError(str(error)) from error
+    ours, flags = read_known(args, {"world-size": 8}, texts=["tell"])
     if ours.tell is not None:
         raise refuse_to_tell(script.name)
     require(ours.world_size >= 1, f"--world-size {ours.world_size}: every size must be at least 1")

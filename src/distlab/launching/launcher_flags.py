@@ -1,6 +1,7 @@
 """The flags of launch.sh itself: machines, the ranks on each of them, restarts, the story at the end."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distlab.axes.layout import Layout, layout_flags, layout_size
@@ -31,20 +32,30 @@ class Nodes:
 
 def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the launcher's own flags, and the other ones for the script; `InputError` if a value is not a number."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nnodes", type=int, default=1)
-    parser.add_argument("--node-rank", "--node_rank", type=int)
-    parser.add_argument("--ranks-per-node", "--ranks_per_node")
-    parser.add_argument("--max-restarts", "--max_restarts", type=int, default=0)
-    parser.add_argument("--spares", type=int, default=0)
-    parser.add_argument("--tell")
-    try:
-        flags, rest = parser.parse_known_args(args)
-    except argparse.ArgumentError as error:
-        raise InputError(str(error)) from error
+    numbers = {"nnodes": 1, "node-rank": None, "max-restarts": 0, "spares": 0}
+    flags, rest = read_known(args, numbers, texts=("ranks-per-node", "tell"))
     require(flags.max_restarts >= 0, f"--max-restarts {flags.max_restarts}: give 0 or more")
     require(flags.spares >= 0, f"--spares {flags.spares}: give 0 or more")
     return flags, rest
+
+
+def read_known(
+    args: list[str], numbers: Mapping[str, int | None], texts: Sequence[str] = ()
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the values of some flags, and all other arguments; `InputError` if a number is missing or is none.
+
+    Args:
+        numbers: the flags that take a whole number, without their dashes, and their defaults.
+        texts: those that take any text; None by default.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in (*numbers, *texts):
+        spellings = dict.fromkeys(("--" + name, "--" + name.replace("-", "_")))
+        parser.add_argument(*spellings, type=int if name in numbers else str, default=numbers.get(name))
+    try:
+        return parser.parse_known_args(args)
+    except argparse.ArgumentError as error:
+        raise InputError(str(error)) from error
 
 
 def refuse_to_tell(script: str) -> InputError:

@@ -1,6 +1,5 @@
 """launch.sh with the name or path of a script: its settings, the start of its ranks, a story at the end."""
 
-import argparse
 import ast
 import contextlib
 import io
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from distlab.axes.layout import SLICES
 from distlab.checkpoints.format import latest_valid
-from distlab.launching.launcher_flags import assign_ranks, read_flags, refuse_to_tell
+from distlab.launching.launcher_flags import assign_ranks, read_flags, read_known, refuse_to_tell
 from distlab.launching.local_ranks import run_ranks
 from distlab.launching.programs import ProgramSettings
 from distlab.machine.memory_limits import memory_bytes
@@ -36,9 +35,7 @@ def has_defaults(path: Path) -> bool:
 
 def read_program_flags(args: list[str]) -> tuple[ProgramSettings, list[str]]:
     """Return the settings for the ranks of such a program, and the arguments for the program itself."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world-size", type=int, default=ProgramSettings.world_size)
-    own, rest = parser.parse_known_args(args)
+    own, rest = read_known(args, {"world-size": ProgramSettings.world_size})
     require(0 < own.world_size <= MOST_RANKS, f"--world-size {own.world_size}: give 1 to {MOST_RANKS:,} ranks")
     settings = ProgramSettings(world_size=own.world_size, device="cpu")
     settings.check()

@@ -78,7 +78,7 @@ def written(folder: Path, text: str) -> Path:
 
 @pytest.mark.quick
 def test_torchs_ddp_is_counted_and_summed_up(tmp_path: Path) -> None:
-    ended = fork_launcher(written(tmp_path, PLAIN.format(steps=4)), "--world-size", "3").finish()
+    ended = fork_launcher(written(tmp_path, PLAIN.format(steps=4)), "--world_size", "3").finish()
     assert (ended.status, ended.err) == (0, "")
     [sent] = [line for line in ended.out.splitlines() if " of all_reduce in " in line]
     own_bytes = 4 * (4 * 4 * (64 * 256 + 256) // 3) + 4 * 4 * 64 * 256 // 3  # around a ring: four buckets, a weight
