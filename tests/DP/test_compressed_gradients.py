@@ -7,6 +7,8 @@ import pytest
 import torch
 from support.chapters import OneProcess, assert_equal, train_on
 
+from distlab.parallel.gradient_compression import Compressor
+
 SCRIPT = "DP/buckets/intro_DP_buckets.py"
 
 
@@ -44,3 +46,15 @@ def test_what_was_left_out_is_in_the_checkpoint(compress: str, tmp_path: Path) -
     _, _, others_rest = train_on(2, SCRIPT, tmp_path / "without", *flags, *without)
     assert others_rest[0] == losses[3]
     assert others_rest[1:] != losses[4:]
+
+
+def test_what_ranks_of_another_layout_left_out_is_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--compress topk --topk-share 0.1 --steps 2".split()
+    train_on(2, SCRIPT, tmp_path / "run", *flags, *"--world-size 2 --batch-size 3 --save-every 1".split())
+
+    def load_state(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Compressor, "load_state", load_state)
+    resume = ["--resume", str(tmp_path / "run" / "checkpoints" / "step-00000001")]
+    train_on(1, SCRIPT, tmp_path / "again", *flags, *resume, *"--world-size 1 --batch-size 6".split())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.chapters import MODEL, load, losses, train_on
 from support.processes import LAB, run, wait_for
 from support.small_models import saved_model
@@ -17,11 +18,12 @@ from distlab.comm.context import context_of
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
 from distlab.run.failure import Failure
 from distlab.run.logs import RunLog
+from distlab.run.loss_sum import LossSum
 from distlab.run.run import Run
 from distlab.settings.common import parse
 from distlab.settings.folders import new_folder
 from distlab.settings.hybrid import HybridSettings
-from distlab.settings.replicas import DataParallelSettings
+from distlab.settings.replicas import DataParallelSettings, DiLoCoSettings, WeightAverageSettings
 from distlab.settings.resume import ResumePolicy, marked
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
@@ -125,6 +127,8 @@ def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> 
         assert set(marked(settings, ResumePolicy.PER_REPLICA)) == {"batch_size"}
         assert "micro_batches" in marked(settings, ResumePolicy.SAME_LAYOUT)
     assert "schedule" in marked(HybridSettings(), ResumePolicy.SAME_LAYOUT)
+    assert "sync_every" in marked(WeightAverageSettings(), ResumePolicy.SAME_LAYOUT)
+    assert "sync_every" in marked(DiLoCoSettings(), ResumePolicy.FIXED), "which overrides the policy"
     assert set(marked(TrainSettings(), ResumePolicy.MODEL)) == {"dmodel", "num_heads", "hidden_dim", "n_layers"}
 
 
@@ -165,6 +169,14 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
         assert rank.status == 1
         assert f"the first non-finite tensor is {name}" in rank.err
         assert f"on rank {stage} (stage {stage} of replica 0)" in rank.err, rank.err
+
+
+def test_a_ranks_share_of_a_loss_stays_beside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the shares, the first rank is found whose loss is not finite."""
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, async_op: tensor.fill_(torch.nan))
+    loss = LossSum.begin(0, [torch.tensor(2.0)], {"dp": 2}, torch.device("cpu"))
+    assert loss.own == 2
+    assert loss.total.isnan()
 
 
 def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_path: Path) -> None:
@@ -230,6 +242,7 @@ def test_a_full_disk_is_told_in_one_sentence(name: str, tmp_path: Path) -> None:
         lost = f"# {tmp_path / name}: cannot be written (No space left on device); what follows is on the terminal only"
         assert (ended.status, ended.err, len(losses(tmp_path))) == (0, "", 3)
         assert ended.out.splitlines()[0] == lost
+        assert ended.out.count(lost) == 1
         return
     advice = {"metrics.jsonl": "make room", ".config.json": "give another folder"}[name]
     sentence = f"--out {tmp_path}: cannot write there (No space left on device); {advice}"

@@ -19,7 +19,7 @@ from distlab.comm.transports.queues import QueuedMessage, SharedQueue
 from distlab.run.model import ModelParts
 from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories
-from simplellm.llama import CausalLLama, LLama
+from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
@@ -82,6 +82,15 @@ def test_is_the_mean_over_other_stories_than_those_trained_on(tmp_path: Path) ->
     assert all(parameter.grad is None for parameter in net.parameters())
     assert perplexity(0) == 1
     assert perplexity(1e9) > 1e300
+
+
+def test_later_stages_are_told_where_documents_end() -> None:
+    ids = torch.randint(8, (2, 24), generator=torch.Generator().manual_seed(0))
+    build = functools.partial(LLama, vocab_size=8, dmodel=16, num_heads=2, document_end=0)
+    stages = {0: build(LLamaFirstStage, n_layers=1), 1: build(LLamaLastStage, n_layers=1, first_layer=1)}
+    own = Validator(ModelParts.of(stages, Grid(0, {}), owners=[0, 0]), ids, rows=2).loss(0)
+    with torch.no_grad():
+        assert own == pytest.approx(causalLLMLoss(build(CausalLLama, n_layers=2)(ids), ids, 8).item(), rel=1e-6)
 
 
 def test_a_run_validates_on_stories_that_it_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
