@@ -135,11 +135,13 @@ def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is
 
 @pytest.mark.parametrize(("folder", "exercise"), [("my/pp-executor", "pp-executor"), ("mine", "pp-gpipe")])
 def test_a_file_of_several_exercises_that_does_not_say_which_solves_that_of_its_folder_or_the_first(
-    folder: str, exercise: str, tmp_path: Path
+    folder: str, exercise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = hand_in(tmp_path / folder / "intro_PP_microbatches.py", "pp-executor")
     path.write_text(path.read_text().partition('\n"""\n')[2])
     assert exercise_of(path).name == exercise
+    monkeypatch.chdir(path.parent)
+    assert exercise_of(Path(path.name)).name == exercise
 
 
 def test_exercises_are_written_where_git_does_not_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

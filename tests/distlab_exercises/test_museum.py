@@ -106,8 +106,9 @@ def test_what_cannot_be_looked_for_is_refused(tmp_path: Path) -> None:
     (tmp_path / "labels.py").touch()
     with pytest.raises(InputError, match="--line: name the line of museum/labels"):
         launch(["find", str(tmp_path)])
-    with pytest.raises(InputError, match=r"--line 1000: museum/labels/labels\.py has the lines 1 to"):
-        launch(["find", str(tmp_path), "--line", "1000"])
+    for line in ("0", "1000"):
+        with pytest.raises(InputError, match=rf"--line {line}: museum/labels/labels\.py has the lines 1 to"):
+            launch(["find", str(tmp_path), "--line", line])
     (tmp_path / "answer.txt").write_text("in the middle")
     with pytest.raises(InputError, match="has no number"):
         launch(["find", str(tmp_path)])

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 from support.processes import alive, wait_for
 
+from distlab.settings.common import RunSettings
 from distlab_compare.shares import name_loss, name_ratios, name_weights
 from distlab_exercises.collectives import name_difference
+from distlab_exercises.forked import leaving_no_process
+from distlab_exercises.loading import settings_for
 from distlab_exercises.ranks import LAST_LINES, Facts, Patience, Report, Submission, raise_trouble
 from distlab_exercises.verdict import Wrong
+from simplellm.errors import InputError
 
 PATIENCE = Patience(still=0.5, longest=1)
 
@@ -56,6 +60,19 @@ def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
     assert second.startswith("rank 0 was in line ")
     child = int((tmp_path / "pid").read_text())
     assert wait_for(lambda: not alive(child), 5)
+
+
+def test_what_is_left_behind_ends_with_the_outer_of_two_contexts() -> None:
+    with leaving_no_process():
+        with leaving_no_process():
+            pass
+        child = int(subprocess.check_output(["sh", "-c", "sleep 1000 >/dev/null & echo $!"]))
+    assert not alive(child)
+
+
+def test_settings_of_a_file_that_cannot_work_are_refused() -> None:
+    with pytest.raises(InputError, match="--timeout 0: "):
+        settings_for(0, RunSettings(), RunSettings, {"timeout": 0})
 
 
 def exit_early(rank: int, submission: Submission) -> Facts:

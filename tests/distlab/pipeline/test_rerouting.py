@@ -8,7 +8,7 @@ import pytest
 from distlab.pipeline.actions import ActionCosts, Backward, BackwardWeight
 from distlab.pipeline.engine import ScheduleError
 from distlab.pipeline.plan import simulate
-from distlab.pipeline.rerouting import reroute, side_by_side
+from distlab.pipeline.rerouting import hosts_of, reroute, side_by_side
 from distlab.pipeline.schedules import all_stages
 from distlab.show_schedule import Request, show
 
@@ -55,6 +55,11 @@ def test_others_do_the_work_mostly_when_they_would_be_idle(
         for dead in range(d * p)
     ]
     assert (times[0], max(times)) == (first, worst)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_work_of_two_dead_workers_of_a_stage_goes_to_different_peers(whole: bool) -> None:
+    assert hosts_of(1, 1, 4, [2, 3], whole) == {(0, 0): 2, (0, 1): 3, (0, 2): 2, (0, 3): 3}
 
 
 def test_passes_are_split_where_that_saves_time() -> None:

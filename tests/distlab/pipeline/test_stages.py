@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.split import Split, balance, multiply_adds, read_split
-from distlab.pipeline.stages import build_stage
+from distlab.pipeline.stages import build_stage, remark_on_weight_gradients
 from distlab.settings.common import parse
 from distlab.settings.stages import PipelineSettings
 from simplellm.errors import InputError
@@ -23,6 +25,17 @@ SIZES: dict[str, Any] = {"dmodel": 12, "num_heads": 2, "ctx_size": 8, "hidden_di
 
 def test_the_default_model_on_three_stages() -> None:
     assert balance(6, 3, multiply_adds(vocab_size=4096, dmodel=288, seq_len=256)) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(("layers", "who"), [(1, "0 computes"), (3, "0 and 2 others compute")])
+def test_a_remark_counts_the_layers_that_cannot_defer_their_weight_gradients(
+    layers: int, who: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = [nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])]
+    remark_on_weight_gradients(stages, all_stages("dapple", 2, 2))
+    assert not capsys.readouterr().out
+    remark_on_weight_gradients(stages, all_stages("zb-h1", 2, 2))
+    assert capsys.readouterr().out.startswith(f"# {who} weight gradients in I")
 
 
 def test_layers_with_few_key_heads_are_cheaper_beside_the_head() -> None:
