@@ -49,6 +49,8 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
     assert other["is_same"] is None
     assert "tokens in a step 48 and 96" in other["text"]
     one = read(hybrid)
+    unused = replace(one, config=one.config | {"settings": one.settings | {"sync_every": 4, "outer": "none"}})
+    assert contents(unused, read(alone))["verdict"] == contents(one, read(alone))["verdict"]
     for changed, differs in (
         ({"residual": "bfloat16"}, "residual bfloat16 and float32"),
         ({"sync_every": 4, "outer": "diloco"}, "outer diloco and none; sync_every 4 and None"),

@@ -28,7 +28,7 @@ from distlab_planner.measuring import PAUSES
 from distlab_planner.memory import held, process_bytes, share_of_rank
 from distlab_planner.model import Sizes
 from distlab_planner.step import Step, predict
-from distlab_planner.table import milliseconds
+from distlab_planner.table import HEADS, milliseconds
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 
@@ -297,6 +297,8 @@ def test_layouts_that_do_not_fit_are_counted_as_far_as_the_search_goes() -> None
         for row in rows:
             costs = Costs(machine, SMALL_MODEL, row.layout, optimizer=optimizer)
             assert row.held_bytes == max(held(costs, worker).total for worker in range(row.layout.size("pp")))
+            needs = max(process_bytes(costs, worker, held(costs, worker)) for worker in range(row.layout.size("pp")))
+            assert row.cells(1, SEQUENCES)[HEADS.index("memory, MB")] == f"{needs / 1e6:,.0f}"
 
 
 def test_few_layouts_of_a_large_plan_are_played(monkeypatch: pytest.MonkeyPatch) -> None:

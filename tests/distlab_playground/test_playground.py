@@ -31,9 +31,9 @@ from distlab.show_schedule import plan_of
 from distlab_page.contents import NO_BUBBLE
 from distlab_planner.collective_model import CostModel, predict_collective
 from distlab_planner.layouts import RunLayout
-from distlab_playground import command, drawing, layouts, runs, schedules
+from distlab_playground import classroom, command, drawing, layouts, playback, runs, schedules
 from distlab_playground.guesses import missing
-from distlab_playground.lessons import all_lessons
+from distlab_playground.lessons import Outcome, all_lessons
 from simplellm.errors import InputError
 
 BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
@@ -165,6 +165,19 @@ def test_an_app_shows_nothing_of_its_answer_before_a_guess_and_then_colors_for_a
     palette = {*style.SERIES, style.YELLOW, style.INK, style.BACKGROUND, style.PALE}
     assert colors <= palette, "colors that color-blind readers can distinguish"
     assert len(colors) > 4
+
+
+@MARIMO
+def test_of_a_long_output_the_end_is_shown() -> None:
+    assert "the result" in classroom.output({"run": Outcome(9000 * "x" + " the result")}).text
+
+
+@MARIMO
+def test_a_playback_ends_with_the_last_place_and_begins_again() -> None:
+    moves: list[Any] = []
+    for control, value in ((playback.clock(3, moves.append), None), (playback.switch(3, moves.append), True)):
+        control._on_change(value)
+    assert [[move(place) for place in (1, 2, 3)] for move in moves] == [[2, 3, 3], [1, 2, 1]]
 
 
 def test_a_guess_is_an_answer_to_each_question() -> None:
