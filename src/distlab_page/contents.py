@@ -212,7 +212,7 @@ def schedules(run: Records) -> Json:
         if name == AUTO:  # searched for when a run begins
             continue
         held, sizes = _stages_per_worker(run, name), ((own, 1), (enough, 1), (enough, steps))
-        plan, whole, in_steps = (simulated(name, held, workers, *one) for one in sizes)
+        plan, whole, in_steps = (simulated(name, workers, parts, count, held) for parts, count in sizes)
         bubbles = [one and statistics.fmean(one.bubble) for one in (plan, whole, in_steps)]
         of_own = (plan.makespan, max(plan.peak_live) / held) if plan else (None, None)
         rows.append((name, bubbles[0], *of_own, *bubbles[1:]))
@@ -234,13 +234,17 @@ def schedules(run: Records) -> Json:
     }
 
 
-def simulated(schedule: str, held: int, workers: int, micro_batches: int, steps: int) -> Plan | None:
-    """Return a schedule with `held` stages of each worker as simulated; None if it does not exist for these numbers."""
+def simulated(schedule: str, workers: int, micro_batches: int, steps: int, chunks: int = DEFAULT_CHUNKS) -> Plan | None:
+    """Return a schedule as simulated, with equal passes; None if it does not exist for these numbers.
+
+    Each worker holds `chunks` stages, if the schedule lets the run choose.
+    """
     try:
-        programs = all_stages(schedule, workers, micro_batches, held)
+        programs = all_stages(schedule, workers, micro_batches, chunks)
     except InputError:
         return None
-    return simulate(in_a_row(programs, steps), ActionCosts(forward=1 / held, backward=2 / held))
+    stages = stages_per_worker(schedule, chunks)
+    return simulate(in_a_row(programs, steps), ActionCosts(forward=1 / stages, backward=2 / stages))
 
 
 def experts(run: Records) -> Json | None:
