@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from distlab.pipeline.actions import KINDS, Action, ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, Span
-from distlab.pipeline.schedules import AUTO, SCHEDULES, stages_per_worker
+from distlab.pipeline.schedules import AUTO, SCHEDULES
 from distlab_page.contents import NO_BUBBLE, simulated
 from distlab_playground import drawing
 from simplellm.errors import require
@@ -19,7 +19,7 @@ A_LINE = "give a worker's actions on a line, such as F0 F1 B0 B1, or I0 W0 for a
 def bubbles(workers: int, micro_batches: int, steps: int = 1) -> dict[str, float]:
     """Return the mean idle share of each schedule that these sizes can have; equal passes, free messages."""
     names = [name for name in SCHEDULES if name != AUTO and not name.endswith(".py")]
-    plans = {name: simulated(name, stages_per_worker(name), workers, micro_batches, steps) for name in names}
+    plans = {name: simulated(name, workers, micro_batches, steps) for name in names}
     return {name: statistics.fmean(plan.bubble) for name, plan in plans.items() if plan}
 
 
