@@ -67,6 +67,17 @@ def test_a_rank_that_leaves_others_waiting_is_a_deadlock() -> None:
         SimulatedWorld(3).run(lambda endpoint: endpoint.get_rank() and endpoint.barrier())
 
 
+def test_all_ranks_meet_in_each_barrier() -> None:
+    def work(endpoint: SimulatedEndpoint) -> None:
+        for seconds in (endpoint.get_rank(), 2 - endpoint.get_rank()):
+            endpoint.compute(seconds)
+            endpoint.barrier()
+
+    world = SimulatedWorld(3)
+    world.run(work)
+    assert world.seconds == [4, 4, 4]
+
+
 def test_exceptions_reach_the_caller() -> None:
     def fail(endpoint: SimulatedEndpoint) -> None:
         if endpoint.get_rank() == 2:

@@ -174,6 +174,10 @@ def test_a_machine_without_a_compiler_is_told_before_the_run(monkeypatch: pytest
         InputError, match=r"--compile: torch needs the C\+\+ compiler no-such-compiler, which is not here"
     ):
         parse(TrainSettings(), "", ["--compile"])
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    with pytest.raises(InputError, match=r"--compile: torch needs /nowhere/Python\.h, which is not here"):
+        parse(TrainSettings(), "", ["--compile"])
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -160,7 +160,10 @@ def test_the_content_of_a_folder_is_that_of_its_files_under_their_names(tmp_path
     (tmp_path / "b").rename(tmp_path / "c")
     seen.add(content_of(tmp_path))
     (tmp_path / "a").write_text("A story")
-    assert len({*seen, content_of(tmp_path)}) == 3
+    seen.add(content_of(tmp_path))
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside/d").write_text("one more")
+    assert len({*seen, content_of(tmp_path)}) == 4
 
 
 def test_a_schedule_of_ones_own_is_compared(tmp_path: Path) -> None:
