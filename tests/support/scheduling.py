@@ -15,11 +15,12 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 LOCK = "LAB_TESTS_LOCK"  # environment variable: the file that the workers of a session lock
-# Files test_… whose few tests take long: they come first, then those with most tests, so that all workers end together.
+# Files test_… whose few tests take long, in the order in which they come first: those that wait for processes beside
+# those that compute. Then come those with most tests, so that all workers end together.
 LONG = (
-    "compiling sent_bytes page page_in_a_browser playground lessons executor faults over_nccl hosts hybrid_repair "
-    "commands sentiment follow intro wheel programs bad_input failures long_work repair surroundings environment "
-    "ranks restarts hello deadlock"
+    "failures compiling layouts repair museum step bad_input surroundings over_nccl playground resume faults environment "
+    "executor sent_bytes page page_in_a_browser long_work hybrid_repair intro hosts restarts wheel ranks lessons programs "
+    "hello sentiment deadlock follow commands"
 ).split()
 PAGES = "tests/distlab_page/"  # files that one worker runs, which makes the runs of their conftest.py once
 
@@ -56,9 +57,9 @@ def is_alone(item: pytest.Item) -> bool:
 def put_in_order(items: list[pytest.Item]) -> None:
     of_file = Counter(item.path for item in items)
 
-    def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
-        is_long = item.path.stem.removeprefix("test_") in LONG
-        return is_alone(item), not is_long, -of_file[item.path], item.path
+    def place(item: pytest.Item) -> tuple[bool, int, int, Path]:
+        name = item.path.stem.removeprefix("test_")
+        return is_alone(item), LONG.index(name) if name in LONG else len(LONG), -of_file[item.path], item.path
 
     items.sort(key=place)
     list_of_alone().write_text("\n".join(item.nodeid for item in filter(is_alone, items)))
