@@ -25,7 +25,7 @@ def try_exhibit(verdict: Verdict, submission: Submission, exhibit: Exhibit) -> N
     """Run an exhibit's script, whose ranks have different seeds, and one process beside it, and compare them."""
     reports, losses = run_exhibit(submission, exhibit)
     records = recorded(submission, exhibit.trial)
-    start = _initial_weights(records, submission.folder) if exhibit.own_start else None
+    start = initial_weights(records, submission.folder) if exhibit.own_start else None
     compare = Comparison(exhibit.trial, records, *expected_of(exhibit.trial, exhibit.one_process, start), LR, reports)
     compare.expect_right_data()
     equal = compare.expect_one_process(losses, exhibit.weights_only)
@@ -55,7 +55,7 @@ def run_exhibit(submission: Submission, exhibit: Exhibit, **others: Any) -> tupl
     return reports, losses + later_losses
 
 
-def _initial_weights(records: Records, folder: Path) -> Path:
+def initial_weights(records: Records, folder: Path) -> Path:
     """Return a file with the weights of the whole model at the start, put together from the ranks' slices.
 
     Raises:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.processes import LAB
+from support.written_records import SHAPE, record
 from torch import Tensor
 
 from distlab.checkpoints.format import Checkpoint
@@ -19,19 +20,6 @@ from distlab_compare.records import Records
 from distlab_compare.runs import Pair
 from distlab_compare.saved import Saved, first_divergence
 from simplellm.errors import InputError
-
-SHAPE = 4, 2  # of the weight; two ranks hold two rows each
-
-
-def record(
-    run: Path, rank: int, tensors: dict[str, Tensor], start: int = 0, rows: int = SHAPE[0], step: int = 0
-) -> None:
-    """Write a rank's rows of some tensors in a step."""
-    path, own = file_of(run, step, rank), slice(start, start + rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = dict.fromkeys(tensors, (SHAPE, [([start, 0], [rows, SHAPE[1]])]))
-    kept = {name: tensor[own].flatten().clone() for name, tensor in tensors.items()}
-    save_file(kept, path, metadata={"parts": json.dumps(parts)})
 
 
 def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_path: Path) -> None:

@@ -1,18 +1,25 @@
 """Every exhibit: its script trains with a falling loss and is not right, the mended one is, wrong mends are not."""
 
 import ast
+import contextlib
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.mends import MENDS, Mend
+from support.written_records import record
 
 from distlab.launch import launch
+from distlab_compare.records import Records
 from distlab_exercises.checker import prepare, verdict_of
 from distlab_exercises.exhibits import EXHIBITS
-from distlab_exercises.museum import run_exhibit
+from distlab_exercises.museum import initial_weights, run_exhibit
 from distlab_exercises.ranks import Patience, Submission
+from distlab_exercises.verdict import Wrong
 from simplellm.errors import InputError
 
 OBSERVED = {
@@ -63,6 +70,26 @@ def test_a_mend_is_judged_by_what_the_ranks_compute(mend: Mend, tmp_path: Path) 
     verdict = verdict_of(exhibit, script, PATIENCE)
     assert verdict.passed == (not mend.says), verdict.sentences
     assert mend.says in verdict.sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        (([1, 2], [3, 4]), "are equal: the model has one of them twice"),
+        (([-3, -6], [-9, -12]), "are the same but for their scale: the model has one of them twice"),
+        (([2, -1], [4, -3]), ""),
+    ],
+)
+def test_slices_that_ranks_initialise_are_put_together_unless_they_are_copies(
+    second: Sequence[Sequence[float]], told: str, tmp_path: Path
+) -> None:
+    first = [[1, 2], [3, 4]]
+    weight = torch.tensor([*first, *second], dtype=torch.float32)
+    for rank in range(2):
+        record(tmp_path, rank, {"weights.mlp": weight}, start=2 * rank, rows=2)
+    records = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 2})
+    with pytest.raises(Wrong, match=told) if told else contextlib.nullcontext():
+        assert load_file(initial_weights(records, tmp_path))["mlp"].equal(weight)
 
 
 def test_each_exhibit_has_a_mend_and_wrong_ones() -> None:
