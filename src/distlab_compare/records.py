@@ -19,7 +19,7 @@ from distlab.settings.folders import RECORDED
 from simplellm.errors import InputError, require
 
 
-class Part:
+class TensorPart:
     """A rank's part of a tensor: its elements, and their blocks in the whole.
 
     Attributes:
@@ -68,9 +68,9 @@ class RankStep:
     def has(self, kind: str, name: str) -> bool:
         return f"{kind}.{name}" in self._parts
 
-    def part(self, kind: str, name: str) -> Part:
+    def part(self, kind: str, name: str) -> TensorPart:
         key = f"{kind}.{name}"
-        return Part(self._file.get_tensor(key), *self._parts[key])
+        return TensorPart(self._file.get_tensor(key), *self._parts[key])
 
 
 class Records:
@@ -115,7 +115,7 @@ class Records:
         """Return the names of all ranks' tensors of a kind, in the model's order as far as ranks know it."""
         return list(dict.fromkeys(name for rank in self.ranks(step) for name in rank.names(kind)))
 
-    def parts(self, step: int, kind: str, name: str) -> Iterator[tuple[int, Part]]:
+    def parts(self, step: int, kind: str, name: str) -> Iterator[tuple[int, TensorPart]]:
         """Yield each rank that holds a part of a tensor, and the part."""
         for rank, records in enumerate(self.ranks(step)):
             if records.has(kind, name):

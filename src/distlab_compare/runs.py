@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
 from distlab_compare.differences import LATER, ROUNDING, UNSURE, Difference, differs_by, tell
-from distlab_compare.records import Part, Records
+from distlab_compare.records import Records, TensorPart
 from distlab_compare.shares import Mistake
 
 BEGINNINGS = {  # of sentences, by what differs
@@ -125,7 +125,7 @@ class Pair:
                 found.append(Difference(step, rank, name, mistake))
         return sorted(found, key=lambda difference: difference.rank)  # stable
 
-    def _differs(self, kind: str, step: int, name: str, part: Part, whole: Tensor, floor: float) -> bool:
+    def _differs(self, kind: str, step: int, name: str, part: TensorPart, whole: Tensor, floor: float) -> bool:
         own, right = part.flat, part.of(whole)
         if kind == "weights" and name in self._unsure:
             sure = ~part.of(self._unsure[name])
@@ -148,14 +148,14 @@ class Pair:
             unsure = (own - right).abs() > UNSURE * self.tolerance * right.abs()
             self._unsure[name] = unsure | self._unsure.get(name, torch.zeros_like(unsure))
 
-    def _name(self, kind: str, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+    def _name(self, kind: str, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
         if not part.flat.isfinite().all():
             return Mistake("not-finite", "is not finite" if kind == "gradient" else "are not finite")
         if kind == "gradient":
             return self.name_gradient(step, rank, name, part, right)
         return self.name_weights(step, rank, name, part, right)
 
-    def name_gradient(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+    def name_gradient(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
         n, m = self.run.replicas, self.micro_batches
         before = None
         if step - 1 in self.steps:
@@ -176,7 +176,7 @@ class Pair:
             mistake = Mistake("other", "is not a multiple of the other run's")
         return Mistake(mistake.name, mistake.sentence, shown or f" ({_percent(part.flat, right)} away)")
 
-    def shares_of(self, step: int, name: str, part: Part) -> list[list[Tensor]]:
+    def shares_of(self, step: int, name: str, part: TensorPart) -> list[list[Tensor]]:
         """Return, by replica and micro-batch, its share of a gradient, such that their mean is the right one.
 
         Empty if the other run, one process with as many micro-batches, has not recorded them.
@@ -192,14 +192,14 @@ class Pair:
         flat = [scale[0] * share for share in flat]
         return [flat[r * m : (r + 1) * m] for r in range(n)]
 
-    def replica_of(self, kind: str, step: int, rank: int, name: str, part: Part) -> int:
+    def replica_of(self, kind: str, step: int, rank: int, name: str, part: TensorPart) -> int:
         """Return the number of a rank's replica; -1 if all copies of this part, at least two, have the same values."""
         copies = [other.flat for _, other in self.run.parts(step, kind, name) if other.blocks == part.blocks]
         are_same = all(not shares.differs(copy, part.flat) for copy in copies)
         is_one_of_many = len(copies) > 1 and self.run.replicas > 1
         return -1 if is_one_of_many and are_same else replica_of(self.run.layout, rank)
 
-    def name_weights(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+    def name_weights(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
         away = f" ({_percent(part.flat, right)} away)"
         if step - 1 in self.run.steps and step - 1 in self.other.steps:
             before, right_before = self._before(step - 1, rank, name, part)
@@ -213,7 +213,7 @@ class Pair:
             return Mistake("weights-scaled", f"are {found[0]:.4g} times what they should be", away)
         return Mistake("other", "differ", away)
 
-    def _before(self, step: int, rank: int, name: str, part: Part) -> tuple[Tensor, Tensor]:
+    def _before(self, step: int, rank: int, name: str, part: TensorPart) -> tuple[Tensor, Tensor]:
         own = self.run.ranks(step)[rank].part("weights", name)
         return own.flat, part.of(self.other.whole(step, "weights", name))
 

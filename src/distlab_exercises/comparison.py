@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
-from distlab_compare.records import Part, Records
+from distlab_compare.records import Records, TensorPart
 from distlab_compare.runs import Pair
 from distlab_compare.shares import Mistake
 from distlab_exercises.catalogue import Trial
@@ -108,11 +108,11 @@ class Comparison(Pair):
                 sentence += ", or a stage gets activations that are not final"
             raise Wrong(mistake.name, f"the loss of step {step} {sentence} ({told})")
 
-    def shares_of(self, step: int, name: str, part: Part) -> list[list[Tensor]]:
+    def shares_of(self, step: int, name: str, part: TensorPart) -> list[list[Tensor]]:
         """Return a gradient's shares by replica and micro-batch; of a single one, the gradient itself."""
         return super().shares_of(step, name, part) or [[part.of(self.other.whole(step, "gradient", name))]]
 
-    def name_gradient(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+    def name_gradient(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
         before = part.of(self.other.whole(step - 1, "gradient", name)) if step else None
         replica = self.replica_of("gradient", step, rank, name, part)
         found = shares.name_gradient(part.flat, self.shares_of(step, name, part), before, replica, self.member)
@@ -133,7 +133,7 @@ class Comparison(Pair):
             detail += ", and ranks that hold copies have different ones"
         return Mistake(found.name, found.sentence, detail)
 
-    def name_weights(self, step: int, rank: int, name: str, part: Part, right: Tensor) -> Mistake:
+    def name_weights(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
         if step == 0:
             return Mistake("start", "")
         if name not in self.other.names(step - 1, "gradient"):
@@ -147,7 +147,7 @@ class Comparison(Pair):
             part.flat, before, self.shares_of(step - 1, name, part), self.lr, replica, self.member
         )
 
-    def _is_elsewhere(self, step: int, name: str, part: Part, before: Tensor) -> bool:
+    def _is_elsewhere(self, step: int, name: str, part: TensorPart, before: Tensor) -> bool:
         """Return whether each element is right or not updated, and right on some rank, as with replicas that shard."""
         whole = self.other.whole(step, "weights", name)
         if not _near(part.flat, part.of(whole)).logical_or(part.flat == before).all():
@@ -246,7 +246,7 @@ class Comparison(Pair):
         return found
 
 
-def _weights_of(run: Records, rank: int) -> dict[str, Part]:
+def _weights_of(run: Records, rank: int) -> dict[str, TensorPart]:
     """Return a rank's parts of the initial weights, by name."""
     records = run.ranks(0)[rank]
     return {name: records.part("weights", name) for name in records.names("weights")}

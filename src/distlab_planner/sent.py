@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from distlab.axes.layout import coordinate
 from distlab.pipeline.actions import Result, stages_of
-from distlab.pipeline.plan import Link, simulate
+from distlab.pipeline.plan import LinkKey, simulate
 from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Exchange, Size, in_pass
 from distlab_planner.graph import graph_of
@@ -51,7 +51,7 @@ class Formulas(dict[tuple[str, int | None], Formula]):
 
 
 @functools.lru_cache(maxsize=64)
-def _messages(schedule: str, workers: int, micro_batches: int, recompute: bool) -> dict[Link, list[Result]]:
+def _messages(schedule: str, workers: int, micro_batches: int, recompute: bool) -> dict[LinkKey, list[Result]]:
     return simulate(programs_of(schedule, workers, micro_batches, recompute)).messages
 
 

@@ -304,10 +304,10 @@ class LLamaLastStage(LLamaPart):
     has_head = True
 
 
-Part = TypeVar("Part", bound=LLamaPart)
+PartT = TypeVar("PartT", bound=LLamaPart)
 
 
-def LLama(model_class: type[Part], vocab_size: int, **options: Any) -> Part:
+def LLama(model_class: type[PartT], vocab_size: int, **options: Any) -> PartT:
     """Build `model_class`, e.g. ``LLama(CausalLLama, tokenizer.vocab_size, dmodel=288)``; options as in `LLamaPart`."""
     return model_class(vocab_size, **options)
 

@@ -17,7 +17,7 @@ import numpy as np
 from simplellm.errors import InputError
 from simplellm.sources import open_source, source_identity
 from simplellm.sources.source import Source, unusable
-from simplellm.token_files import Chunk, Content, Head, Place, TokenFile, folder_of
+from simplellm.token_files import Chunk, Content, Head, TokenFile, TokenStart, folder_of
 from simplellm.tokenizers import SPTokenizer
 
 GROUP = 1024  # documents: some 200,000 tokens of stories
@@ -89,19 +89,19 @@ class TokenChunks:
 
     def _to_the_end(self, document: int) -> Iterator[Chunk]:
         """Yield the chunks from this document on, which begins one, to the end of the data."""
-        place, is_last = Place(document), False
+        place, is_last = TokenStart(document), False
         while not is_last:
             chunk = self._chunk(place)
             yield chunk
             place, is_last = chunk.head.end, chunk.head.is_last
 
-    def _chunk(self, begin: Place) -> Chunk:
+    def _chunk(self, begin: TokenStart) -> Chunk:
         build = functools.partial(self._encode, begin)
         if self._folder is None:
             return build()
         return TokenFile(self._folder, f"{begin.document}-{begin.character}.tokens", build).chunk()
 
-    def _encode(self, begin: Place) -> Chunk:
+    def _encode(self, begin: TokenStart) -> Chunk:
         """Return the chunk that begins here."""
         document, _, character = begin
         tokens: list[int] = []
@@ -128,7 +128,7 @@ class TokenChunks:
         if is_file and source_identity(*self._arguments) != self._data_identity:
             raise unusable(self._arguments[0], "changed while it was read; start the run again")
         kind = np.uint16 if self._bits == 16 else np.uint32
-        head = Head(begin, Place(document, offset, character), text is None, len(ends), len(tokens))
+        head = Head(begin, TokenStart(document, offset, character), text is None, len(ends), len(tokens))
         return Chunk(head, Content(np.array(ends, np.int64), np.array(tokens, kind), {}))
 
     def _read(self, document: int) -> str | None:

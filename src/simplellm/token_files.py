@@ -36,7 +36,7 @@ SECONDS_FOR_A_CHUNK = 5.0  # a process that holds the lock for longer is stuck
 NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)  # then a chunk stays in memory
 
 
-class Place(NamedTuple):
+class TokenStart(NamedTuple):
     """The beginning of a token in the documents."""
 
     document: int
@@ -47,8 +47,8 @@ class Place(NamedTuple):
 class Head(NamedTuple):
     """The place and the sizes of a chunk."""
 
-    begin: Place
-    end: Place  # the beginning of the next chunk; of the last one: the number of documents, 0, 0
+    begin: TokenStart
+    end: TokenStart  # the beginning of the next chunk; of the last one: the number of documents, 0, 0
     is_last: bool  # whether the data ends with it
     documents: int  # that end here
     tokens: int
@@ -174,7 +174,7 @@ class TokenFile(NamedTuple):
             checksum, *place, is_last, documents, tokens, bits, _, identity = HEAD.unpack(packed)
             is_whole = size == HEAD.size + 8 * documents + 4 * _pieces(tokens) + bits // 8 * tokens
             if is_whole and checksum == zlib.crc32(packed[4:]) and identity == self.folder.name.encode():
-                return Head(Place(*place[:3]), Place(*place[3:]), is_last, documents, tokens)
+                return Head(TokenStart(*place[:3]), TokenStart(*place[3:]), is_last, documents, tokens)
         except OSError:
             return None
         except struct.error:

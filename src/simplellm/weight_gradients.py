@@ -18,7 +18,7 @@ from simplellm.autograd import has_hooks
 from simplellm.mixed_precision import widen
 
 
-class Place(Protocol):
+class GradientPlace(Protocol):
     """The place for a weight's gradient; `weight.gradient_place`, if it has one."""
 
     def take(self) -> Tensor | None:
@@ -85,5 +85,5 @@ def gradient_of(weight: Tensor, x: Tensor, grad: Tensor, in_place: bool = True) 
     return grad @ x if free is None else torch.mm(grad, x, out=free).detach()
 
 
-def _place_of(weight: Tensor) -> Place | None:
+def _place_of(weight: Tensor) -> GradientPlace | None:
     return getattr(weight, "gradient_place", None)

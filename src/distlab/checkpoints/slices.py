@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from distlab.axes.placement import placement_of
 
 
-class Block(NamedTuple):
+class TensorBlock(NamedTuple):
     """A rectangular block of a tensor: where it begins in each dimension, and its length there."""
 
     offsets: tuple[int, ...]
@@ -28,10 +28,10 @@ class Slice(Tensor):
     # Operations on it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, part: Tensor, whole: Sequence[int], blocks: Sequence[Block]) -> "Slice":
+    def __new__(cls, part: Tensor, whole: Sequence[int], blocks: Sequence[TensorBlock]) -> "Slice":
         return part.as_subclass(cls)  # shares the memory
 
-    def __init__(self, part: Tensor, whole: Sequence[int], blocks: Sequence[Block]) -> None:
+    def __init__(self, part: Tensor, whole: Sequence[int], blocks: Sequence[TensorBlock]) -> None:
         self.whole = torch.Size(whole)
         views = [part]
         if len(blocks) != 1 or blocks[0].sizes != part.shape:
@@ -67,17 +67,19 @@ def as_held(tensor: Tensor, parameter: Tensor) -> Tensor:
     placement, whole = placement_of(parameter), list(parameter.shape)
     if tensor.shape != parameter.shape or not (placement.slices or placement.flat):
         return tensor
-    blocks = [Block((0,) * parameter.dim(), tuple(parameter.shape))]
+    blocks = [TensorBlock((0,) * parameter.dim(), tuple(parameter.shape))]
     if placement.flat is not None:
         start, whole = placement.flat.start, list(placement.flat.shape)
         blocks = list(blocks_of_range(whole, start, start + parameter.numel()))
     for dim, start, length, _ in placement.slices:
         whole[dim] = length
-        blocks = [Block((*b.offsets[:dim], b.offsets[dim] + start, *b.offsets[dim + 1 :]), b.sizes) for b in blocks]
+        blocks = [
+            TensorBlock((*b.offsets[:dim], b.offsets[dim] + start, *b.offsets[dim + 1 :]), b.sizes) for b in blocks
+        ]
     return Slice(tensor, whole, blocks)
 
 
-def blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Block]:
+def blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorBlock]:
     """Yield the blocks that make up the elements from `start` to `stop` of a tensor, in the order of memory.
 
     For a matrix there are at most three: the end of a row, whole rows, the beginning of a row.
@@ -85,17 +87,17 @@ def blocks_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Blo
     if start >= stop:
         return
     if len(shape) < 2:
-        yield Block((start,) * len(shape), (stop - start,) * len(shape))
+        yield TensorBlock((start,) * len(shape), (stop - start,) * len(shape))
         return
     row_length = math.prod(shape[1:])
     while start < stop:
         row, within = divmod(start, row_length)
         rows = (stop - start) // row_length
         if within == 0 and rows:
-            yield Block((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+            yield TensorBlock((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
             start += rows * row_length
         else:
             end = min(stop, (row + 1) * row_length)
             for block in blocks_of_range(shape[1:], within, within + end - start):
-                yield Block((row, *block.offsets), (1, *block.sizes))
+                yield TensorBlock((row, *block.offsets), (1, *block.sizes))
             start = end

@@ -55,7 +55,7 @@ class Message:
 
 
 @dataclass(eq=False)
-class Flow:
+class Transit:
     """A message in transit: both its send and its receive have started."""
 
     send: Message
@@ -116,7 +116,7 @@ class SimulatedWorld:
         self._ready: deque[int] = deque()
         self._waiting: dict[int, Message | None] = {}  # None: in the barrier or computing
         self._unmatched: dict[tuple[int, int, bool, int], deque[Message]] = defaultdict(deque)
-        self._flows: list[Flow] = []
+        self._flows: list[Transit] = []
         self._computing: dict[int, float] = {}  # by rank, the seconds left at full speed
         self._in_barrier: set[int] = set()
         self._failure: BaseException | None = None
@@ -194,7 +194,7 @@ class SimulatedWorld:
         if math.isfinite(self.shared_bytes_per_second):
             bytes_per_second = min(link.bytes_per_second, self.shared_bytes_per_second)
             flows_from, left_bytes = self._clock, size_bytes + link.latency_seconds * bytes_per_second
-        self._flows.append(Flow(send, receive, link.bytes_per_second, self._clock, flows_from, left_bytes))
+        self._flows.append(Transit(send, receive, link.bytes_per_second, self._clock, flows_from, left_bytes))
         sender, receiver = self.counts[send.rank], self.counts[receive.rank]
         sender.sends += 1
         sender.sent_bytes += size_bytes
@@ -262,7 +262,7 @@ class SimulatedWorld:
                 del self._computing[rank]
                 self._release(rank)
 
-    def _rates(self, flowing: list[Flow]) -> list[float]:
+    def _rates(self, flowing: list[Transit]) -> list[float]:
         """Return the bytes per second of each message; simultaneous ones share links and the total bandwidth."""
         ends = [(flow.send.rank, flow.receive.rank) for flow in flowing]
         pairs, out, into = Counter(ends), Counter(sender for sender, _ in ends), Counter(to for _, to in ends)
@@ -277,7 +277,7 @@ class SimulatedWorld:
             rates.append(rate)
         return rates
 
-    def _arrive(self, flow: Flow) -> None:
+    def _arrive(self, flow: Transit) -> None:
         """Deliver a message; ranks that wait for it continue."""
         self._flows.remove(flow)
         sent, received = flow.send.tensor.detach(), flow.receive.tensor.detach()

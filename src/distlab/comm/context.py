@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from distlab.comm.waits import Wait, Waits
 
 Group = dist.ProcessGroup | None  # None: all ranks
-Transport = Literal["auto", "shared", "gloo"]
+TransportName = Literal["auto", "shared", "gloo"]
 # With "auto", smaller tensors go over gloo: they are not worth a mapping, and on several hosts gloo is as fast.
 SMALLEST_SHARED_BYTES, SMALLEST_OF_HOSTS_BYTES = 1_000, 250_000
 
@@ -32,7 +32,7 @@ class Options:
     """A program's options for its groups: `dist.init_process_group("lab", pg_options=Options(…))`."""
 
     library: Literal["auto", "gloo", "nccl"] = "auto"  # carries everything that shared memory does not
-    transport: Transport = "auto"  # for tensors in host memory
+    transport: TransportName = "auto"  # for tensors in host memory
     timeout_seconds: float | None = None  # of any wait; None: as in `init_process_group`
     timeout_name: str = "init_process_group's timeout"  # in messages: what sets it
     threads: int | None = None  # with which a rank usually computes; None: as many as it has now

@@ -33,8 +33,7 @@ import torch.distributed.nn  # now: its functions keep for ever the default grou
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Context, ContextGroup, require_one_dtype
-from distlab.comm.context import Transport as AskedTransport
+from distlab.comm.context import Context, ContextGroup, TransportName, require_one_dtype
 from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND, Destination
@@ -59,7 +58,7 @@ class LabGroup(ContextGroup):
         store: dist.Store,
         ranks: Sequence[int],
         timeout: timedelta,
-        transport: AskedTransport | None = None,
+        transport: TransportName | None = None,
     ) -> None:
         super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
         self.context, self.ranks, self.key = context, tuple(ranks), group_key(ranks)

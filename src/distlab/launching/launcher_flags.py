@@ -42,7 +42,7 @@ def read_flags(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def read_known(
     args: list[str], numbers: Mapping[str, int | None], texts: Sequence[str] = ()
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the values of some flags, and all other arguments; `InputError` if a number is missing or is none.
+    """Return the values of some flags, and all other arguments; `InputError` if a value is missing or is not a number.
 
     Args:
         numbers: the flags that take a whole number, without their dashes, and their defaults.

@@ -27,7 +27,7 @@ from distlab.axes.grid import Axis
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.parallel.division import Kind, Order, padded_length
-from distlab.parallel.ring_attention import Block, Ring, ring_attention
+from distlab.parallel.ring_attention import KeyBlock, Ring, ring_attention
 from distlab.parallel.tp_group import linear_map
 from distlab.parallel.vocabulary import vocabulary_parallel_next_token_loss
 from simplellm.attention import Attend, SequencePart, attend_to_earlier, attend_with
@@ -137,23 +137,23 @@ class ContextParallel:
         attend = attend_to_earlier if documents is None else attend_with(_mask(whole, whole, documents))
         return partial(_exchanging_heads, axis=self.axis, order=order, attend=attend)
 
-    def _blocks(self, by_rank: list[Tensor], documents: Tensor | None) -> list[Block]:
+    def _blocks(self, by_rank: list[Tensor], documents: Tensor | None) -> list[KeyBlock]:
         """Return this rank's work for the keys of each source, in the order in which they arrive."""
         own, ranks, blocks = self.axis.rank, self.axis.size, []
         for turn in range(ranks):
             source = (own - turn) % ranks
             seen = visible(own, source, len(by_rank[own]), self.order)
             if seen is None:
-                blocks.append(Block(source, None))
+                blocks.append(KeyBlock(source, None))
                 continue
             queries, keys = seen
             mask: Tensor | Literal["causal"] | None = "causal" if source == own else None
             if documents is not None:
                 mask = _mask(by_rank[own][queries], by_rank[source][keys], documents)
             if isinstance(mask, Tensor) and not mask.any():
-                blocks.append(Block(source, None))
+                blocks.append(KeyBlock(source, None))
             else:
-                blocks.append(Block(source, seen, mask))
+                blocks.append(KeyBlock(source, seen, mask))
         return blocks
 
 

@@ -9,7 +9,7 @@ Sharded = Literal["optimizer", "gradients", "weights"]
 Compression = Literal["none", "bf16", "int8", "int4"]
 Kind = Literal["ring", "gather", "heads"]  # how queries get the keys and values of the ranks that share a sequence
 Order = Literal["zigzag", "contiguous"]  # which positions each of these ranks holds
-Repair = Literal["off", "on", "exact"]
+RepairMode = Literal["off", "on", "exact"]
 BLOCK = 256  # values of a compressed vector that share a scale
 LARGEST = {"int8": 127, "int4": 7}  # integers go from minus this to this
 

@@ -27,7 +27,7 @@ from simplellm.attention_blocks import Mask, attention_block, attention_block_ba
 BLOCKS, GRADIENTS = "keys and values", "gradients of keys and values"  # the ledger's columns
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """The keys and values of one rank, and the part of them that another rank's queries see."""
 
     source: int  # the rank along the axis
@@ -43,7 +43,7 @@ class Ring:
     """
 
     axis: Axis
-    blocks: Sequence[Block]
+    blocks: Sequence[KeyBlock]
 
     def open(self, like: Tensor) -> None:
         """Make queues for messages of the size of `like`, where neighbors share memory; all ranks call it together."""
@@ -147,7 +147,7 @@ class _RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), own_grads[0].to(k.dtype), own_grads[1].to(v.dtype), None
 
 
-def around(ring: Ring, own: Tensor) -> Iterator[tuple[int, Block, Tensor]]:
+def around(ring: Ring, own: Tensor) -> Iterator[tuple[int, KeyBlock, Tensor]]:
     """Yield each step of the ring: its number, its block, and the keys and values of that block.
 
     They are (2, batch, key heads, positions, head_dim). The next ones travel at the same time.

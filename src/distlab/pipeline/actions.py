@@ -140,7 +140,7 @@ class Forward(Action):
 
 
 class ForwardKeepingInput(Forward):
-    """A forward pass that keeps only its input; `Recompute` computes the rest again for the backward pass."""
+    """A forward pass that keeps only its input; `ForwardAgain` computes the rest again for the backward pass."""
 
     letter, gives = "f", (ACTIVATIONS, INPUT)
 
@@ -154,7 +154,7 @@ class ForwardKeepingInput(Forward):
         return {ACTIVATIONS: y.detach()}
 
 
-class Recompute(Action):
+class ForwardAgain(Action):
     """The forward pass again, this time for its activations; it need not wait for gradients from the stage after."""
 
     letter, color, gives = "R", "#cc79a7", (GRAPH,)
@@ -249,7 +249,7 @@ class BackwardWeight(Action):
 def _blocks_again(action: Action, costs: ActionCosts) -> float:
     """Return the seconds that the blocks of a stage take to compute their insides again."""
     if costs.blocks is None:
-        return costs.seconds(Recompute(action.stage, action.micro_batch))
+        return costs.seconds(ForwardAgain(action.stage, action.micro_batch))
     return of_stage(costs.blocks, action.stage)
 
 

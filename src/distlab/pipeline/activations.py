@@ -27,7 +27,7 @@ class Part(Protocol):
     def sequence(self) -> SequencePart: ...
 
 
-Loss = Callable[[Tensor, Any], Tensor]  # (output of the last stage, token ids or `Part`) -> mean loss
+StageLoss = Callable[[Tensor, Any], Tensor]  # (output of the last stage, token ids or `Part`) -> mean loss
 PartOf = Callable[[Tensor], Part]  # from token ids (batch, seq)
 
 
@@ -41,7 +41,7 @@ class Stage:
         saved: counts the tensors kept for backward passes.
     """
 
-    def __init__(self, net: nn.Module, loss: Loss | None, saved: SavedActivations | None) -> None:
+    def __init__(self, net: nn.Module, loss: StageLoss | None, saved: SavedActivations | None) -> None:
         self.net, self.loss, self.saved = net, loss, saved
 
     def output(self, x: Tensor, ids: Tensor, part: Part | None, share: float) -> Tensor:

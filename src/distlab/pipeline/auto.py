@@ -22,10 +22,10 @@ from distlab.pipeline.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    ForwardAgain,
     ForwardKeepingInput,
     Program,
     Programs,
-    Recompute,
     of_stage,
     stages_of,
 )
@@ -40,7 +40,7 @@ Times = dict[tuple[int, int], float]  # seconds, by (place in the passes, stage)
 Urgency = Callable[[int, int], int]  # (kind that a pass sends, kind that the worker sent last) -> lower is first
 
 PASSES: Passes = ((Forward,), (BackwardInput,), (BackwardWeight,))
-RECOMPUTING: Passes = ((ForwardKeepingInput,), (Recompute, BackwardInput), (BackwardWeight,))
+RECOMPUTING: Passes = ((ForwardKeepingInput,), (ForwardAgain, BackwardInput), (BackwardWeight,))
 SENDS_GRADIENTS, SENDS_ACTIVATIONS, SENDS_NOTHING = range(3)
 
 TRIES = 200  # simulations of a small pipeline
@@ -152,7 +152,7 @@ def find_programs(
 
 def _without_recomputation(program: Program) -> list[Action]:
     plain = (Forward(a.stage, a.micro_batch) if isinstance(a, ForwardKeepingInput) else a for a in program)
-    return [action for action in plain if not isinstance(action, Recompute)]
+    return [action for action in plain if not isinstance(action, ForwardAgain)]
 
 
 def _messages(seconds: float) -> Callable[[int, int], tuple[float, float]]:

@@ -121,7 +121,7 @@ class Graph:
         return self.size - 1
 
 
-class Order(Protocol):
+class Chooser(Protocol):
     """Decides what each worker runs next."""
 
     def choose(self, engine: "Engine", worker: int) -> tuple[float, int]:
@@ -148,7 +148,7 @@ class InOrder:
         self._left[self._workers[index]].pop()
 
 
-class Hosts(Protocol):
+class Contention(Protocol):
     """How actions that run at the same time slow each other."""
 
     def begin(self, engine: "Engine", index: int, now: float) -> None:
@@ -176,9 +176,9 @@ class Engine:
         graph: Graph,
         seconds: Callable[[Action], float],
         message: Callable[[int, int], tuple[float, float]] = lambda *_: (0.0, 0.0),
-        order: Order | None = None,
+        order: Chooser | None = None,
         waking: Callable[[float], float] | None = None,
-        hosts: Hosts | None = None,
+        hosts: Contention | None = None,
     ) -> None:
         workers = len(graph.lines)
         self.graph = graph

@@ -17,7 +17,7 @@ from distlab.comm.names import CONTROL, counted_as
 from distlab.comm.recorder import COMPUTE
 from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.actions import Action, ActionCosts, Programs, Result, stages_of
-from distlab.pipeline.activations import Loss, MicroBatch, PartOf, Stage
+from distlab.pipeline.activations import MicroBatch, PartOf, Stage, StageLoss
 from distlab.pipeline.links import Links, Way
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
 from distlab.pipeline.rehearsal import rehearse
@@ -58,7 +58,7 @@ class Pipeline:
         stages: Modules,
         programs: Programs,
         grid: Grid,
-        loss: Loss,
+        loss: StageLoss,
         width: int,
         *,
         cores: int | None = None,

@@ -17,7 +17,7 @@ from distlab.comm.context import Group, context_of
 from distlab.comm.group import close_queues, open_queues
 from distlab.comm.names import CONTROL, named
 from distlab.pipeline.actions import Programs, Result
-from distlab.pipeline.plan import Link, Plan, acknowledged, most_on_the_way
+from distlab.pipeline.plan import LinkKey, Plan, acknowledged, most_on_the_way
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class Links:
 
     def __init__(self, ranks: Sequence[int], worker: int) -> None:
         self._ranks, self._worker = ranks, worker
-        self._ways: dict[Link, Way] = {}
+        self._ways: dict[LinkKey, Way] = {}
         self._groups: list[dist.ProcessGroup] = []  # made for these links
         self._late: list[dist.Work] = []  # sends that a step leaves to the next one
         self._message_bytes = 0  # size of the messages for which the queues have room
@@ -121,7 +121,7 @@ class Links:
                     dist.recv(tensor, way.sender, way.group)
 
 
-def channels(links: Iterable[Link], over_nccl: bool) -> dict[Link, int]:
+def channels(links: Iterable[LinkKey], over_nccl: bool) -> dict[LinkKey, int]:
     """Return, by link, the number of the process group that its messages take; 0 is the group of all ranks.
 
     Within a group, messages between two ranks are ordered: over gloo, in each direction; over NCCL, in both together.

@@ -25,7 +25,7 @@ ADD_UP = "what its actions keep and free must add up to 0"
 # Of a layer's forward pass. With fewer, additional threads make a pipeline slower: bench/README.md, "Threads that have
 # computed".
 MULTIPLY_ADDS_OF_A_THREAD = 4e7
-Link = tuple[int, int, str]  # sender, receiver (workers), kind of message
+LinkKey = tuple[int, int, str]  # sender, receiver (workers), kind of message
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Plan:
     bubble: list[float]  # the fraction of the makespan in which the worker is idle
     peak_live: list[int]  # the maximum number of micro-batches whose activations the worker's stages keep at once
     peak_bytes: list[float]  # the maximum bytes of activations that the worker keeps at once
-    messages: dict[Link, list[Result]]  # the messages over each link, in order
+    messages: dict[LinkKey, list[Result]]  # the messages over each link, in order
     takers: dict[Result, Action]  # by result that another stage needs, the action that needs it
 
 
@@ -155,7 +155,7 @@ def acknowledged(programs: Programs, plan: Plan, worker: int) -> dict[Result, li
     return acknowledged
 
 
-def most_on_the_way(programs: Programs, plan: Plan) -> dict[Link, int]:
+def most_on_the_way(programs: Programs, plan: Plan) -> dict[LinkKey, int]:
     """Return, by link, the maximum number of messages of a step that were sent but not yet acknowledged.
 
     A later message from the receiver is the acknowledgement. With room for this number, no sender ever has to wait:
@@ -165,7 +165,7 @@ def most_on_the_way(programs: Programs, plan: Plan) -> dict[Link, int]:
     links = {result: link for link, results in plan.messages.items() for result in results}
     most = dict.fromkeys(plan.messages, 0)
     for worker, program in enumerate(programs):
-        by_message, on_the_way = acknowledged(programs, plan, worker), Counter[Link]()
+        by_message, on_the_way = acknowledged(programs, plan, worker), Counter[LinkKey]()
         for action in program:
             taken = [result for need in action.needs(len(plan.owners)) for result in by_message.get(need, ())]
             on_the_way.subtract(links[result] for result in taken)
@@ -196,9 +196,9 @@ def _check_results(graph: Graph) -> None:
         raise ScheduleError(f"{what}; {ADD_UP}")
 
 
-def _check_links(programs: Programs, graph: Graph) -> dict[Link, list[Result]]:
+def _check_links(programs: Programs, graph: Graph) -> dict[LinkKey, list[Result]]:
     """Return the messages over each link, in order. Messages have no names, so both ends must expect the same order."""
-    messages: dict[Link, list[Result]] = defaultdict(list)
+    messages: dict[LinkKey, list[Result]] = defaultdict(list)
     for worker, program in enumerate(programs):
         for result in itertools.chain.from_iterable(action.results for action in program):
             receiver = graph.workers[graph.numbers[graph.takers[result]]] if result in graph.takers else worker

@@ -27,10 +27,10 @@ from distlab.pipeline.actions import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    ForwardAgain,
     ForwardKeepingInput,
     Program,
     Programs,
-    Recompute,
     RecomputingBackward,
     RecomputingBackwardInput,
     Result,
@@ -186,7 +186,7 @@ def _recomputing(program: Program, stages: int) -> Iterator[Action]:
             recomputed.add(graph)
             yield ForwardKeepingInput(*place)
         elif graph in recomputed and graph in action.needs(stages):
-            yield from (Recompute(*place), action)
+            yield from (ForwardAgain(*place), action)
         else:
             yield again.get(type(action), type(action))(*place)
 

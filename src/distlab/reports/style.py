@@ -22,7 +22,7 @@ DPI = 200  # two pixels of the file for each of the page, for high-density scree
 SMALL, TEXT, TITLE = 9, 10, 11  # points; at 100 pixels per inch 12.5, 14 and 15 pixels
 
 LETTERS_OF_A_LEGEND = 120  # in one line
-Place = tuple[float, float]
+Point = tuple[float, float]
 
 SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
@@ -73,7 +73,7 @@ def rectangle(x: float, y: float, width: float, height: float, color: "str | tup
     return Rectangle((x, y), width, height, facecolor=color, edgecolor=BACKGROUND)
 
 
-def arrow(start: Place, end: Place, color: str, width: float = 1.6, heads: str = "-|>") -> Any:
+def arrow(start: Point, end: Point, color: str, width: float = 1.6, heads: str = "-|>") -> Any:
     """Return an arrow between two points of the axes that it is added to, clipped at their edges."""
     from matplotlib.patches import FancyArrowPatch
 

@@ -13,7 +13,7 @@ from distlab.comm.names import CONTROL, counted_as, named
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.expert_parallel import equal_loads
 from distlab.pipeline.actions import KINDS, Action, ActionCosts
-from distlab.pipeline.activations import Loss, MicroBatch, PartOf, Stage
+from distlab.pipeline.activations import MicroBatch, PartOf, Stage, StageLoss
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.rehearsal import now, rehearse
 from distlab.pipeline.schedules import all_stages
@@ -27,7 +27,7 @@ ScheduleSettingsT = TypeVar("ScheduleSettingsT", bound=ScheduleSettings)
 
 
 def find_schedule(
-    run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: Loss, part_of: PartOf | None = None
+    run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: StageLoss, part_of: PartOf | None = None
 ) -> list[list[Action]]:
     """Return the lists of actions of all workers, the same on all ranks; the arguments are those of `Pipeline`.
 
@@ -56,7 +56,7 @@ def measure(
     nets: Mapping[int, nn.Module],
     stages: int,
     grid: Grid,
-    loss: Loss,
+    loss: StageLoss,
     shape: tuple[int, int],
     width: int,
     device: torch.device,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from distlab.axes.layout import STAGES, coordinate, layout_size, name_stages
-from distlab.parallel.division import Compression, Repair, Sharded
+from distlab.parallel.division import Compression, RepairMode, Sharded
 from distlab.settings.common import WorldSize, require_positive
 from distlab.settings.resume import ResumePolicy
 from distlab.settings.training import TrainSettings
@@ -188,7 +188,7 @@ class BucketSettings(DataParallelSettings):
 class RepairFlag(TrainSettings):
     """A training run that goes on when a rank dies."""
 
-    repair: Repair = "on"
+    repair: RepairMode = "on"
     """whether the others go on when a rank dies: on, with sums in another order; exact, bit for bit the same run"""
     compare_every: int = 100
     """compare the weights of the replicas every N steps; a rank whose weights have changed ends, as if it had died"""

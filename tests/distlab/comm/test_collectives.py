@@ -12,7 +12,7 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Group, Options, Transport, context_of
+from distlab.comm.context import Group, Options, TransportName, context_of
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single
 
 SIZES = [0, 1, 3, 1000, 300_001]
@@ -209,7 +209,7 @@ def exchange_objects(group: Group, size: int, rank: int) -> None:
     assert scattered == [own]
 
 
-def compare(rank: int, world_size: int, port: int, transport: Transport) -> list[list[int]]:
+def compare(rank: int, world_size: int, port: int, transport: TransportName) -> list[list[int]]:
     """Compare in the group of all ranks and in others; what the ranks of each group have in the end."""
     found, everyone = [], list(range(world_size))
     if world_size in (1, 3):
@@ -233,7 +233,7 @@ def compare(rank: int, world_size: int, port: int, transport: Transport) -> list
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_call_gives_what_is_computed_by_hand(world_size: int, transport: Transport) -> None:
+def test_every_call_gives_what_is_computed_by_hand(world_size: int, transport: TransportName) -> None:
     by_rank = run_ranks(world_size, compare, world_size, free_port(), transport)
     assert by_rank[0][0]
     for results in zip(*by_rank, strict=True):

@@ -12,7 +12,7 @@ from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Grid
 from distlab.collectives.algorithms import allreduce_ring
-from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import all_gather_single, empty, open_queues, reduce_scatter_single, shares
 from distlab.comm.names import counted_as, named
 
@@ -82,7 +82,7 @@ def test_a_rank_alone_receives_its_own_tensors() -> None:
     assert order == ["first", "last"], "what it starts is waited for, too"
 
 
-def move_parameters(rank: int, world_size: int, port: int, transport: Transport) -> None:
+def move_parameters(rank: int, world_size: int, port: int, transport: TransportName) -> None:
     """Collectives of tensors that need gradients, outside of `no_grad`."""
     with process_group(rank, world_size, port, options=Options(transport=transport)):
         like = torch.empty(0)
@@ -107,7 +107,7 @@ def move_parameters(rank: int, world_size: int, port: int, transport: Transport)
 
 
 @pytest.mark.parametrize(("world_size", "transport"), [(1, "gloo"), (3, "gloo"), (3, "shared")])
-def test_parameters_are_moved_without_a_graph(world_size: int, transport: Transport) -> None:
+def test_parameters_are_moved_without_a_graph(world_size: int, transport: TransportName) -> None:
     run_ranks(world_size, move_parameters, world_size, free_port(), transport)
 
 
@@ -231,7 +231,7 @@ def test_a_group_has_the_transport_that_it_is_given() -> None:
     assert run_ranks(2, share_in_groups, free_port()) == [[False, True]] * 2
 
 
-def poll(rank: int, port: int, transport: Transport) -> list[bool]:
+def poll(rank: int, port: int, transport: TransportName) -> list[bool]:
     """Whether calls are complete while rank 1 waits for a message that rank 0 sends after it has looked; then polls."""
     with process_group(rank, 3, port, options=Options(transport=transport)):
         start, large = empty(1000, torch.empty(0)).fill_(rank), torch.full((700_000,), float(rank))
@@ -256,12 +256,12 @@ def poll(rank: int, port: int, transport: Transport) -> list[bool]:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-def test_is_completed_does_not_wait_and_comes_to_be_true(transport: Transport) -> None:
+def test_is_completed_does_not_wait_and_comes_to_be_true(transport: TransportName) -> None:
     looked = [False] * 3 if transport == "shared" else []
     assert run_ranks(3, poll, free_port(), transport) == [looked, [], []]
 
 
-def chain(rank: int, port: int, transport: Transport) -> list[float]:
+def chain(rank: int, port: int, transport: TransportName) -> list[float]:
     """What `then` has called, in order, when an all-reduce has been waited for."""
     with process_group(rank, 2, port, options=Options(transport=transport)):
         first, second, order = torch.full((500,), 1.0), torch.full((500,), 2.0), list[float]()
@@ -277,7 +277,7 @@ def chain(rank: int, port: int, transport: Transport) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-def test_then_calls_in_order_and_waits_for_what_it_starts(transport: Transport) -> None:
+def test_then_calls_in_order_and_waits_for_what_it_starts(transport: TransportName) -> None:
     assert run_ranks(2, chain, free_port(), transport) == [[2, 4]] * 2
 
 

@@ -23,7 +23,7 @@ from support.processes import before_forks, collect_before_a_fork, free_port, pr
 from support.refusals import refuse
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, TransportName
 from distlab.comm.group import empty, shares
 from distlab.comm.transports.mappings import HUGE_BYTES, Mapping, Offer, accept
 from distlab_exercises.forked import forked
@@ -201,7 +201,7 @@ def test_nothing_is_left_of_the_memory_when_all_ranks_have_been_killed() -> None
     assert wait_for(lambda: shared_bytes() < before + HELD_BYTES // 4, 10)
 
 
-def do_without(rank: int, port: int, call: str, error: int, transport: Transport) -> tuple[float, list[str], str]:
+def do_without(rank: int, port: int, call: str, error: int, transport: TransportName) -> tuple[float, list[str], str]:
     """The average of two ranks of which one is refused memory, what was remarked, and an error."""
     remarks: list[str] = []
     options = Options(transport=transport, remark=remarks.append)

@@ -15,7 +15,7 @@ from support.refusals import refuse
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Context, Options, Transport
+from distlab.comm.context import Context, Options, TransportName
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
 from distlab.comm.waits import TrafficError
@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX]
 
 
-def join_hosts(rank: int, hosts: str, port: int, transport: Transport = "shared", **options: Any) -> Context:
+def join_hosts(rank: int, hosts: str, port: int, transport: TransportName = "shared", **options: Any) -> Context:
     """Set up the process group of ranks that are on hosts of these names; with "shared", they share any size."""
     places = [Place(host) for host in hosts]
     return join(rank, len(hosts), port, options=Options(transport=transport, places=places, **options))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import typing_extensions
 from support.processes import free_port, join, meeting_of, run_ranks
 
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, TransportName
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single
 from distlab.comm.names import line_of_script, named
 from distlab.comm.waits import TrafficError
@@ -43,7 +43,7 @@ CALLS = {
 }
 
 
-def run_script(rank: int, port: int, end: Barrier, call: str, transport: Transport, name: str) -> str:
+def run_script(rank: int, port: int, end: Barrier, call: str, transport: TransportName, name: str) -> str:
     """What rank 0 says when it runs a script that waits for ranks which are silent."""
     context = join(rank, 3, port, options=Options(transport=transport))
     pair = dist.new_group([0, 2])
@@ -66,7 +66,7 @@ def run_script(rank: int, port: int, end: Barrier, call: str, transport: Transpo
     ("call", "transport"),
     [(call, "gloo") for call in CALLS] + [("all_reduce(tensor)", "shared"), ("broadcast(tensor, 1)", "shared")],
 )
-def test_a_wait_of_a_plain_script_is_named_by_operation_peers_and_line(call: str, transport: Transport) -> None:
+def test_a_wait_of_a_plain_script_is_named_by_operation_peers_and_line(call: str, transport: TransportName) -> None:
     sentence, *_ = run_ranks(3, run_script, free_port(), meeting_of(3), call, transport, "")
     expected = rf"rank 0 waited (\d+\.\d) s for {CALLS[call]}, plain\.py line 8: no answer .*"
     found = re.fullmatch(expected, sentence)

@@ -16,7 +16,7 @@ from support.processes import free_port, join, meeting_of, process_group, run_ra
 from support.refusals import refuse
 from torch import Tensor
 
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, TransportName
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
 from distlab.comm.transports.queues import QueuedMessage, SharedQueue
@@ -313,7 +313,9 @@ def test_open_queues_carry_the_messages_that_they_have_room_for() -> None:
     assert last == [[], one_page, all_but_one]
 
 
-def do_without(rank: int, port: int, who: int, call: str, error: int, transport: Transport) -> tuple[list[str], str]:
+def do_without(
+    rank: int, port: int, who: int, call: str, error: int, transport: TransportName
+) -> tuple[list[str], str]:
     """What was remarked, and an error, when a rank is refused memory and the other one is not."""
     remarks: list[str] = []
     options = Options(transport=transport, remark=remarks.append)
@@ -360,7 +362,7 @@ def test_without_memory_a_run_that_asks_for_it_ends_on_both_ranks(who: int) -> N
         )
 
 
-def where_there_are_queues(rank: int, port: int, transport: Transport) -> list[int]:
+def where_there_are_queues(rank: int, port: int, transport: TransportName) -> list[int]:
     """By link, how many queues this rank has to or from the next rank, of three on two hosts."""
     options = Options(transport=transport, places=[Place("a"), Place("a"), Place("b")])
     with process_group(rank, 3, port, options=options):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.held import mappings, pipes_and_memory, threads
 from support.processes import free_port, join, process_group, run_ranks
 
-from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import empty, open_queues
 from distlab.comm.lab_group import LabGroup
 
@@ -63,7 +63,7 @@ def grow(round_trip: Callable[[int], object], warm_up: int, rounds: int) -> None
     assert settled() == before
 
 
-def make_again(rank: int, port: int, transport: Transport) -> None:
+def make_again(rank: int, port: int, transport: TransportName) -> None:
     with process_group(rank, 3, port, options=Options(transport=transport)):
 
         def round_trip(_: int) -> None:
@@ -75,7 +75,7 @@ def make_again(rank: int, port: int, transport: Transport) -> None:
         grow(round_trip, 5, ROUNDS)
 
 
-def reopen(rank: int, port: int, transport: Transport) -> None:
+def reopen(rank: int, port: int, transport: TransportName) -> None:
     with process_group(rank, 3, port, options=Options(transport=transport)):
         group = dist.new_group([0, 1, 2])
         assert isinstance(group, LabGroup)
@@ -88,7 +88,7 @@ def reopen(rank: int, port: int, transport: Transport) -> None:
         use(group)
 
 
-def begin_again(rank: int, ports: list[int], transport: Transport) -> None:
+def begin_again(rank: int, ports: list[int], transport: TransportName) -> None:
     def round_trip(number: int) -> None:
         join(rank, 2, ports[number], options=Options(transport=transport))
         use(None)
@@ -100,12 +100,12 @@ def begin_again(rank: int, ports: list[int], transport: Transport) -> None:
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("work", [make_again, reopen])
-def test_nothing_is_left_of_groups_that_are_closed(work: Callable[..., None], transport: Transport) -> None:
+def test_nothing_is_left_of_groups_that_are_closed(work: Callable[..., None], transport: TransportName) -> None:
     run_ranks(3, work, free_port(), transport)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-def test_one_default_group_follows_another(transport: Transport) -> None:
+def test_one_default_group_follows_another(transport: TransportName) -> None:
     run_ranks(2, begin_again, [free_port() for _ in range(5)], transport)
 
 

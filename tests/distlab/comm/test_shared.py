@@ -10,7 +10,7 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, TransportName
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
 from distlab.comm.transports import collectives, memory, slots
@@ -216,7 +216,7 @@ def test_any_number_of_collectives_may_start_before_the_first_is_waited_for() ->
     run_ranks(3, start_many, free_port())
 
 
-def train_over(rank: int, port: int, transport: Transport) -> tuple[Tensor, dict[str, int], bool]:
+def train_over(rank: int, port: int, transport: TransportName) -> tuple[Tensor, dict[str, int], bool]:
     """A model's weights after three steps, the bytes sent, and whether its gradients are in shared memory."""
     with process_group(rank, 2, port, options=Options(transport=transport)) as context:
         linear = torch.nn.Linear(200, 400)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.comm.context import Context, Options, Transport
+from distlab.comm.context import Context, Options, TransportName
 from distlab.comm.names import named
 from distlab.comm.recorder import MESSAGE
 
@@ -197,7 +197,7 @@ def save_and_load(rank: int, context: Context, folder: Path) -> None:
     assert_trained(other)
 
 
-def work_with(rank: int, port: int, transport: Transport, work: Callable[..., None], folder: Path) -> bool:
+def work_with(rank: int, port: int, transport: TransportName, work: Callable[..., None], folder: Path) -> bool:
     with process_group(rank, 2, port, options=Options(transport=transport)) as context:
         context.recorder.enabled = True
         work(rank, context, folder)
@@ -206,6 +206,6 @@ def work_with(rank: int, port: int, transport: Transport, work: Callable[..., No
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 @pytest.mark.parametrize("work", [replicate, replicate_in_buckets, shard, split, pipe, save_and_load])
-def test_results_are_those_of_one_process(work: Callable[..., None], transport: Transport, tmp_path: Path) -> None:
+def test_results_are_those_of_one_process(work: Callable[..., None], transport: TransportName, tmp_path: Path) -> None:
     shares_memory = run_ranks(2, work_with, free_port(), transport, work, tmp_path)
     assert shares_memory == [transport == "shared" and work is not pipe] * 2

@@ -11,7 +11,7 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
 from distlab.axes.grid import Axis, Grid, all_ranks
-from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.context import Options, TransportName, context_of
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.context_parallel import ContextParallel, positions_of, visible
 from distlab.parallel.division import Kind, Order
@@ -103,7 +103,7 @@ def mean_over(axis: Axis, tensors: list[Tensor]) -> list[Tensor]:
     return [tensor / axis.size for tensor in tensors]
 
 
-def train_both(rank: int, ranks: int, transport: Transport, port: int) -> None:
+def train_both(rank: int, ranks: int, transport: TransportName, port: int) -> None:
     """Losses and gradients of the parts beside those of the whole: all ways, with and without documents."""
     with process_group(rank, ranks, port, options=Options(transport=transport)):
         torch.manual_seed(rank)
@@ -128,7 +128,7 @@ def train_both(rank: int, ranks: int, transport: Transport, port: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "transport"), [(3, "gloo"), (2, "auto")])
-def test_losses_and_gradients_are_those_of_one_process(ranks: int, transport: Transport) -> None:
+def test_losses_and_gradients_are_those_of_one_process(ranks: int, transport: TransportName) -> None:
     run_ranks(ranks, train_both, ranks, transport, free_port(), deadline=120)
 
 

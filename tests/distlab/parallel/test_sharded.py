@@ -9,7 +9,7 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.axes.placement import placement_of
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, TransportName
 from distlab.comm.group import shares
 from distlab.parallel.sharded import Sharded, ShardedDP
 from distlab.run.model import build_optimizer
@@ -64,7 +64,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
 }
 STEPS, MICRO_BATCHES = 3, 2
-TRANSPORTS: list[Transport] = ["gloo", "shared"]
+TRANSPORTS: list[TransportName] = ["gloo", "shared"]
 Run = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]  # weights before and after, buffers
 
 
@@ -164,7 +164,7 @@ def start_of(shard: nn.Parameter) -> int:
 
 
 def train_in_bfloat16(
-    rank: int, port: int, transport: Transport
+    rank: int, port: int, transport: TransportName
 ) -> list[tuple[Run, dict[str, Tensor], dict[str, int]]]:
     """For each way to share out: the run, this rank's shards, and where they begin.
 

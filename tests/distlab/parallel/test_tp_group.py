@@ -7,7 +7,7 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
-from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.parallel.tp_group import (
@@ -61,7 +61,7 @@ def test_a_rank_alone_gathers_and_scatters_at_once() -> None:
     assert dict(context_of().ledger.messages) == before
 
 
-def exchange(rank: int, ranks: int, port: int, transport: Transport) -> tuple[list[Tensor], dict[str, int]]:
+def exchange(rank: int, ranks: int, port: int, transport: TransportName) -> tuple[list[Tensor], dict[str, int]]:
     """Each function on slices of 7 rows, against what one process would compute from all ranks' inputs.
 
     Returns what each function gives forward and backward, and the bytes sent.

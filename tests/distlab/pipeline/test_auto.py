@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from distlab.pipeline.actions import GRAPH, ActionCosts, BackwardInput, Recompute, Result, stages_of
+from distlab.pipeline.actions import GRAPH, ActionCosts, BackwardInput, ForwardAgain, Result, stages_of
 from distlab.pipeline.auto import RECOMPUTING, Limit, find_programs, placement, read_limit
 from distlab.pipeline.plan import Plan, simulate
 from distlab.pipeline.schedules import SCHEDULES, all_stages, auto, stages_per_worker, with_recomputation
@@ -151,7 +151,7 @@ def test_with_recomputation_a_limit_in_micro_batches_counts_those_of_which_anyth
     assert max(simulate(found, costs).peak_bytes) <= 1.5
 
 
-class FirstHalf(Recompute):
+class FirstHalf(ForwardAgain):
     letter, gives = "x", ("half of a graph",)
 
     def seconds(self, costs: ActionCosts) -> float:
@@ -168,7 +168,7 @@ class SecondHalf(FirstHalf):
         return [self.result("half of a graph")]
 
     def kept_share(self, costs: ActionCosts) -> float:
-        return Recompute.kept_share(self, costs)
+        return ForwardAgain.kept_share(self, costs)
 
 
 def test_recomputation_in_two_actions_starts_when_it_would_start_in_one() -> None:
@@ -180,11 +180,11 @@ def test_recomputation_in_two_actions_starts_when_it_would_start_in_one() -> Non
             find_programs(
                 workers, 8, 1, costs, Limit(2.5), tries=12, passes=(forward, (*again, BackwardInput), weights)
             )
-            for again in ((Recompute,), (FirstHalf, SecondHalf))
+            for again in ((ForwardAgain,), (FirstHalf, SecondHalf))
         )
         joined = [
             [
-                Recompute(a.stage, a.micro_batch) if type(a) is FirstHalf else a
+                ForwardAgain(a.stage, a.micro_batch) if type(a) is FirstHalf else a
                 for a in program
                 if type(a) is not SecondHalf
             ]

@@ -11,7 +11,7 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
-from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.context import Options, TransportName, context_of
 from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardWeight, Forward, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
@@ -24,7 +24,7 @@ MICRO_BATCHES = (1, 3, 4, 8)  # fewer than stages, as many, and more; 3 do not d
 
 
 def compare_with_one_process(
-    rank: int, port: int, transport: Transport, split: tuple[int, ...], schedules: list[str]
+    rank: int, port: int, transport: TransportName, split: tuple[int, ...], schedules: list[str]
 ) -> int:
     """Train with half of the schedules and numbers of micro-batches, next to the whole model; the comparisons."""
     compared, stages = 0, len(split)
@@ -86,7 +86,7 @@ def gradients(
     port: int,
     runs: list[PipelineRun],
     dtype: torch.dtype,
-    transport: Transport,
+    transport: TransportName,
     recompute: bool = False,
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """For each run, the sum of this rank's losses of the last step, and its gradients, added up over the steps."""
@@ -122,7 +122,7 @@ def gradients(
     ids=str,
 )
 def test_every_schedule_gives_the_gradients_of_gpipe_bit_for_bit(
-    workers: int, dtype: torch.dtype, recompute: bool, transport: Transport
+    workers: int, dtype: torch.dtype, recompute: bool, transport: TransportName
 ) -> None:
     """With as many stages in one process, which are the gradients of the whole model; also with recomputation.
 

@@ -10,7 +10,7 @@ from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, ba
 from support.processes import free_port, process_group, run_ranks
 
 from distlab.axes.grid import Grid
-from distlab.comm.context import Options, Transport
+from distlab.comm.context import Options, TransportName
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
@@ -23,7 +23,7 @@ IN_A_V = ["zb-v", "dualpipe-v", "auto", "zb-v"]
 MICRO_BATCHES = {"gpipe": 5, "zb-v": 3}  # others have 6
 
 
-def train(rank: int, port: int, workers: int, names: list[str], transport: Transport, run_on: bool) -> int:
+def train(rank: int, port: int, workers: int, names: list[str], transport: TransportName, run_on: bool) -> int:
     """Two steps of each schedule next to the whole model; the number of parameters compared."""
     with process_group(rank, workers, port, options=Options(transport=transport)):
         schedules = [all_stages(name, workers, MICRO_BATCHES.get(name, 6)) for name in names]
@@ -66,7 +66,7 @@ def train(rank: int, port: int, workers: int, names: list[str], transport: Trans
     ],
 )
 def test_a_schedule_changes_in_the_middle_of_a_run_and_nothing_else_does(
-    workers: int, names: list[str], transport: Transport, run_on: bool
+    workers: int, names: list[str], transport: TransportName, run_on: bool
 ) -> None:
     compared = run_ranks(workers, train, free_port(), workers, names, transport, run_on, deadline=120)
     assert sum(compared) == 3 + 9 * workers * (1 if names is ONE_STAGE else 2)
@@ -98,7 +98,7 @@ def holdings() -> tuple[int, int, int]:
     return mappings(), len(os.listdir("/proc/self/fd")), threads()
 
 
-def reopen(rank: int, port: int, transport: Transport, times: int) -> list[tuple[int, int, int]]:
+def reopen(rank: int, port: int, transport: TransportName, times: int) -> list[tuple[int, int, int]]:
     """What this rank holds after a step, and after as many steps again with changes of the schedule in between."""
     held = []
     with process_group(rank, 2, port, options=Options(transport=transport)):
@@ -118,7 +118,7 @@ def reopen(rank: int, port: int, transport: Transport, times: int) -> list[tuple
 
 
 @pytest.mark.parametrize(("transport", "times"), [("auto", 20), ("gloo", 10)])
-def test_links_that_are_closed_and_opened_many_times_leave_nothing(transport: Transport, times: int) -> None:
+def test_links_that_are_closed_and_opened_many_times_leave_nothing(transport: TransportName, times: int) -> None:
     for before, after in run_ranks(2, reopen, free_port(), transport, times, deadline=120):
         assert (before[0] > 0) == (transport == "auto")
         assert after[::2] == before[::2]

@@ -15,7 +15,7 @@ from support.processes import free_port, meeting_of, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
-from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.lab_group import LabGroup
 from distlab.comm.pending import Pending
 from distlab.comm.transports.queues import FREE
@@ -67,7 +67,7 @@ def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
         return sends.total, sends.peak, sends.now
 
 
-def losses_and_gradients(rank: int, port: int, transport: Transport, dtype: torch.dtype) -> tuple[float, Any, int]:
+def losses_and_gradients(rank: int, port: int, transport: TransportName, dtype: torch.dtype) -> tuple[float, Any, int]:
     """The loss of a step, this rank's gradients, and the bytes that it has sent to other stages."""
     with process_group(rank, 3, port, options=Options(transport=transport)):
         net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
@@ -84,7 +84,7 @@ def losses_and_gradients(rank: int, port: int, transport: Transport, dtype: torc
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_messages_in_bfloat16_are_half_as_large_and_the_gradients_nearly_the_same(transport: Transport) -> None:
+def test_messages_in_bfloat16_are_half_as_large_and_the_gradients_nearly_the_same(transport: TransportName) -> None:
     whole, half = (
         run_ranks(3, losses_and_gradients, free_port(), transport, dtype) for dtype in (torch.float32, torch.bfloat16)
     )
@@ -113,7 +113,7 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[bool, bool]]:
+def leave_sends_open(rank: int, port: int, transport: TransportName) -> list[tuple[bool, bool]]:
     """Three steps that run on: are the gradients the usual ones, and is a send of the step still open?"""
     options = Options(transport=transport)
     with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
@@ -136,7 +136,7 @@ def leave_sends_open(rank: int, port: int, transport: Transport) -> list[tuple[b
 
 
 @pytest.mark.parametrize("transport", ["gloo", "auto"])
-def test_steps_that_run_on_leave_their_last_sends_to_the_next_one(transport: Transport) -> None:
+def test_steps_that_run_on_leave_their_last_sends_to_the_next_one(transport: TransportName) -> None:
     """Stage 0 leaves none: each of its activations is known to have arrived when its gradient has come back.
 
     Nor does a stage that shares memory: a message is copied when it is sent.
@@ -189,7 +189,7 @@ def test_no_worker_waits_for_a_slot(schedule: str) -> None:
         assert waits == 0
 
 
-def run_ahead(rank: int, port: int, transport: Transport, ended: Barrier) -> None:
+def run_ahead(rank: int, port: int, transport: TransportName, ended: Barrier) -> None:
     """Stage 1 begins when stage 0 has ended its forward passes, of 8 MB of activations each."""
     width, micro_batches = 4096, 6
 
@@ -221,7 +221,7 @@ def run_ahead(rank: int, port: int, transport: Transport, ended: Barrier) -> Non
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_sends_do_not_hold_up_the_stage_that_sends(transport: Transport) -> None:
+def test_sends_do_not_hold_up_the_stage_that_sends(transport: TransportName) -> None:
     run_ranks(2, run_ahead, free_port(), transport, meeting_of(2))
 
 

@@ -25,7 +25,7 @@ from distlab.pipeline.actions import (
 from distlab.pipeline.engine import ScheduleError
 from distlab.pipeline.plan import (
     MULTIPLY_ADDS_OF_A_THREAD,
-    Link,
+    LinkKey,
     busy_workers,
     ideal_bubble,
     in_a_row,
@@ -318,13 +318,13 @@ def test_what_stays_on_its_stage_cannot_be_needed_elsewhere() -> None:
         simulate(programs)
 
 
-def play_at_random(programs: Sequence[Program], random: Random) -> Counter[Link]:
+def play_at_random(programs: Sequence[Program], random: Random) -> Counter[LinkKey]:
     """Run three steps in a random order that the schedule allows; by link, the most messages sent and not taken."""
     programs = in_a_row(programs, 3)
     plan = simulate(programs)
     link_of = {result: link for link, results in plan.messages.items() for result in results}
     done: set[Result] = set()
-    on_the_way, most, places = Counter[Link](), Counter[Link](), [0] * len(programs)
+    on_the_way, most, places = Counter[LinkKey](), Counter[LinkKey](), [0] * len(programs)
     order = list(range(len(programs)))
     while unfinished := [worker for worker in order if places[worker] < len(programs[worker])]:
         if random.random() < 0.05:
@@ -348,7 +348,7 @@ def test_no_more_messages_are_ever_on_the_way_than_there_is_room_for(
     name: str, workers: int, micro_batches: int
 ) -> None:
     programs = all_stages(name, workers, micro_batches)
-    room, most = most_on_the_way(programs, simulate(programs)), Counter[Link]()
+    room, most = most_on_the_way(programs, simulate(programs)), Counter[LinkKey]()
     for seed in range(20):
         most |= play_at_random(programs, Random(seed))
     assert set(most) == set(room)

@@ -12,7 +12,7 @@ from distlab.pipeline.actions import (
     ActionCosts,
     Backward,
     Forward,
-    Recompute,
+    ForwardAgain,
     stages_of,
 )
 from distlab.pipeline.plan import in_a_row, simulate
@@ -80,7 +80,7 @@ def test_with_recomputation_one_micro_batch_of_a_stage_is_kept_at_a_time_and_all
         plan = simulate(programs, ActionCosts(activation_bytes=1, weight_bytes_share=0))
         assert max(plan.peak_bytes) == 1, "from R to the backward pass"
         for own, before in zip(programs, usual, strict=True):
-            kept = [action for action in own if not isinstance(action, Recompute)]
+            kept = [action for action in own if not isinstance(action, ForwardAgain)]
             assert [str(action).upper() for action in kept] == [str(action) for action in before]
 
 
@@ -93,7 +93,7 @@ def test_recomputation_takes_a_forward_pass_for_each_micro_batch(name: str) -> N
     costs = ActionCosts(forward=[1.0 + stage for stage in range(stages)], backward=4.0, blocks=0.5)
     for before, own in zip(usual, with_recomputation(usual), strict=True):
         more = sum(map(costs.seconds, own)) - sum(map(costs.seconds, before))
-        again = [a.stage for a in own if isinstance(a, Recompute)]
+        again = [a.stage for a in own if isinstance(a, ForwardAgain)]
         assert len(again) + sum(a.letter in "bi" for a in own) == micro_batches * len(stages_of(own))
         within = micro_batches * len(stages_of(own)) - len(again)
         assert more == pytest.approx(sum(1.0 + stage for stage in again) + 0.5 * within)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.processes import free_port, join, meeting_of, run_ranks
 
-from distlab.comm.context import Options, Transport, context_of
+from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import empty, shares
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous import notices
@@ -19,7 +19,7 @@ from distlab.rendezvous.groups import world_group
 from distlab.rendezvous.store import SharedStore
 
 
-def wait_in_another_order(rank: int, port: int, transport: Transport) -> tuple[bool, str]:
+def wait_in_another_order(rank: int, port: int, transport: TransportName) -> tuple[bool, str]:
     """Rank 0 waits for an all-reduce before it sends; rank 1 receives before it waits for the all-reduce."""
     join(rank, 2, port, timeout_seconds=3, options=Options(transport=transport))
     world = world_group()

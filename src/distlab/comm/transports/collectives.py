@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.pending import SharedWork
-from distlab.comm.transports.memory import PLACES, Place, SharedMemory
+from distlab.comm.transports.memory import PLACES, Address, SharedMemory
 from distlab.comm.transports.sums import CHUNK_BYTES, combine_in_order
 
 DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
@@ -109,7 +109,7 @@ class InPlace(SharedCollective):
     """
 
     def __init__(
-        self, collectives: Collectives, place: Place, own: Tensor, combine: Callable[[list[Tensor]], object]
+        self, collectives: Collectives, place: Address, own: Tensor, combine: Callable[[list[Tensor]], object]
     ) -> None:
         super().__init__(collectives, own.dtype)
         self._own, self._combine = own.view(-1), combine

@@ -21,7 +21,7 @@ from distlab.comm.transports.transport import Members, Transport
 from distlab.comm.waits import Wait
 
 MadeT = TypeVar("MadeT")
-Place = tuple[int, int]  # the number of a mapping, and an offset in this rank's part of it, in bytes
+Address = tuple[int, int]  # the number of a mapping, and an offset in this rank's part of it, in bytes
 
 READY, DONE, TURN = 1, 2, 3  # signals
 SLOT_BYTES = 1 << 20  # of each of a rank's two slots for tensors that lie elsewhere; a slot stays in the caches
@@ -44,7 +44,7 @@ class SharedMemory:
         ready: the signal that this rank has filled its tensor of a collective in place.
         done: the signal that this rank has computed its part of a collective in place.
         turn: the signal that this rank has put the next piece of a tensor into its slot.
-        places: by rank, of its last collectives in place: the numbers of a `Place` for each.
+        places: by rank, of its last collectives in place: the numbers of an `Address` for each.
         dtypes: by rank, of its last collectives: a number for each that tells its dtype.
     """
 
@@ -136,14 +136,14 @@ class SharedMemory:
         like = torch.empty(elements, dtype=dtype, device="meta")
         return [mapping.part(rank, like) for rank in range(self.size)]
 
-    def part(self, rank: int, place: Place, like: Tensor) -> Tensor:
+    def part(self, rank: int, place: Address, like: Tensor) -> Tensor:
         """Return the tensor of a rank that begins at a place, with the size and dtype of `like`: (elements,)."""
         number, offset = place
         if number not in self._mappings:
             raise RuntimeError("another rank gave a tensor in shared memory of which this rank has freed its part")
         return self._mappings[number].part(rank, like, offset)
 
-    def place_of(self, tensor: Tensor) -> Place | None:
+    def place_of(self, tensor: Tensor) -> Address | None:
         """Return where a tensor begins; None if it is not in a part of this rank."""
         at = tensor.data_ptr()
         for number, mapping in self._mappings.items():

@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import SMALLEST_SHARED_BYTES
 from distlab.comm.transports import slots
 from distlab.comm.transports.collectives import Collectives, InPlace, combine_share
-from distlab.comm.transports.memory import MemoryTransport, Place, SharedMemory
+from distlab.comm.transports.memory import Address, MemoryTransport, SharedMemory
 from distlab.comm.transports.sums import add_row, copy_all, copy_from, is_known
 from distlab.comm.transports.transport import Carried, Members, Op, is_overlapping
 from distlab.comm.waits import Wait
@@ -49,7 +49,7 @@ class OneHost(MemoryTransport):
         begun = list(self._collectives.not_done)
         return [one.named for one in begun if one.is_held_back and one.named is not None]
 
-    def _in_place(self, place: Place, own: Tensor, combine: Callable[[list[Tensor]], object]) -> Carried:
+    def _in_place(self, place: Address, own: Tensor, combine: Callable[[list[Tensor]], object]) -> Carried:
         self._collectives.make_room(self.members.context.waits.timeout_seconds)
         return Carried(InPlace(self._collectives, place, own, combine))
 

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES, Hosts
 from distlab.comm.transports.collectives import Collectives, InPlace, combine_share
 from distlab.comm.transports.mappings import NotShared
-from distlab.comm.transports.memory import MemoryTransport, Place, SharedMemory, from_rank_0
+from distlab.comm.transports.memory import Address, MemoryTransport, SharedMemory, from_rank_0
 from distlab.comm.transports.signals import SECONDS_MORE
 from distlab.comm.transports.sums import copy_from
 from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
@@ -128,7 +128,7 @@ class MemoryOfHosts:
             raise problem or NotShared("the ranks of another host cannot share memory")
         return buffer
 
-    def all_reduce(self, place: Place, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
+    def all_reduce(self, place: Address, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
         """Combine the tensors in all ranks' parts, on all hosts, after all earlier operations.
 
         `own`, (elements,), is this rank's, at `place`. Those of a host are first combined in the order of the ranks,
@@ -137,7 +137,7 @@ class MemoryOfHosts:
         """
         return self._thread.submit(self._combine, place, own, op, timeout)
 
-    def _combine(self, place: Place, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+    def _combine(self, place: Address, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
         deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
         add = partial(combine_share, rank=self.rank, op=plain, all_get_it=False)
