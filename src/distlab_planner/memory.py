@@ -2,15 +2,14 @@
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.pipeline.actions import stages_of
-from distlab_planner.costs import SHARDED_BUCKET_BYTES, Costs
+from distlab_planner.costs import Costs
+from distlab_planner.gathered import gathered_bytes
 from distlab_planner.graph import graph_of
 from distlab_planner.machine import Machine
-from distlab_planner.model import ID_BYTES, NUMBER_BYTES, PARTS, Parameter, share
+from distlab_planner.model import ID_BYTES, NUMBER_BYTES, share
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
 # Freed memory that an allocator keeps, for each byte that is held: fitted to bench/planner.py, on CPUs only. glibc
@@ -64,7 +63,7 @@ def held(costs: Costs, worker: int) -> RankMemory:
         parameters=parameters + corrections,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
         optimizer_state=own * MOMENTS[costs.optimizer],
-        gathered=_gathered(costs, stages),
+        gathered=gathered_bytes(costs, program),
         activations=max(*after, *within) + ids + tables,
     )
 
@@ -87,49 +86,3 @@ def share_of_rank(machine: Machine, ranks: int) -> float:
         return machine.memory_bytes_per_host / on_host
     gpus = machine.cores_per_host  # which the ranks of a host get in turn
     return machine.memory_bytes_per_host / gpus / math.ceil(on_host / gpus)
-
-
-def _gathered(costs: Costs, stages: Sequence[int]) -> int:
-    """Return the bytes of blocks or buckets that are temporarily whole, and of the buffer where they are reduced."""
-    layout, on_hosts = costs.layout, costs.on_hosts
-    has_buffer = costs.machine.device == "cpu" and on_hosts.is_inside(on_hosts.replicas)  # in shared memory
-    if layout.shard == "gradients":
-        return sum(_whole_buckets(costs, stage, has_buffer) for stage in stages)
-    if layout.shard != "weights":
-        return 0
-    parts = _parameters(costs, *stages)
-    gradients = [sum(one.numbers for one in part) * NUMBER_BYTES for part in parts]
-    number_bytes = {True: costs.model.sizes.inner_bytes, False: NUMBER_BYTES}
-    weights = [sum(one.numbers * number_bytes[one.is_rounded] for one in part) for part in parts]
-    # In a backward pass, a block, its gradient, and the weights of the block before it.
-    whole = (own + gradient + before for own, gradient, before in zip(weights, gradients, [0, *weights], strict=False))
-    return max(whole) + max(gradients) * has_buffer
-
-
-def _parameters(costs: Costs, *stages: int) -> list[list[Parameter]]:
-    """Return the parameters of each block, and of the embedding and the head, that a rank holds of stages, in order."""
-    layout, sizes = costs.layout, costs.model.sizes
-    each = {part: sizes.parameters(part, layout.size("tp"), layout.size("ep")) for part in PARTS}
-    return [each[part] for stage in stages for part in PARTS for _ in range(layout.parts(stage)[part])]
-
-
-def _whole_buckets(costs: Costs, stage: int, has_buffer: bool) -> int:
-    """Return the bytes of the buckets of a stage's gradients that are whole at once, and of buffers for reducing them.
-
-    Weights that passes round and others are reduced one after the other; experts with other holders have own buckets.
-    """
-    buckets = list[tuple[bool, Counter[bool]]]()  # whether it has experts of other holders; bytes by whether rounded
-    latest: dict[bool, Counter[bool]] = {}  # the open bucket
-    for one in reversed(list(itertools.chain.from_iterable(_parameters(costs, stage)))):
-        of_others = one.of_expert and costs.layout.size("ep") > 1
-        if of_others not in latest or latest[of_others].total() >= SHARDED_BUCKET_BYTES:
-            latest[of_others] = Counter()
-            buckets.append((of_others, latest[of_others]))
-        latest[of_others][one.is_rounded] += one.numbers * NUMBER_BYTES
-    if not has_buffer:
-        return sum(sorted(bucket.total() for _, bucket in buckets)[-2:])
-    whole, longest = Counter[bool](), Counter[bool]()  # the largest bucket, and the largest part of one, of each kind
-    for of_others, bucket in buckets:
-        whole[of_others] = max(whole[of_others], bucket.total())
-        longest[of_others] = max(longest[of_others], *bucket.values())
-    return whole.total() + longest.total()

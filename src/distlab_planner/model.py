@@ -24,6 +24,7 @@ class Parameter:
     numbers: int
     is_rounded: bool = False  # by each pass, to the dtype of products: not routers and gains of norms
     of_expert: bool = False
+    is_delayed: bool = False  # its gradient, by schedules with `BackwardWeight`: of a matrix, not of the embedding
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,16 @@ class Sizes:
         if part == "embedding":
             return [Parameter(vocabulary)]
         if part == "head":
-            return [gain, Parameter(vocabulary, rounds)]
-        query, key = (Parameter(share(wide, tp) * width, rounds) for wide in (width, self.kv_width))
-        matrix = Parameter(width * self.network_width(tp), rounds)
+            return [gain, Parameter(vocabulary, rounds, is_delayed=True)]
+        slices = share(width, tp), share(self.kv_width, tp), self.network_width(tp)
+        query, key, matrix = (Parameter(width * wide, rounds, is_delayed=True) for wide in slices)
         block = [gain, query, key, key, query, *2 * self.qk_norm * [Parameter(self.head_dim)], gain]
         if not self.experts:
             return [*block, *3 * [matrix]]
         own = replace(matrix, of_expert=True)
         return [
             *block,
-            Parameter(self.experts * width),
+            Parameter(self.experts * width, is_delayed=True),
             *self.experts // ep * 3 * [own],
             *self.shared_experts * 3 * [matrix],
         ]
