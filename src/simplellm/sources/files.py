@@ -40,10 +40,10 @@ def open_file(data: str, wanted: str = "give a .txt, .jsonl or .parquet file") -
 def open_split(data: str, split: str) -> Source:
     """Return the documents of a split of a file; `InputError` if it cannot be read."""
     wanted = "give sample, tinystories, or the path of a .txt, .jsonl or .parquet file"
-    return Split(open_file(data, wanted), Path(os.path.expanduser(data)), split)
+    return FileSplit(open_file(data, wanted), Path(os.path.expanduser(data)), split)
 
 
-class Split(Source):
+class FileSplit(Source):
     """One split of a file's documents: every 20th is for validation, the others are for training."""
 
     def __init__(self, file: Source, path: Path, split: str) -> None:
