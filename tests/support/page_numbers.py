@@ -172,10 +172,10 @@ class Expected:
         """Return the events of each step but the first, by rank: name, start and end in seconds, message."""
         raw = [e for e in self._trace if e["ph"] == "X"]
         taken: dict[int, list[Any]] = {rank: [e for e in raw if e["pid"] == rank] for rank in self.ranks}
-        steps = {rank: sorted(e["ts"] for e in own if e["cat"] == "step") for rank, own in taken.items()}
+        steps = {rank: sorted((e["ts"], e["dur"]) for e in own if e["cat"] == "step") for rank, own in taken.items()}
         found = []
         for number in range(1, len(steps[0])):
-            spans = {rank: (at[number], [*at, math.inf][number + 1]) for rank, at in steps.items()}
+            spans = {rank: (at[number][0], sum(at[number])) for rank, at in steps.items()}
             found.append([
                 [
                     (e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, e.get("args", {}).get("message", ""))

@@ -38,10 +38,13 @@ class RankTrace:
 
     @functools.cached_property
     def _by_step(self) -> dict[tuple[float, str], list[Event]]:
-        starts = [-math.inf, *sorted(event.start for event in self.events if event.kind == STEP)]
+        steps = sorted((event for event in self.events if event.kind == STEP), key=lambda step: step.start)
+        starts = [step.start for step in steps]
         by_step: dict[tuple[float, str], list[Event]] = defaultdict(list)
         for event in self.events:
-            by_step[starts[bisect.bisect(starts, event.start) - 1], event.kind].append(event)
+            number = bisect.bisect(starts, event.start) - 1
+            if number >= 0 and event.start < steps[number].end:  # otherwise between steps, as in a checkpoint
+                by_step[starts[number], event.kind].append(event)
         return by_step
 
 

@@ -204,6 +204,13 @@ def test_merged_ranks_share_an_origin() -> None:
     assert trace.ranks[1].events == [Event(WAIT, "w", 0.5, 1.0), Event(STEP, "step", 0.0, 1.0)]
 
 
+def test_waits_between_two_steps_are_in_neither() -> None:
+    first, second = Event(STEP, "step 0", 1, 3), Event(STEP, "step 1", 9, 11)
+    within, saving, late = (Event(WAIT, "w", at, at + 1) for at in (2, 4, 10.5))
+    trace = RankTrace([Event(WAIT, "w", 0, 1), within, first, saving, second, late])
+    assert [trace.within(step, WAIT) for step in (first, second)] == [[within], [late]]
+
+
 def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace) -> None:
     panel = measured_panel("run", pipelines)
     assert panel.rows[3] == "rank 3\n(stage 1 of replica 1)"
