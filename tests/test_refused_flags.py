@@ -114,6 +114,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("hybrid --dp 1 --pp 1 --tp 3 --num-kv-heads 2", "--num-kv-heads 2 among 3 tensor-parallel ranks"),
         ("hybrid --dp 1 --pp 1 --tp 5", "--num-heads 6 among 5 tensor-parallel ranks"),
         ("5d --dp 1 --pp 1 --cp 2 --tp 2 --cp-kind heads", "--cp-kind heads with --cp 2: each rank gets as many of 3"),
+        ("5d --dp 1 --pp 1 --cp 2 --seq-len 3", "--seq-len 3 with --cp 2: give at least 4 tokens"),
         ("cp --document-mask", "--document-mask: this script has a mask of its own; use cp-ring"),
         ("examples/gpt_pp.py --schedule zb-v", "--schedule zb-v: gpt.py keeps one stage a worker"),
         # Experts.

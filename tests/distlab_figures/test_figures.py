@@ -114,6 +114,9 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+BUSIEST = {"zigzag": "1", "contiguous": "1.5"}
+
+
 def test_every_figure_of_the_command_is_drawn_below() -> None:
     assert {figure.__name__ for figure in FIGURES} < DRAWN.keys()
 
@@ -194,6 +197,15 @@ def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, drawn: list
     assert curves(drawn[0]) == [([1, 3, 5], [4.0, 3.5, 2.5])]
     with pytest.raises(InputError, match="none of its steps has a loss"):
         losses(tmp_path / "a.png", [str(record(tmp_path / "none", [None]))])
+
+
+def test_contiguous_parts_of_sequences_are_unequal_work_by_the_pairs_of_positions(drawn: list[Any]) -> None:
+    """Of 16 halves of chunks that two ranks compute, the second one has 12."""
+    diagrams.sequence_parts(Path("a.png"), ranks=2)
+    titles = {axes.get_title() for axes in drawn[0].axes}
+    assert titles == {
+        f"{order}: busiest rank {most} \N{MULTIPLICATION SIGN} the mean" for order, most in BUSIEST.items()
+    }
 
 
 def test_the_load_of_an_expert_is_relative_to_the_mean(tmp_path: Path, drawn: list[Any]) -> None:

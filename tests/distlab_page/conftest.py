@@ -83,7 +83,7 @@ def heeded_ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(alone: Path, heeded_ctrl_c: None) -> Iterator[str]:
-    process = start_server("page", alone, "--serve")
+    process = start_server("page", alone.parent, "--serve")
     assert process.stdout is not None
     yield process.stdout.readline().split()[1]
     process.send_signal(signal.SIGINT)

@@ -66,6 +66,8 @@ def test_the_drawing_library_is_cut_to_what_a_page_draws_with() -> None:
 
 def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
     assert server.startswith("http://127.0.0.1:")
+    (later := alone.parent / "later").mkdir()  # a run that begins later is another one
+    (later / "config.json").write_bytes((alone / "config.json").read_bytes())
     with urllib.request.urlopen(f"{server}data.json") as answer:
         assert json.load(answer)["curves"] == contents(read(alone))["curves"]
     foreign = urllib.request.Request(server, headers={"Host": "example.org"})

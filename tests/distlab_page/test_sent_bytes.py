@@ -32,8 +32,8 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
     ),
     "outer steps and a ring": (
         "5d --dp 2 --cp 2 --pp 1 --batch-size 2 --micro-batches 2 --outer diloco --sync-every 2 "
-        "--compress int4 --report-every 2",
-        "outer gradients, gradients, keys and values, loss",
+        "--compress int4 --report-every 2 --dtype bfloat16",
+        "outer gradients, gradients, keys and values, gradients of keys and values, loss",
     ),
     "fragments": (
         "streaming-diloco --sync-every 2 --fragments 2 --compress int8",

@@ -12,6 +12,7 @@ from distlab.axes.placement import placement_of
 from distlab.comm.context import Options, TransportName
 from distlab.comm.group import shares
 from distlab.parallel.sharded import Sharded, ShardedDP
+from distlab.pipeline.activations import Stage
 from distlab.run.model import build_optimizer
 from simplellm.llama import CausalLLama, LLama
 
@@ -140,6 +141,15 @@ def test_no_rank_holds_the_initial_weights_whole() -> None:
     assert 0 < max(held_bytes) <= block_bytes
     expected = LLama(CausalLLama, 64, dmodel=16, num_heads=2, n_layers=4).state_dict()
     assert all(weight.equal(expected[name]) for name, weight in net.whole_parameters().items())
+
+
+def test_a_rehearsal_leaves_no_weights_whole_and_no_gradients() -> None:
+    net = ShardedDP(LLama(CausalLLama, 64, dmodel=16, num_heads=2, n_layers=2), "weights")
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    Stage(net, lambda y, _: y.mean(), None).rehearse_sharded(ids, ids, None)
+    assert net.held_bytes()[2] > 0, "weights were gathered"
+    assert [flat.untyped_storage().nbytes() for flat in net.flat_weights()] == [0] * len(net.flat_weights())
+    assert all(p.grad is None for p in net.own_parameters().values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -33,6 +33,12 @@ ATTEMPTS = [
     ),
     Attempt("ep-backward", "scaled", "9 times as large", changes=((BACK, f"dist.get_world_size() * {BACK}"),)),
     Attempt("ep-permutation", "", "also if there are none", body="return order.argsort()"),
+    Attempt(
+        "ep-permutation",
+        "shape",
+        "0 rows: it should be",
+        body="return order.argsort() if len(order) else order.new_zeros(1)",
+    ),
     Attempt("ep-permutation", "the-same", "once more", body="return order"),
     Attempt("ep-permutation", "wrong-order", "not in their old order", body="return order.flip(0)"),
     Attempt("ep-scale", "not-added", "is 1, where", body="pass"),

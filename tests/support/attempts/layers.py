@@ -178,6 +178,19 @@ ATTEMPTS = [
         changes=(("    optimizer.step()\n", "    optimizer.step()\n    model.layers[0].weight.data *= 1.1\n"),),
         only="train_step",
     ),
+    Attempt(  # a rank that has no columns of A sends nothing
+        "matmul",
+        "",
+        "the product of one process",
+        changes=(
+            (
+                "        dist.all_reduce(C)\n",
+                "        some = dist.new_group(range(min(A.shape[1], dist.get_world_size())))\n"
+                "        dist.reduce(C, 0, group=some)\n        dist.broadcast(C, 0)\n",
+            ),
+        ),
+        only="by_reduction",
+    ),
     Attempt(
         "matmul", "no-product", "rank 0 returned no matrix", changes=(("    return gather_rows", "    gather_rows"),)
     ),

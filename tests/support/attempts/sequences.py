@@ -24,6 +24,12 @@ ATTEMPTS = [
         "position 23 has no next token",
         changes=(("own == ids.shape[1] - 1", "own < 0"),),
     ),
+    Attempt(
+        "cp-labels",
+        "counts-the-end",
+        "position 23 has no next token",
+        changes=(("is_last.expand(len(ids), -1)", "torch.stack([is_last, *[own < 0] * (len(ids) - 1)])"),),
+    ),
     Attempt("cp-labels", "own-token", "position 0 predicts its own", changes=(("ids.roll(-1, dims=1)", "ids"),)),
     Attempt("cp-labels", "wrong-labels", "not the tokens that follow", changes=(("roll(-1,", "roll(-2,"),)),
     Attempt(
