@@ -179,6 +179,16 @@ def test_a_rank_whose_weights_have_changed_ends_and_is_replaced_from_another(
     assert losses(out) == pytest.approx(expected, abs=1e-6)
 
 
+def test_of_two_replicas_that_differ_neither_is_believed(tmp_path: Path) -> None:
+    flags = [*SHAPE, *FLAGS, "--world-size", "2", "--compare-every", str(DIES_IN + 1), "--out", tmp_path]
+    deaths = json.dumps([(1, DIES_IN, 7, "corrupt")])
+    ended = fork_launcher(LAB / "bench/dying.py", *flags, DEATHS=deaths, LESSON=LESSON).finish()
+    assert ended.status == 1
+    why = "the weights of ranks 0 and 1 differ, and nobody knows which are right; resume a checkpoint"
+    assert f"failed: {why}" in ended.err.splitlines()[-1]
+    assert len(losses(tmp_path)) == DIES_IN
+
+
 def test_a_rank_holds_after_four_deaths_what_it_held_before(tmp_path: Path) -> None:
     out, places = tmp_path / "run", (1, 2, 1, 2)  # whose spares come back at once, behind rank 0
     deaths = [(rank, 6 + 3 * number, number, "SIGKILL") for number, rank in enumerate(places)]

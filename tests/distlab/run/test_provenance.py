@@ -1,0 +1,17 @@
+"""Which revision of the lab a run was made with."""
+
+from pathlib import Path
+
+import pytest
+
+from distlab.run import provenance
+
+
+@pytest.mark.quick
+def test_a_folder_that_git_cannot_read_has_the_installed_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".git").write_text("gitdir: nowhere")
+    monkeypatch.setattr(provenance, "LAB", tmp_path)
+    monkeypatch.setattr(provenance, "version", lambda name: f"{name} 1.0")
+    assert provenance.revision.__wrapped__() == "distributed-llm-lab 1.0"
