@@ -144,8 +144,8 @@ def train(""",
         return is overwritten in place, so it must be the memory of the model and the optimizer, not a copy.
 
         Given: `placement_of(parameter).slices` has (dim, start, length of the whole along dim, axes) for each dimension
-        along which the parameter is a slice; here, at most one. `Slice(tensor, whole, [Block(offsets, sizes)])` is a
-        tensor with its place in a whole of the shape `whole`.
+        along which the parameter is a slice; here, at most one.
+        `Slice(tensor, whole, [TensorBlock(offsets, sizes)])` is a tensor with its place in a whole of shape `whole`.
         `optimizer.state.get(parameter, {})` has the optimizer's tensors by name; those of Adam are `exp_avg` and
         `exp_avg_sq`, sliced like the parameter, and `step`, one number. The optimizer's names in a checkpoint are
         `optimizer.<parameter>.<name>`. The state of torch's generator, which `set_rng_state` gets, is

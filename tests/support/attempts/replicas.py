@@ -176,7 +176,7 @@ ATTEMPTS = [
         changes=(
             (
                 "    placement, wh",
-                "    if not tensor.dim():\n        return Slice(tensor, (), [Block((), ())])\n    placement, wh",
+                "    if not tensor.dim():\n        return Slice(tensor, (), [TensorBlock((), ())])\n    placement, wh",
             ),
         ),
         only="as_held",
