@@ -1,5 +1,6 @@
 """Processes whose threads sit in calls into torch: not waited for, and no reason to abort at the end."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.processes import run
 
-from distlab.machine.supervision import within
+from distlab.machine.supervision import open_sockets, shut_down, within
 
 # Threads that are always about to come back from torch. With `sys.exit`, ten of twelve such processes aborted: so
 # there are three of them, forked after the imports.
@@ -91,3 +92,25 @@ open({str(tmp_path / "lives")!r}, "w")
     assert run(sys.executable, "-c", child).status == 0
     assert (tmp_path / "asks").exists(), "its output ends with the child"
     assert not (tmp_path / "lives").exists()
+
+
+@pytest.mark.quick
+def test_only_connections_that_were_there_are_shut_down() -> None:
+    """Not a later one that has the number of one that was closed."""
+
+    def connected() -> tuple[socket.socket, socket.socket]:
+        with socket.create_server(("localhost", 0)) as server:
+            return socket.create_connection(server.getsockname()), server.accept()[0]
+
+    before = open_sockets()
+    stays, peer = connected()
+    closed, _ = connected()
+    ours = open_sockets() - before
+    number = closed.fileno()
+    closed.close()
+    later, its_peer = connected()
+    assert later.fileno() == number
+    shut_down(ours)
+    its_peer.send(b"still there")
+    assert later.recv(20) == b"still there"
+    assert stays.recv(20) == peer.recv(20) == b""
