@@ -127,6 +127,12 @@ class Activations:
         parts = self.layout.parts(stage)
         return self.tokens * ID_BYTES * parts["embedding"] + self.attention.table_bytes * bool(parts["block"])
 
+    def _mask_bytes(self, stage: int) -> int:
+        """Return the bytes of its mask, unless it is kept by the forward pass of another stage of the same worker."""
+        layout = self.layout
+        is_kept = layout.follows_own_blocks(stage) and (layout.recompute == "none" or layout.keeps_attention)
+        return self.attention.mask_bytes if layout.split[stage] and not is_kept else 0
+
     def _kept_by_previous(self, stage: int) -> int:
         """Return the bytes of a stage's input that are kept as the output of the stage before, on the same worker.
 
@@ -142,7 +148,7 @@ class Activations:
         layout, tokens, parts = self.layout, self.tokens, self.layout.parts(stage)
         factors = sum(count * self.factors_of(part) for part, count in parts.items())
         everything = sum(count * self.kept_by(part) for part, count in parts.items())
-        mask = self.attention.mask_bytes if parts["block"] else 0
+        mask = self._mask_bytes(stage)
         everything += parts["block"] * self.attention.kept_bytes + mask
         everything += self._own_of_micro_batch(stage) - self._kept_by_previous(stage)
         by_forward = everything + (0 if parts["head"] else self.end_bytes)  # the output
@@ -186,6 +192,6 @@ class Activations:
             others = (blocks - done) * self.between_bytes + done * of_block
             others += (blocks - done - 1) * self._kept_attention_bytes
             others += self.message_bytes * is_split  # the gradient of the block's output, a factor
-            others += self.attention.mask_bytes + self._own_of_micro_batch(action.stage)
+            others += self._mask_bytes(action.stage) + self._own_of_micro_batch(action.stage)
             kept = max(kept, others + self._inside_block_bytes + of_head * has_head)
         return max(0, kept - self._kept_by_previous(action.stage) - self.of_stage(action.stage).by_forward)

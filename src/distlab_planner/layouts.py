@@ -100,6 +100,11 @@ class RunLayout:
         owners = outline_of(self.schedule, self.size("pp")).owners
         return stage > 0 and owners[stage] == owners[stage - 1]
 
+    def follows_own_blocks(self, stage: int) -> bool:
+        """Return whether the worker of a stage also holds an earlier one with blocks, whose passes enclose its own."""
+        owners = outline_of(self.schedule, self.size("pp")).owners
+        return any(owners[earlier] == owners[stage] and self.split[earlier] for earlier in range(stage))
+
     @functools.cached_property
     def ranks(self) -> int:
         return layout_size(self.axes)

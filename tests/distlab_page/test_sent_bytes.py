@@ -25,10 +25,12 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "--dtype bfloat16 --residual bfloat16 --recompute all --document-mask",
         "activations, gradients of activations, loss",
     ),
-    "auto with a stage on each rank, and two stages": (
+    "auto with a stage on each rank, and two stages, also with a mask that they share": (
         "5d --dp 1 --pp 2 --batch-size 2 --micro-batches 2 --schedule auto --chunks-per-stage 1; "
-        "5d --dp 1 --pp 3 --n-layers 6 --batch-size 3 --micro-batches 3 --schedule zb-v --recompute all",
-        "activations, loss; activations, gradients of activations, loss",
+        "5d --dp 1 --pp 3 --n-layers 6 --batch-size 3 --micro-batches 3 --schedule zb-v --recompute all; "
+        "5d --dp 1 --cp 2 --cp-kind gather --pp 2 --n-layers 4 --batch-size 2 --micro-batches 2 --schedule zb-v "
+        "--recompute except-attention",
+        "activations, loss; activations, gradients of activations, loss; activations, keys and values, loss",
     ),
     "outer steps and a ring": (
         "5d --dp 2 --cp 2 --pp 1 --batch-size 2 --micro-batches 2 --outer diloco --sync-every 2 "
