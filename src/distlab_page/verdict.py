@@ -96,20 +96,26 @@ def _extent(runs: Mapping[str, Records], steps: Collection[int]) -> str:
 
 
 def _different_settings(run: Records, other: Records) -> Iterator[tuple[str, Any, Any]]:
-    for name in TRAINING:
-        if run.settings.get(name) != other.settings.get(name):
-            yield name, run.settings.get(name), other.settings.get(name)
-    for name, usual in OTHERS.items():
-        pair = run.settings.get(name, usual), other.settings.get(name, usual)
-        if pair[0] != pair[1]:
-            yield name, *pair
-    if run.sync_every != other.sync_every:
-        yield "sync_every", run.sync_every, other.sync_every
+    ours, theirs = _in_effect(run), _in_effect(other)
+    for name, value in ours.items():
+        if name in theirs and value != theirs[name]:
+            yield name, value, theirs[name]
     if run.config.get("data") != other.config.get("data"):
         yield "data", run.config.get("data"), other.config.get("data")
     batches = _per_step(run), _per_step(other)
     if None not in batches and batches[0] != batches[1]:
         yield f"{run.unit} in a step", *batches
+
+
+def _in_effect(run: Records) -> dict[str, Any]:
+    """Return the settings that make a training run what it is, without those that only matter if another is given."""
+    settings = OTHERS | {"fragments": 1, "overlap_steps": 0} | run.settings | {"sync_every": run.sync_every}
+    names = [*TRAINING, *OTHERS, "sync_every"]
+    if run.sync_every is not None:
+        names += ["outer_lr", "outer_momentum", "fragments", "overlap_steps"]
+        names += ["merge_alpha"] * bool(settings["overlap_steps"])
+    names += {"powersgd": ["powersgd_rank"], "topk": ["topk_share"]}.get(settings["compress"], [])
+    return {name: settings.get(name) for name in names}
 
 
 def _per_step(run: Records) -> int | None:

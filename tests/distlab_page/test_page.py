@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import repairs
@@ -21,6 +22,7 @@ from distlab_page.contents import contents
 from distlab_page.ends import detours
 from distlab_page.passes import efficiency
 from distlab_page.records import Records, read
+from distlab_page.verdict import verdict
 from distlab_page.writing import html, write
 from simplellm.errors import InputError
 
@@ -59,6 +61,27 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
         config = one.config | {"settings": one.settings | changed, "data": changed.get("data", "sample")}
         other = contents(replace(one, config=config), read(alone))["verdict"]
         assert other["text"] == f"Not the same training run as one process: {differs}."
+    streaming = {"outer": "diloco", "sync_every": 4, "outer_lr": 0.7, "overlap_steps": 1, "merge_alpha": 0.5}
+    outer = {"outer_lr": 0.5, "fragments": 2, "overlap_steps": 1, "merge_alpha": 0.0}
+    top, low = {"compress": "topk", "topk_share": 0.1}, {"compress": "powersgd"}
+    trials: list[tuple[dict[str, Any], dict[str, Any], bool | None]] = [
+        (streaming, {"outer_lr": 0.5}, None),
+        (streaming, {"outer_momentum": 0.8}, None),
+        (streaming, {"fragments": 2}, None),
+        (streaming, {"fragments": 1}, True),
+        (streaming, {"overlap_steps": 0}, None),
+        (streaming, {"merge_alpha": 0.0}, None),
+        (streaming | {"overlap_steps": 0}, {"merge_alpha": 0.0}, True),
+        ({"outer": "none"}, outer, True),
+        (low, {"powersgd_rank": 2}, None),
+        (top, {"topk_share": 0.2}, None),
+        (top, {"powersgd_rank": 2}, True),
+    ]
+    for given, other_values, same in trials:
+        ours, theirs = (
+            replace(one, config=one.config | {"settings": one.settings | given | more}) for more in ({}, other_values)
+        )
+        assert verdict(ours, theirs)["is_same"] is same, (given, other_values)
 
 
 def test_a_verdict_says_which_losses_are_missing_and_how_many_steps_count(alone: Path) -> None:
