@@ -81,7 +81,7 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("grade . --at-once 0", "--at-once 0: give at least 1"),
         ("grade . --exercise dp-gaa", "dp-gaa: no such exercise; there are dp-ga, "),
         ("grade . --csv other.py", "other.py: cannot be written (File exists); give another file"),
-        ("grade . --json none/grades.json", "none/grades.json: cannot be written (No such file or directory)"),
+        ("grade . --csv new --json none/all.json", "none/all.json: cannot be written (No such file or directory)"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_sentence(
@@ -98,6 +98,7 @@ def test_what_cannot_work_is_said_in_a_sentence(
     Path("other/intro_PP_microbatches.py").write_text('"""Exercise pp-gpipe: the order."""\n')
     with pytest.raises(InputError, match=re.escape(sentence)):
         launch(command.split())
+    assert not Path("new").exists(), "the next try could not write it"
 
 
 def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
