@@ -27,10 +27,12 @@ class Communicator:
     """Ranks of a simulated world, with the methods of mpi4py's communicators that the chapter uses.
 
     Args:
-        given: the input of each rank of the world to a collective; shared by all of them.
+        given: the input of each rank of the world to a collective, shared by all of them; None if there are none.
     """
 
-    def __init__(self, endpoint: SimulatedEndpoint, given: dict[int, Array], ranks: list[int] | None = None) -> None:
+    def __init__(
+        self, endpoint: SimulatedEndpoint, given: dict[int, Array] | None, ranks: list[int] | None = None
+    ) -> None:
         self._endpoint, self._given = endpoint, given
         self.ranks = ranks or list(range(endpoint.get_world_size()))
 
@@ -42,6 +44,8 @@ class Communicator:
 
     def _gathered(self, array: Array) -> list[Array]:
         """Return the ranks' inputs; all ranks of the world must call a collective, in any communicator."""
+        if self._given is None:
+            raise Wrong("no-messages", "calls a collective of MPI's; write it with Send, Recv, Sendrecv, Isend, Irecv")
         require(array.flags.c_contiguous, CONTIGUOUS)
         self._given[self._endpoint.get_rank()] = array.copy()
         self._endpoint.barrier()
@@ -205,7 +209,7 @@ def _try_method(student: Any, name: str, size: int, elements: int, op: str) -> N
         """Return the bytes that a rank reports as sent and received."""
         rank = endpoint.get_rank()
         own, result = given[rank].copy(), np.full(elements, -77, dtype)  # which is no result
-        world = student.Communicator(Communicator(endpoint, {}))
+        world = student.Communicator(Communicator(endpoint, None))
         getattr(world, name)(own, result, *([getattr(student.MPI, op)] if op != "SUM" else []))  # by default, SUM
         expect(np.array_equal(own, given[rank]), "changed", f"rank {rank} has another `src` than before")
         inputs, found = [torch.from_numpy(array).float() for array in given], torch.from_numpy(result).float()

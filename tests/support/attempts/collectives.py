@@ -79,6 +79,18 @@ by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
         only="myAllreduce",
     ),
     Attempt(
+        "mpi-collectives",
+        "no-messages",
+        "1 rank, 24 elements: calls a collective of MPI's; write it with Send, Recv",
+        changes=(
+            (
+                "        combine = reduce_function(op)\n        with buffers",
+                "        self.comm.Allgather(src, dst)\n        with buffers",
+            ),
+        ),
+        only="myAllreduce",
+    ),
+    Attempt(
         "mpi",
         "wrong-result",
         "mp_size 2, dp_size 2: rank 2: returned other numbers than its own slice of the sum over the ranks",
