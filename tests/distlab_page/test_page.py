@@ -195,9 +195,12 @@ def test_a_run_that_ended_early_says_so_and_why(killed: Path) -> None:
     ]
     assert page["time"]["rows"] == [pytest.approx((sums[0] - sums[1], sums[1] - sums[2], sums[2]))]
     waits = ["who waits for whom:", "  rank 0  waits for the gradients  -> rank 1", "  rank 1  has published no wait"]
-    page = contents(replace(read(killed), logs={"rank 0": ["rank 0 waited 10 s", *waits, "next"], "rank 2": waits[:2]}))
+    long = ["    it was killed", *map(str, range(300))]
+    logs = {"rank 0": ["rank 0 waited 10 s", *waits, "next"], "rank 1": long, "rank 2": waits[:2]}
+    page = contents(replace(read(killed), logs=logs))
     assert page["ended"]["waits"] == waits
     assert page["ended"]["causes"] == ["rank 0 waited 10 s"]
+    assert page["ended"]["logs"][1] == ["rank 1", *long[-200:]]
 
 
 def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Path) -> None:

@@ -41,6 +41,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) ->
         ([alone, "--to", tmp_path], f"{tmp_path}: cannot be written (Is a directory)"),
         ([alone, "--port", "80"], "--port 80: only --serve listens"),
         ([alone, "--serve", "--port", "70000"], "--port 70000: a port is a number"),
+        ([tmp_path / "none", "--serve", "--to", tmp_path], f"--to {tmp_path} with --serve: give one of the two"),
     ):
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
             command(list(map(str, args)))

@@ -30,6 +30,9 @@ ATTEMPTS = [
         "position 23 has no next token",
         changes=(("is_last.expand(len(ids), -1)", "torch.stack([is_last, *[own < 0] * (len(ids) - 1)])"),),
     ),
+    Attempt(
+        "cp-labels", "ignores", "that have a next", changes=(("own == ids.shape[1] - 1", "(own == 19) | (own == 23)"),)
+    ),
     Attempt("cp-labels", "own-token", "position 0 predicts its own", changes=(("ids.roll(-1, dims=1)", "ids"),)),
     Attempt("cp-labels", "wrong-labels", "not the tokens that follow", changes=(("roll(-1,", "roll(-2,"),)),
     Attempt(
