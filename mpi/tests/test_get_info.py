@@ -42,6 +42,7 @@ def test_what_cannot_work_is_refused_by_every_rank(world: Any, grid: tuple[int, 
         ((rank, mp_size, dp_size, "fc_p", dim, dim), "fc_p: "),
         ((rank, mp_size, dp_size + 1, "fc_q", dim, dim), f"dp_size {dp_size + 1}"),
         ((world.Get_size(), mp_size, dp_size, "fc_q", dim, dim), f"rank {world.Get_size()}"),
+        ((-1, mp_size, dp_size, "fc_q", dim, dim), "rank -1"),
     ]
     if mp_size > 1:
         refused += [

@@ -55,6 +55,7 @@ def test_the_function_has_two_names() -> None:
 def test_what_cannot_be_sliced_is_refused_by_every_rank(group: Any) -> None:
     refused = [
         (lambda: naive_collect_backward_output(np.zeros((2, 4)), group.mp_size, group.mp_size), "mp_group_idx"),
+        (lambda: naive_collect_backward_output(np.zeros((2, 4)), -1, group.mp_size), "mp_group_idx -1"),
         (lambda: naive_collect_backward_x(np.zeros((2, 4)), group.mp_comm, group.mp_size + 1), "the communicator has"),
     ]
     if group.mp_size > 1:

@@ -71,6 +71,7 @@ def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
     (later / "config.json").write_bytes((alone / "config.json").read_bytes())
     with urllib.request.urlopen(f"{server}data.json") as answer:
         assert json.load(answer)["curves"] == contents(read(alone))["curves"]
+    urllib.request.urlopen(urllib.request.Request(f"{server}data.json", headers={"Host": "localhost:80"})).close()
     foreign = urllib.request.Request(server, headers={"Host": "example.org"})
     for request, status in ((foreign, 403), (urllib.request.Request(f"{server}config.json"), 404)):
         with pytest.raises(urllib.error.HTTPError) as refused:

@@ -15,6 +15,7 @@ from distlab.comm.context import Options, TransportName, context_of
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.context_parallel import ContextParallel, positions_of, visible
 from distlab.parallel.division import Kind, Order
+from distlab.parallel.ring_attention import KeyBlock, Ring, ring_attention
 from simplellm.attention import attend_to_earlier
 from simplellm.documents import within_documents
 from simplellm.layers import RMSNorm
@@ -51,6 +52,12 @@ def exact_model(key_heads: int) -> CausalLLama:
         if isinstance(module, RMSNorm):
             module.dtype = torch.float64
     return net
+
+
+def test_attention_around_a_ring_has_the_dtype_of_the_queries() -> None:
+    q, k, v = torch.randn(3, 1, 2, 4, 8, dtype=torch.bfloat16)
+    ring = Ring(Grid(0, {}).axis("cp"), [KeyBlock(0, (slice(None), slice(None)))])
+    assert ring_attention(q, k, v, ring).dtype == torch.bfloat16
 
 
 def train_exactly(rank: int, ranks: int, port: int) -> None:
