@@ -36,10 +36,9 @@ def costs_of(run: Records) -> Costs | None:
     tokenizer = settings["tokenizer"] and Path(settings["tokenizer"])
     known = SimpleNamespace(**{"shard": by_hand or "none"} | settings | {"tokenizer": tokenizer, "schedule": schedule})
     split = tuple(run.config.get("layers_per_stage", [settings["n_layers"]]))
-    # Scripts with whole passes only send activations in float32 (`StageSettings.casts_messages`).
-    casts = "tp" in settings or "chunks_per_stage" in settings
+    by_hand = "tp" not in settings and "chunks_per_stage" not in settings  # see `StageSettings.casts_messages`
     device: Device = "cuda" if "gpu" in run.config.get("machine", {}) else "cpu"
-    costs = replace(Costs.in_bytes(known, layout, split, device), casts_messages=casts)
+    costs = replace(Costs.in_bytes(known, layout, split, device), by_hand=by_hand)
     try:
         if sum(len(stages_of(program)) for program in costs.layout.programs()) != len(split):  # other chunks
             return None

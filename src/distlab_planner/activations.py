@@ -25,6 +25,7 @@ class Activations:
 
     sizes: Sizes
     layout: RunLayout
+    counts_outputs: bool = True  # of stages; a run counts only what autograd keeps if a script keeps them itself
 
     @functools.cached_property
     def attention(self) -> SharedAttention:
@@ -151,7 +152,7 @@ class Activations:
         mask = self._mask_bytes(stage)
         everything += parts["block"] * self.attention.kept_bytes + mask
         everything += self._own_of_micro_batch(stage) - self._kept_by_previous(stage)
-        by_forward = everything + (0 if parts["head"] else self.end_bytes)  # the output
+        by_forward = everything + self.end_bytes * (self.counts_outputs and not parts["head"])
         if layout.recompute != "none":
             by_forward -= parts["block"] * (self._inside_block_bytes - self._kept_attention_bytes)
             by_forward -= mask * (not layout.keeps_attention)

@@ -63,7 +63,7 @@ class Costs:
     layout: RunLayout
     threads: int | None = None  # of every rank, by `OMP_NUM_THREADS`; by default, its share of the cores
     optimizer: str = "adam"  # or "adamw", "sgd"
-    casts_messages: bool = True  # whether stages exchange activations in the dtype in which they compute
+    by_hand: bool = False  # whether the script runs the passes and sends the messages of stages, these in float32
 
     @classmethod
     def in_bytes(cls, settings: Any, axes: Layout, split: Split, device: Device = "cpu") -> "Costs":
@@ -79,7 +79,7 @@ class Costs:
 
     @functools.cached_property
     def activations(self) -> Activations:
-        return Activations(self.model.sizes, self.layout)
+        return Activations(self.model.sizes, self.layout, counts_outputs=not self.by_hand)
 
     @property
     def tokens(self) -> int:
@@ -113,7 +113,7 @@ class Costs:
     @property
     def stage_message_bytes(self) -> int:
         """Bytes of a micro-batch's activations on the way to the next stage."""
-        return self.activations.message_bytes if self.casts_messages else self.activations.end_bytes
+        return self.activations.end_bytes if self.by_hand else self.activations.message_bytes
 
     def seconds(self, action: Action, threads: int = 1) -> float:
         """Return the seconds of an action that no other rank slows down, including the collectives inside it."""

@@ -56,8 +56,8 @@ class Prediction:
         threads = asked_threads()
         if threads is None and args.one_stage_at_a_time:  # it has all cores, whatever it computes
             threads = machine.cores_per_host
-        casts = getattr(args, "casts_messages", True)
-        prediction = cls(Costs(room, model, layout, threads, args.optimizer, casts), machine_file)
+        by_hand = not getattr(args, "casts_messages", True)
+        prediction = cls(Costs(room, model, layout, threads, args.optimizer, by_hand), machine_file)
         if args.device != "auto":
             prediction.check_device(args.device)
         return prediction

@@ -72,7 +72,7 @@ def sent_in_step(costs: Costs, rank: int) -> Formulas:
     worker, programs, formulas = coordinate(layout.axes, rank, "pp"), layout.programs(), Formulas()
     add, add_ring = formulas.add, formulas.add_ring
     numbers, words = tokens * sizes.dmodel, f"{tokens:,} tokens {TIMES} {sizes.dmodel} wide"
-    messages = Size(numbers, words, sizes.inner_bytes if costs.casts_messages else NUMBER_BYTES)
+    messages = Size(numbers, words, NUMBER_BYTES if costs.by_hand else sizes.inner_bytes)
     sent_by_link = _messages(layout.schedule, layout.size("pp"), layout.micro_batches, layout.recompute == "all")
     for (sender, receiver, kind), sent in sent_by_link.items():
         if sender == worker:

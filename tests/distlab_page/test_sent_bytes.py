@@ -55,6 +55,7 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "--schedule zb-h1 --shard gradients --dtype bfloat16",
         "rows of experts, gradients, weights, loss; gradients, weights, loss",
     ),
+    "stages by hand": ("pp-dapple --batch-size 2 --micro-batches 2 --dtype bfloat16", "activations, loss"),
     "averages in each pass": ("ddp --batch-size 2 --micro-batches 2", "gradients, loss"),
     "shards by hand": ("dp-zero --optimizer adam", "gradients, weights, loss"),
     "shards, and whole weights at the start": ("dp-fsdp --world-size 2 --shard gradients", "gradients, weights, loss"),
