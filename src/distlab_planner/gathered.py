@@ -38,13 +38,15 @@ def _whole_gradients(costs: Costs, stage: int, actions: Sequence[Action]) -> int
     flats = [flat for bucket in _buckets(costs, parameters) for flat in _side_by_side(costs, bucket)]
     sizes_bytes = [_bytes(flat) for flat in flats]
     flat_of = {number: index for index, flat in enumerate(flats) for number, _ in flat}
-    letters = [action.letter.upper() for action in actions]
+    letters = "".join(action.letter.upper() for action in actions)
+    rounds = costs.layout.micro_batches
+    if "W" not in letters:  # without delays, all later passes are like the second
+        letters, rounds = "BB", min(2, rounds)
     passes = [
         [number for number, one in parameters if letter == "B" or one.is_delayed == (letter == "W")]
-        for letter in (letters if "W" in letters else "B")  # without delays, all passes are alike
+        for letter in letters
         if letter in "BIW"
     ]
-    rounds = costs.layout.micro_batches if "W" in letters else 1
     lacking, whole, reducing = [{number for number, _ in flat} for flat in flats], set[int](), set[int]()
     peak_bytes = reduced = 0
     while reduced < rounds * len(flats):

@@ -103,6 +103,16 @@ def test_weights_are_those_of_the_model() -> None:
     assert counts.optimizer_state == 2 * counts.parameters
 
 
+def test_without_shared_memory_the_last_bucket_of_a_pass_is_whole_beside_the_first_of_the_next() -> None:
+    sizes = replace(SIZES, dmodel=192, num_heads=4, vocab_size=40_000)
+    gathered = {}
+    for micro_batches in (1, 2):
+        layout = RunLayout({"dp": 2}, micro_batches, micro_batches, "dapple", "none", "gradients", (12,))
+        gathered[micro_batches] = held(Costs(CLUSTER, replace(MODEL, sizes=sizes, n_layers=12), layout), 0).gathered
+    vocabulary_bytes = 40_000 * 192 * 4
+    assert vocabulary_bytes < gathered[1] < 2 * vocabulary_bytes < gathered[2]
+
+
 def test_slices_that_are_measured_have_the_parameters_of_the_plan() -> None:
     mixture = replace(SIZES, experts=2, shared_experts=1, qk_norm=True)
     for sizes, tp in itertools.product((SIZES, mixture), (1, 2)):
