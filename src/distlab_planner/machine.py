@@ -19,7 +19,7 @@ from distlab_planner.model import PARTS, Dtype, ModelPart, Sizes
 from simplellm.errors import InputError, require
 
 Device = Literal["cpu", "cuda"]
-Transport = Literal["gloo", "shared"]
+MeasuredTransport = Literal["gloo", "shared"]
 PassKind = Literal["F", "B", "I", "W"]  # letters of `distlab.pipeline.actions`
 # By an action's letter, the pass whose time it takes.
 KIND_OF: dict[str, PassKind] = {"F": "F", "B": "B", "I": "I", "W": "W", "f": "F", "R": "F", "b": "B", "i": "I"}
@@ -63,7 +63,7 @@ class AllReduce:
     """Measured seconds of an all-reduce among ranks of one host, by the size of the tensor."""
 
     ranks: int
-    transport: Transport
+    transport: MeasuredTransport
     size_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
 

@@ -22,7 +22,7 @@ from distlab.pipeline.actions import KINDS
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.rehearsal import now, rehearse
 from distlab_planner.collective_probes import seconds_in_turn
-from distlab_planner.machine import AllReduce, Measured, PassSeconds, Transport, Waking
+from distlab_planner.machine import AllReduce, Measured, MeasuredTransport, PassSeconds, Waking
 from distlab_planner.model import PARTS, ModelPart, Sizes
 from simplellm.blocks import Attention
 from simplellm.compiler import Compiler
@@ -283,8 +283,8 @@ def measure_all_reduces(rank: int, ranks: int, device: torch.device) -> tuple[Al
     and cores have other work. The time of this computation alone is subtracted.
     """
     works: dict[str, Callable[[], object]] = {}
-    keys: dict[tuple[int, Transport], dict[int, str]] = {}  # by ranks and transport: by size, the work's name
-    kinds: tuple[tuple[Transport, Sequence[int]], ...] = (("gloo", GLOO_BYTES), ("shared", SHARED_BYTES))
+    keys: dict[tuple[int, MeasuredTransport], dict[int, str]] = {}  # by ranks and transport: by size, the work's name
+    kinds: tuple[tuple[MeasuredTransport, Sequence[int]], ...] = (("gloo", GLOO_BYTES), ("shared", SHARED_BYTES))
     matrix = torch.ones(MATRIX_ROWS, MATRIX_ROWS, device=device)
 
     def compute() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from distlab.axes.layout import coordinate, pipelines_on_host, ranks_along, stride
 from distlab.comm.link import Link
 from distlab_planner.layouts import RunLayout
-from distlab_planner.machine import Machine, Transport, interpolate
+from distlab_planner.machine import Machine, MeasuredTransport, interpolate
 
 SMALLEST_SHARED_BYTES = 1_000  # as in `distlab.comm.context`, which imports torch
 SMALLEST_OF_HOSTS_BYTES = 250_000
@@ -162,7 +162,9 @@ class RanksOnHosts:
         """Return whether each group of this kind is on one host."""
         return self.spread(group).hosts == 1
 
-    def all_reduce(self, group: RankGroup, size_bytes: float, transport: Transport = "gloo") -> CollectiveSeconds:
+    def all_reduce(
+        self, group: RankGroup, size_bytes: float, transport: MeasuredTransport = "gloo"
+    ) -> CollectiveSeconds:
         """Return the seconds of an all-reduce of `size_bytes`; "shared" is used where the ranks can share memory."""
         if group.size == 1:
             return CollectiveSeconds(0.0, 0.0, False)
@@ -178,7 +180,7 @@ class RanksOnHosts:
         seconds = self._ring(group, size_bytes, rounds=2) if by_host is None else by_host
         return CollectiveSeconds(seconds, seconds, overlaps=True)
 
-    def half(self, group: RankGroup, size_bytes: float, transport: Transport = "gloo") -> CollectiveSeconds:
+    def half(self, group: RankGroup, size_bytes: float, transport: MeasuredTransport = "gloo") -> CollectiveSeconds:
         """Return the seconds of a reduce-scatter or an all-gather of a tensor of `size_bytes`.
 
         In a ring it is half of an all-reduce. In shared memory it carries half as much, but its ranks meet as often.
@@ -255,7 +257,7 @@ def most_leaving(axes: tuple[tuple[str, int], ...], per_host: int, sender: int, 
     return max(Counter(own for own, other in hosts if own != other).values(), default=0)
 
 
-def measured_all_reduce(machine: Machine, ranks: int, size_bytes: float, transport: Transport) -> float | None:
+def measured_all_reduce(machine: Machine, ranks: int, size_bytes: float, transport: MeasuredTransport) -> float | None:
     """Return the seconds of an all-reduce among ranks of one host from measurements; None if there are none.
 
     Between the measured numbers of ranks, and beyond, it follows from the number and the size of the messages.
