@@ -97,7 +97,8 @@ def _is_of_others(costs: Costs, one: Parameter) -> bool:
 
 def _has_buffer(costs: Costs) -> bool:
     """Return whether gradients are reduced in memory that the replicas share."""
-    return costs.machine.device == "cpu" and costs.on_hosts.is_inside(costs.on_hosts.replicas)
+    replicas = costs.on_hosts.replicas
+    return costs.machine.device == "cpu" and replicas.size > 1 and costs.on_hosts.is_inside(replicas)
 
 
 def _buffers(costs: Costs, flats: Iterable[Flat]) -> int:
