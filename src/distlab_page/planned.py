@@ -54,7 +54,7 @@ def counts_memory(run: Records, costs: Costs) -> bool:
         return False
     if settings.get("document_mask") or (layout.shard != "none" and settings.get("transport") == "gloo"):
         return False  # it knows neither masks within documents nor shards that are not reduced in shared memory
-    if layout.shard == "weights" and any(action.letter == "W" for line in layout.programs() for action in line):
+    if layout.shard == "weights" and "W" in layout.outline.letters:
         return False  # nor blocks that wait for their weights' gradients
     shares_vocabulary = run.layout.get("tp", 1) == 1 or "tp" in settings or "tp_style" in settings
     return shares_vocabulary and settings.get("schedule") != AUTO and not settings.get("capacity")

@@ -95,14 +95,19 @@ class RunLayout:
         """Return how many of each part of the model a stage holds."""
         return {"embedding": int(stage == 0), "block": self.split[stage], "head": int(stage == len(self.split) - 1)}
 
+    @property
+    def outline(self) -> "Outline":
+        """The owners of the stages and the letters of the actions in the schedule."""
+        return outline_of(self.schedule, self.size("pp"))
+
     def is_handed_over(self, stage: int) -> bool:
         """Return whether the worker of a stage also holds the stage before, and so gets its input without a message."""
-        owners = outline_of(self.schedule, self.size("pp")).owners
+        owners = self.outline.owners
         return stage > 0 and owners[stage] == owners[stage - 1]
 
     def follows_own_blocks(self, stage: int) -> bool:
         """Return whether the worker of a stage also holds an earlier one with blocks, whose passes enclose its own."""
-        owners = outline_of(self.schedule, self.size("pp")).owners
+        owners = self.outline.owners
         return any(owners[earlier] == owners[stage] and self.split[earlier] for earlier in range(stage))
 
     @functools.cached_property
@@ -128,7 +133,7 @@ class RunLayout:
         for axis in ("tp", "cp"):
             if self.size(axis) > 1:
                 return f"--{axis} {self.size(axis)}"
-        if "W" in outline_of(self.schedule, self.size("pp")).letters:
+        if "W" in self.outline.letters:
             return f"--schedule {self.schedule}"
         if self.recompute == "except-attention":
             return f"--recompute {self.recompute}"

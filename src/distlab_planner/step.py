@@ -14,7 +14,6 @@ from distlab.pipeline.plan import most_threads, share_of_cores, threads_by_plan
 from distlab_planner.costs import Costs
 from distlab_planner.graph import AfterPasses, BeforePasses, graph_of
 from distlab_planner.hosts import SharedHosts
-from distlab_planner.layouts import outline_of
 from distlab_planner.machine import KIND_OF
 from distlab_planner.model import NUMBER_BYTES
 from distlab_planner.sent import LOSS_BYTES, sent_bytes
@@ -158,7 +157,7 @@ def least_seconds(costs: Costs) -> float:
     """
     layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
     pp, micro_batches, stages = layout.size("pp"), layout.micro_batches, len(layout.split)
-    outline = outline_of(layout.schedule, pp)
+    outline = layout.outline
     if not outline.letters <= KIND_OF.keys():  # actions of new kinds may take any time
         return machine.step_seconds
     splits_backward = "I" in outline.letters

@@ -89,11 +89,11 @@ class TokenChunks:
 
     def _to_the_end(self, document: int) -> Iterator[Chunk]:
         """Yield the chunks from this document on, which begins one, to the end of the data."""
-        place, is_last = TokenStart(document), False
+        start, is_last = TokenStart(document), False
         while not is_last:
-            chunk = self._chunk(place)
+            chunk = self._chunk(start)
             yield chunk
-            place, is_last = chunk.head.end, chunk.head.is_last
+            start, is_last = chunk.head.end, chunk.head.is_last
 
     def _chunk(self, begin: TokenStart) -> Chunk:
         build = functools.partial(self._encode, begin)

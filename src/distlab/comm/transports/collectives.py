@@ -103,28 +103,28 @@ class InPlace(SharedCollective):
     """A collective of tensors that lie in each rank's part of the memory; only the result is copied.
 
     Args:
-        place: where this rank's tensor lies, which may be at another place in its part than other ranks' tensors.
+        address: of this rank's tensor, which may lie elsewhere in its part than other ranks' tensors.
         own: this rank's tensor.
         combine: compute this rank's part of the result from the tensors of all ranks, (elements,) each.
     """
 
     def __init__(
-        self, collectives: Collectives, place: Address, own: Tensor, combine: Callable[[list[Tensor]], object]
+        self, collectives: Collectives, address: Address, own: Tensor, combine: Callable[[list[Tensor]], object]
     ) -> None:
         super().__init__(collectives, own.dtype)
         self._own, self._combine = own.view(-1), combine
         memory = self._memory
         self._times = memory.ready.sent + 1  # of both signals, until it is done
         self._at = 2 * (self._times % PLACES)
-        memory.places[memory.rank][self._at], memory.places[memory.rank][self._at + 1] = place
+        memory.addresses[memory.rank][self._at], memory.addresses[memory.rank][self._at + 1] = address
         memory.ready.send()
 
     def _do_share(self, deadline: float) -> None:
         memory = self._memory
         memory.ready.wait(self._times, deadline)
         self._collectives.refuse_two_dtypes(self._number)
-        places = [(of_rank[self._at], of_rank[self._at + 1]) for of_rank in memory.places]
-        self._combine([memory.part(rank, place, self._own) for rank, place in enumerate(places)])
+        addresses = [(of_rank[self._at], of_rank[self._at + 1]) for of_rank in memory.addresses]
+        self._combine([memory.part(rank, address, self._own) for rank, address in enumerate(addresses)])
         memory.done.send()
 
     def _wait_for_others(self, deadline: float) -> None:

@@ -44,7 +44,7 @@ class SharedMemory:
         ready: the signal that this rank has filled its tensor of a collective in place.
         done: the signal that this rank has computed its part of a collective in place.
         turn: the signal that this rank has put the next piece of a tensor into its slot.
-        places: by rank, of its last collectives in place: the numbers of an `Address` for each.
+        addresses: by rank, of its last collectives in place: the numbers of an `Address` for each.
         dtypes: by rank, of its last collectives: a number for each that tells its dtype.
     """
 
@@ -57,7 +57,7 @@ class SharedMemory:
         # By number, the same on all ranks. A mapping is freed with the last tensor in it.
         self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
         self._allocated = 0  # mappings
-        self.places: list[memoryview] = []
+        self.addresses: list[memoryview] = []
         self.dtypes: list[memoryview] = []
         self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
         self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
@@ -82,7 +82,7 @@ class SharedMemory:
     def close(self) -> None:
         """Close the channels; the memory is freed with the last tensor in it."""
         close_all(self._channels)
-        for kept in (self._channels, self._slots, self.places, self.dtypes, self._mappings):
+        for kept in (self._channels, self._slots, self.addresses, self.dtypes, self._mappings):
             kept.clear()
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
@@ -97,9 +97,9 @@ class SharedMemory:
         return own
 
     def _make_tables(self, timeout: timedelta) -> None:
-        if not self.places:
+        if not self.addresses:
             tables = [part.numpy().data for part in self._allocate(3 * PLACES, torch.int64, timeout)]
-            self.places = [table[: 2 * PLACES] for table in tables]
+            self.addresses = [table[: 2 * PLACES] for table in tables]
             self.dtypes = [table[2 * PLACES :] for table in tables]
 
     def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> list[Tensor]:
@@ -136,14 +136,14 @@ class SharedMemory:
         like = torch.empty(elements, dtype=dtype, device="meta")
         return [mapping.part(rank, like) for rank in range(self.size)]
 
-    def part(self, rank: int, place: Address, like: Tensor) -> Tensor:
-        """Return the tensor of a rank that begins at a place, with the size and dtype of `like`: (elements,)."""
-        number, offset = place
+    def part(self, rank: int, address: Address, like: Tensor) -> Tensor:
+        """Return the tensor of a rank that begins at an address, with the size and dtype of `like`: (elements,)."""
+        number, offset = address
         if number not in self._mappings:
             raise RuntimeError("another rank gave a tensor in shared memory of which this rank has freed its part")
         return self._mappings[number].part(rank, like, offset)
 
-    def place_of(self, tensor: Tensor) -> Address | None:
+    def address_of(self, tensor: Tensor) -> Address | None:
         """Return where a tensor begins; None if it is not in a part of this rank."""
         at = tensor.data_ptr()
         for number, mapping in self._mappings.items():

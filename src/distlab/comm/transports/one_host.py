@@ -43,15 +43,15 @@ class OneHost(MemoryTransport):
         self._memory.close()
 
     def shares(self, tensor: Tensor) -> bool:
-        return self._memory.place_of(tensor) is not None
+        return self._memory.address_of(tensor) is not None
 
     def held_back(self) -> list[Wait]:
         begun = list(self._collectives.not_done)
         return [one.named for one in begun if one.is_held_back and one.named is not None]
 
-    def _in_place(self, place: Address, own: Tensor, combine: Callable[[list[Tensor]], object]) -> Carried:
+    def _in_place(self, address: Address, own: Tensor, combine: Callable[[list[Tensor]], object]) -> Carried:
         self._collectives.make_room(self.members.context.waits.timeout_seconds)
-        return Carried(InPlace(self._collectives, place, own, combine))
+        return Carried(InPlace(self._collectives, address, own, combine))
 
     def _through_slots(self, own: Tensor, turns: Iterator[int]) -> Carried:
         return Carried(slots.ThroughSlots(self._collectives, own.dtype, turns))
@@ -71,23 +71,23 @@ class OneHost(MemoryTransport):
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
         if not is_known(op):
             return None
-        if place := self._memory.place_of(tensor):
-            return self._in_place(place, tensor, lambda parts: combine_share(parts, self._memory.rank, op))
+        if address := self._memory.address_of(tensor):
+            return self._in_place(address, tensor, lambda parts: combine_share(parts, self._memory.rank, op))
         if self._has_slots(tensor):
             return self._through_slots(tensor, slots.all_reduce(self._memory, tensor.view(-1), op))
         return None
 
     def broadcast(self, tensor: Tensor, source: int) -> Carried | None:
-        if place := self._memory.place_of(tensor):
-            return self._in_place(place, tensor, lambda parts: copy_from(parts, source, self._memory.rank))
+        if address := self._memory.address_of(tensor):
+            return self._in_place(address, tensor, lambda parts: copy_from(parts, source, self._memory.rank))
         if self._has_slots(tensor):
             return self._through_slots(tensor, slots.broadcast(self._memory, tensor.view(-1), source))
         return None
 
     def all_gather(self, output: Tensor, own: Tensor) -> Carried | None:
         rows = output.view(self.members.size, -1)
-        if place := self._memory.place_of(own):
-            return self._in_place(place, own, lambda parts: copy_all(parts, rows))
+        if address := self._memory.address_of(own):
+            return self._in_place(address, own, lambda parts: copy_all(parts, rows))
         return self.all_gather_list(list(rows.unbind()), own)
 
     def all_gather_list(self, rows: list[Tensor], own: Tensor) -> Carried | None:
@@ -100,8 +100,8 @@ class OneHost(MemoryTransport):
     def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried | None:
         if op != ReduceOp.SUM:
             return None
-        if place := self._memory.place_of(parts):
-            return self._in_place(place, parts, lambda of_ranks: add_row(of_ranks, self._memory.rank, own))
+        if address := self._memory.address_of(parts):
+            return self._in_place(address, parts, lambda of_ranks: add_row(of_ranks, self._memory.rank, own))
         if self._has_slots(parts):
             return self._through_slots(parts, slots.reduce_scatter(self._memory, own.view(-1), parts))
         return None

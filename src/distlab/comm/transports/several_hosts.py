@@ -49,12 +49,12 @@ class SeveralHosts(MemoryTransport):
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried | None:
         memory = self._memory
-        if memory is None or not (place := memory.memory.place_of(tensor)):
+        if memory is None or not (address := memory.memory.address_of(tensor)):
             return None
         sent_bytes = {"": ring_bytes(tensor, memory.ranks_here)}
         if memory.is_first:
             sent_bytes[" between hosts"] = ring_bytes(tensor, memory.hosts)
-        return Carried(memory.all_reduce(place, tensor.view(-1), op, self.limit), sent_bytes=sent_bytes)
+        return Carried(memory.all_reduce(address, tensor.view(-1), op, self.limit), sent_bytes=sent_bytes)
 
     def close(self) -> None:
         if self._memory is not None:
@@ -128,24 +128,24 @@ class MemoryOfHosts:
             raise problem or NotShared("the ranks of another host cannot share memory")
         return buffer
 
-    def all_reduce(self, place: Address, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
+    def all_reduce(self, address: Address, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> Future[None]:
         """Combine the tensors in all ranks' parts, on all hosts, after all earlier operations.
 
-        `own`, (elements,), is this rank's, at `place`. Those of a host are first combined in the order of the ranks,
+        `own`, (elements,), is this rank's, at `address`. Those of a host are first combined in the order of the ranks,
         ((x0 + x1) + x2) + …, then gloo combines the hosts' sums; every rank gets a copy of the first rank's result. So
         all ranks have the same sums, in every run. A thread does this, so that the hosts exchange while ranks compute.
         """
-        return self._thread.submit(self._combine, place, own, op, timeout)
+        return self._thread.submit(self._combine, address, own, op, timeout)
 
-    def _combine(self, place: Address, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
+    def _combine(self, address: Address, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
         deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
         add = partial(combine_share, rank=self.rank, op=plain, all_get_it=False)
-        InPlace(self._collectives, place, own, add).advance(deadline)
+        InPlace(self._collectives, address, own, add).advance(deadline)
         self._reduce_between(own, plain, deadline)
         if self.is_first and op == ReduceOp.AVG:
             own.div_(len(self.ranks))
-        InPlace(self._collectives, place, own, partial(copy_from, source=0, rank=self.rank)).advance(deadline)
+        InPlace(self._collectives, address, own, partial(copy_from, source=0, rank=self.rank)).advance(deadline)
 
     def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, deadline: float) -> None:
         """Combine the tensors of the hosts' first ranks; do nothing on other ranks."""
