@@ -51,6 +51,7 @@ class ModelFlags:
         require_positive(self, *"dmodel num_heads num_kv_heads hidden_dim vocab_size".split())
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
         check_mixture(self.experts, self.experts_per_token if self.experts else 1)
-        require(not self.qk_norm or self.experts > 0, "--qk-norm: it is for models with experts; give --experts")
+        for flag, is_given in (("--qk-norm", self.qk_norm), ("--shared-expert", self.shared_expert)):
+            require(not is_given or self.experts > 0, f"{flag}: it is for models with experts; give --experts")
         require(not (self.compile and self.experts), f"--compile with --experts {self.experts}: {WHOLE_BLOCKS}")
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")

@@ -72,6 +72,7 @@ def test_the_commands_of_a_plan_are_those_of_runs(more: str, capsys: pytest.Capt
         ("--memory 0GB", "--memory 0GB: give a size like 8GB or 500MB"),
         ("--seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),
         ("--qk-norm", "--qk-norm: it is for models with experts; give --experts"),
+        ("--shared-expert", "--shared-expert: it is for models with experts; give --experts"),
         ("--vocab-size 99 --tokenizer a.model", "--vocab-size 99 with --tokenizer: a run has the vocabulary"),
         ("--steps 4 --verify 1", "--steps 4: the first 3 do not count; give 5 or more"),
         ("--compile --ranks 2 --cp 2", "no layout divides the batch, the heads and the layers, and compiles whole"),

@@ -50,6 +50,10 @@ def start(path: Path, args: list[str], prog: str) -> int:
     """
     own, args = read_flags(args)
     if not has_defaults(path):
+        if own.tell is not None:
+            raise refuse_to_tell(path.name)
+        given = f"--spares {own.spares}"
+        require(own.spares == 0, f"{given}: {path.name} cannot go on when a rank dies; leave --spares out")
         program, args = read_program_flags(args)
         nodes = assign_ranks(own, program.layout, program.master_addr)
         return run_ranks(path, args, program, nodes, own.max_restarts)
