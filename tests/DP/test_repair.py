@@ -63,6 +63,8 @@ def test_exact_is_bit_for_bit_the_same_run(transport: str, more: list[str], tmp_
     run_with([], tmp_path / "undisturbed", LESSON, *flags)
     run_with([(0, DIES_IN, 5, "SIGKILL"), (2, DIES_IN + 1, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    kept = [(tmp_path / name / "ledger.json").exists() for name in ("undisturbed", "run")]
+    assert kept == [True, False], "after a repair, nobody knows which rank has sent how much"
 
 
 @pytest.mark.parametrize("point", [8, 9])

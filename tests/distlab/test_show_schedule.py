@@ -117,6 +117,9 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
         (Request("gpipe", steps=3), "--steps 3: give --run-on too; without it, all steps are the same"),
         (Request("gpipe", pipelines=2, steps=3, run_on=True), "--pipelines with --steps or --recompute: leave one"),
         (Request("gpipe", pipelines=2, recompute=True), "--pipelines with --steps or --recompute: leave one"),
+        (Request("gpipe", dead="0"), "--dead 0: give --pipelines 2 or more, whose workers can replace it"),
+        (Request("gpipe", pipelines=2, dead="6"), "--dead 6: give numbers from 0 to 5, not all that have the same"),
+        (Request("gpipe", pipelines=2, dead="1,4"), "--dead 1,4: give numbers from 0 to 5, not all that have the same"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_its_sentence(request_: Request, sentence: str) -> None:

@@ -14,6 +14,7 @@ from support.written_records import SHAPE, record
 from torch import Tensor
 
 from distlab.checkpoints.format import Checkpoint
+from distlab.checkpoints.saving import save
 from distlab.run.recording import file_of
 from distlab_compare.command import Request, Run, compare, one_process_flags
 from distlab_compare.records import Records
@@ -250,21 +251,23 @@ def test_ranks_of_the_right_run_that_part_among_each_other_are_told(
 
 
 class Kept(Saved):
-    """A checkpoint of a weight, without files."""
+    """A checkpoint of a weight and, with Adam, of its mean gradient, without files."""
 
     @property
     def parameters(self) -> list[str]:
         return ["weight"]
 
-    def __init__(self, step: int, weight: float) -> None:
+    def __init__(self, step: int, weight: float | Tensor, mean_gradient: Tensor | None = None) -> None:
         super().__init__(Checkpoint(Path(), {"step": step}))
-        self._weight = torch.full(SHAPE, weight)
+        self._kept = {"weight": torch.ones(SHAPE) * weight}
+        if mean_gradient is not None:
+            self._kept["optimizer.weight.exp_avg"] = mean_gradient
 
     def __contains__(self, name: str) -> bool:
-        return name == "weight"
+        return name in self._kept
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._weight
+        return self._kept[name]
 
     def writers(self, name: str, wrong: Tensor) -> list[int]:
         return [0]
@@ -275,6 +278,32 @@ def test_how_much_too_much_a_weight_has_changed_since_the_checkpoint_before() ->
     [told] = first_divergence(own, right, [2, 4, 6], tolerance=1e-4)
     assert told.startswith("after 6 steps: the weights weight, as rank 0 wrote them, are 1.333 times what they should")
     assert told.endswith("since step 4, weight has changed by 3 times as much as it should")
+
+
+def test_with_adam_an_element_whose_mean_gradient_was_rounding_once_may_have_any_weight_from_then_on() -> None:
+    def kept(sign: int) -> dict[int, Saved]:
+        rounding, moved = torch.ones(SHAPE), torch.ones(SHAPE)
+        rounding[0, 0], moved[0, 0] = sign * 1e-9, 1 + sign * 0.1
+        return {2: Kept(2, 1.0, rounding), 4: Kept(4, moved, torch.ones(SHAPE))}
+
+    assert first_divergence(kept(1), kept(-1), [2, 4], tolerance=1e-4) == []
+    assert first_divergence(kept(1), kept(-1), [4], tolerance=1e-4) != []
+
+
+def test_runs_that_have_no_step_in_common_are_told(tmp_path: Path) -> None:
+    tensors, about = {"weight": torch.ones(SHAPE)}, {"architecture": "mlp", "tokens": 0, "model": {}, "settings": {}}
+    for name, step in (("a", 2), ("b", 4)):
+        record(tmp_path / f"recorded-{name}", 0, {"gradient.weight": torch.ones(SHAPE)}, step=step)
+        save(tmp_path / f"saved-{name}", dict(tensors), {**about, "step": step}, None, keep=1)
+    for folder in tmp_path.iterdir():
+        (folder / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+    for own, right, told in (
+        ("recorded-a", "recorded-b", "has recorded step 2, .*recorded-b step 4: there is no step that both have"),
+        ("saved-a", "saved-b", r"no two checkpoints are of the same step \(.*saved-a step 2, .*saved-b step 4\)"),
+        ("recorded-a", "saved-b", "recorded-a has recorded gradients and no checkpoints, .*saved-b only checkpoints"),
+    ):
+        with pytest.raises(InputError, match=told):
+            compare(Request(tmp_path / own, tmp_path / right))
 
 
 def test_parameters_of_a_checkpoint_are_in_the_order_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:

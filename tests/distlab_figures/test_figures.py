@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,25 @@ def test_figures_of_collectives_need_several_ranks_or_a_table(tmp_path: Path) ->
         topologies(tmp_path / "one.png", world_size=1)
     with pytest.raises(InputError, match="there is no table of collectives"):
         collectives(tmp_path / "none.png", tmp_path)
+
+
+def test_runs_that_lack_what_a_figure_shows_are_told(recorded: Path, tmp_path: Path) -> None:
+    plain, alone, sockets = record(tmp_path / "plain", [1.0]), tmp_path / "alone.json", tmp_path / "sockets"
+    write_chrome(Trace([RankTrace([Event(STEP, "step 0", 0, 4)])], {}, None), alone)
+    sockets.mkdir()
+    rows = map(json.loads, (recorded / "collectives.jsonl").read_text().splitlines())
+    lines(sockets / "collectives.jsonl", [row for row in rows if row["topology"] != "shared"])
+    cases: list[tuple[Callable[..., None], Any, str]] = [
+        (figures.partings, [str(plain)], "give at least two runs"),
+        (figures.expert_loads, [str(plain)], "its records have no loads of experts in layer 0"),
+        (figures.ring_steps, [f"a={alone}"], "a: rank 0 was in no ring"),
+        (figures.sharding, [f"weights={recorded}"], "weights: name a run by what it shards and its ranks"),
+        (figures.shared_memory, sockets, "its ranks did not share memory"),
+        (partial(losses, smooth=0), [str(plain)], "--smooth 0: give at least 1 step"),
+    ]
+    for draw_figure, run, told in cases:
+        with pytest.raises(InputError, match=told):
+            draw_figure(tmp_path / "a.png", run)
 
 
 def test_moving_average() -> None:

@@ -1,6 +1,8 @@
 """Text out of tokens that come one by one, and models that have come to nothing."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +72,11 @@ def test_the_prompt() -> None:
     )
     with pytest.raises(InputError, match="prompt is not valid text in the terminal's encoding; give UTF-8"):
         prompt_ids("a\udcff", SHIPPED, 10)
+    other: Any = SimpleNamespace(encode=lambda _: [], eos_id=-1, bos_id=5)  # without a token that ends documents
+    assert prompt_ids("", other, 10) == [5]
+    other.bos_id = -1
+    with pytest.raises(InputError, match="prompt is empty, and the tokenizer marks no end of a document"):
+        prompt_ids("", other, 10)
 
 
 def test_how_long_a_model_has_been_trained() -> None:

@@ -276,6 +276,10 @@ def test_what_the_lab_does_not_use_is_said(
     said = capsys.readouterr().out
     assert f"# {folder}: transformers puts the token of a beginning before each text; the lab does not" in said
     assert f"# {folder}: its chat template is not taken over" in said
+    flags: list[tuple[dict[str, bool], int]] = [({}, 1), ({"add_bos_token": True}, 1), ({"add_bos_token": False}, 0)]
+    for flag, remarks in flags:  # of a class that puts the token there by default
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **flag}))
+        assert len(import_hf.remarks(tmp_path)) == remarks
 
 
 def sharded_with_biases(rank: int, port: int, style: str, sequence_parallel: bool) -> dict[str, torch.Tensor]:

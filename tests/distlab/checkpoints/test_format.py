@@ -110,6 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "tokenizer.model is damaged: its checksum",
     ),
     "a file gone": (lambda folder: next(folder.glob("*.safetensors")).unlink(), r"\.safetensors is missing"),
+    "a file too many": (lambda folder: (folder / "b.safetensors").write_bytes(b"b"), r"b\.safetensors does not belong"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), "tokenizer.model is missing"),
     "no record": (lambda folder: (folder / RECORD).unlink(), "is incomplete: it has no checkpoint.json"),
     "half a record": (rewrite(RECORD, lambda _: b'{"step": 4,'), "cannot be read"),

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import saved_model
 from support.terminals import fork_python
 
 from distlab.checkpoints import saving, writer
 from distlab.checkpoints.models import SavedModel, read_model, write_model
+from distlab.launching.start import check_story
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings
-from distlab.settings.replicas import DataParallelSettings
+from distlab.settings.replicas import DataParallelSettings, DiLoCoSettings, StreamingSettings
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -36,7 +38,11 @@ def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
         given = parse(settings, "", resume)
         assert (given.num_kv_heads, given.hidden_dim, given.dmodel, given.seq_len) == (2, 40, 32, 30)
     write_model(tmp_path / "long", replace(read, options=net.options | {"ctx_size": 1000}))
-    assert parse(TrainSettings(), "", ["0", "--resume", str(tmp_path / "long")]).seq_len == TrainSettings().seq_len
+    long = parse(TrainSettings(), "", ["0", "--resume", str(tmp_path / "long")])
+    assert long.seq_len == TrainSettings().seq_len
+    check_story("cat " * 300, long, "intro.py")  # which the model reads, though not in training
+    with pytest.raises(InputError, match="the model reads 30 at most"):
+        check_story("cat " * 300, given, "intro.py")
     batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
     ended = fork_python("primer/intro.py", *resume[1:3], *batch).finish()
     assert ended.status == 0, ended.err
@@ -70,3 +76,16 @@ def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monke
         saving.save(tmp_path / name, tensors, record | {name: value}, tokenizer, keep=1)
         with pytest.raises(InputError, match=f"its {name} cannot be"):
             read_model(tmp_path / name)
+
+
+def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
+    write_model(tmp_path / "experts", saved_model(experts=2, experts_per_token=1))
+    with pytest.raises(InputError, match="its model has experts; resume it with a script that has --experts"):
+        parse(TrainSettings(), "", ["0", "--resume", str(tmp_path / "experts")])
+    model = saved_model()
+    record = {"step": 1, "tokens": 1, "model": model.options, "settings": {"fragments": 2}}
+    saving.save(tmp_path / "fragments", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
+    resume = ["0", "--resume", str(tmp_path / "fragments")]
+    assert parse(StreamingSettings(), "", resume).fragments == 2
+    with pytest.raises(InputError, match="it was trained with --fragments 2, which this script does not have"):
+        parse(DiLoCoSettings(), "", resume)

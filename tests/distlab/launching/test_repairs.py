@@ -149,6 +149,14 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
     assert sorted(ranks.processes) == [0, 1]
 
 
+def test_a_spare_that_exits_while_it_waits_for_a_death_is_given_no_place() -> None:
+    ranks, store = FakeRanks(), Store()
+    repairs = after_a_death(ranks, store, spares=3)
+    ranks.exited_spares = lambda: {1: 1}  # type: ignore[method-assign]
+    repairs.look()
+    assert {key for key in store if key.startswith(PLACE)} == {f"{PLACE}/2", f"{PLACE}/3"}
+
+
 def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
     ranks, store = FakeRanks(), Store()
     repairs = after_a_death(ranks, store, spares=5)

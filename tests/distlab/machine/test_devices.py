@@ -14,6 +14,7 @@ from support.chapters import MODEL, TRAINING, load
 from support.processes import LAB, free_port, run, run_ranks, steps_taken
 from torch.torch_version import TorchVersion
 
+from distlab.axes.grid import Grid
 from distlab.machine import network
 from distlab.machine.devices import (
     SHARE_GPUS,
@@ -24,12 +25,14 @@ from distlab.machine.devices import (
     pick_backend,
     pick_device,
     pick_device_type,
+    tf32_override,
     threads_per_rank,
 )
 from distlab.machine.network import patient_threads
 from distlab.run.joining import check_transport
+from distlab.run.starting import set_up
 from distlab.run.training import TrainingRun
-from distlab.settings.common import parse
+from distlab.settings.common import RunSettings, parse
 from simplellm.errors import InputError
 
 
@@ -64,9 +67,12 @@ def test_the_ranks_of_a_host_take_its_gpus_in_turn() -> None:
     assert pick_device(places("", ""), 1) == torch.device("cpu")
 
 
-def test_nccl_with_two_ranks_on_one_gpu_is_refused() -> None:
+def test_nccl_with_two_ranks_on_one_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="--backend nccl: ranks 1 and 2 share a GPU of B, which NCCL refuses"):
         pick_backend("nccl", places("x", "y", "y", hosts="ABB"))
+    monkeypatch.setenv(SHARE_GPUS, "1")
+    assert pick_backend("nccl", places("x", "y", "y", hosts="ABB")) == "nccl", "the user has asked NCCL for it"
+    assert pick_backend("auto", places("x", "y", "y", hosts="ABB")) == "gloo"
     with pytest.raises(InputError, match="--backend nccl: NCCL moves CUDA tensors only"):
         pick_backend("nccl", places("", ""))
 
@@ -157,6 +163,27 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     assert threads_per_rank(8) == 4, "the second is of threads within threads"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert threads_per_rank(8) == 1
+
+
+def test_threads_that_are_bound_to_cores_are_remarked_on_where_ranks_share_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By ranks that were started by hand: launch.sh leaves the variable out."""
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    monkeypatch.setattr("distlab.run.starting.set_up_heap", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    for ranks in (1, 2):
+        set_up(Grid(0, {"dp": ranks}), places(*[""] * ranks), RunSettings())
+        said = capsys.readouterr().out
+        assert ("OMP_PROC_BIND=true: binds the threads of every rank to the same cores" in said) == (ranks == 2)
+
+
+def test_the_variable_that_asks_for_tf32_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # which forbids it
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    assert tf32_override() == "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"
+    monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+    assert tf32_override() is None
 
 
 usual_policy = pytest.mark.skipif(

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from distlab.machine.torch_patches import cpp_log_level, running_backward_pass, without_compiler
+from distlab.machine.torch_patches import (
+    cpp_log_level,
+    running_backward_pass,
+    silence_torch_warnings,
+    without_compiler,
+)
 
 # A store's process goes while a connection is in use: torch's C++ code writes a trace about it.
 LOSES_A_STORE = """
@@ -52,6 +57,13 @@ def test_torch_writes_no_trace_once_it_is_silenced(monkeypatch: pytest.MonkeyPat
     assert (ended.returncode, ended.stdout) == (0, "lost\nlost\n"), ended.stderr
     before, _, after = ended.stderr.partition("silenced\n")
     assert ("frame #" in before, after) == (True, ""), ended.stderr
+
+
+def test_the_log_level_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    monkeypatch.setattr(level := cpp_log_level(), "value", 0)
+    silence_torch_warnings()
+    assert level.value == 0
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW, SGD])

@@ -52,8 +52,9 @@ def test_equal_settings_agree_on_what_rank_0_decided() -> None:
 
 
 def test_different_settings_end_every_rank_with_the_flag_and_both_values() -> None:
-    sentence = "--batch-size: rank 0 was started with 1, rank 2 with 4; start all ranks with the same flags"
-    assert join_all([{"--batch-size": 1}, {"--batch-size": 1}, {"--batch-size": 4}]) == [sentence] * 3
+    """Also a setting that rank 0 does not have, as of another revision of a script."""
+    sentence = "--width: rank 0 was started with None, rank 2 with 4; start all ranks with the same flags"
+    assert join_all([{"--steps": 3}, {"--steps": 3}, {"--steps": 3, "--width": 4}]) == [sentence] * 3
 
 
 def test_different_worlds_are_told_apart_before_the_missing_rank_is_waited_for() -> None:

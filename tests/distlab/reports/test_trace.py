@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, REPAIR, STEP, WAIT, Event
+from distlab.axes.grid import Grid
+from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, REPAIR, STEP, WAIT, Event, Recorder
 from distlab.pipeline.actions import Forward
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.timeline import measured_panel, repair_panel
 from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
+from distlab.run.tracing import keep_trace
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
@@ -242,3 +244,13 @@ def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path)
     assert [step[0].start for step in trace.steps()] == [8], "without the first after the last repair"
     write_chrome(trace, tmp_path / "trace.json")
     assert read_chrome(tmp_path / "trace.json") == trace
+
+
+def test_a_run_whose_last_step_was_repaired_has_no_step_to_draw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [Event(STEP, "step 0", 0, 2), Event(DEATH, "rank 1 was terminated", 2, 2), Event(REPAIR, "", 2, 3)]
+    (grid := Grid(0, {"dp": 2})).keep([0])
+    keep_trace([{"events": events, "kept_bytes": []}], tmp_path, grid, Recorder(), runs_on=False)
+    assert "no step came after the last repair" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

@@ -17,6 +17,7 @@ from support.processes import LAB, free_port, run_ranks
 
 from distlab.run import joining
 from distlab.run.joining import content_of, identities, join, join_late
+from distlab.run.starting import identity
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, parse
 from distlab.settings.replicas import DataParallelSettings
@@ -250,3 +251,15 @@ def test_ranks_without_a_launcher_are_all_on_the_host_of_rank_0_if_that_is_this_
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with pytest.raises(AskedError, match=f"^{here}$"):
         join(parse(DataParallelSettings(), "", ["1", "--world-size", "3", "--master-addr", address]), LAB / DAPPLE)
+
+
+def test_flags_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for flags, told in (
+        ("--world-size 2", "--world-size 2: torchrun started 3 ranks"),
+        ("0", "rank 0: torchrun made this process rank 1"),
+    ):
+        with pytest.raises(InputError, match=f"^{told}"):
+            identity(parse(DataParallelSettings(), "", flags.split()))
+    assert identity(parse(DataParallelSettings(), "", ["1"])) == identity(DataParallelSettings()) == (1, 3)

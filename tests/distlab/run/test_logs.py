@@ -36,8 +36,9 @@ def test_the_log_holds_everything_also_what_came_before_its_file(tmp_path: Path)
         output.keep_in(log)
         output.write("after\n")
         output.keep("in the log alone\n")
+        output.write("\r50 %")  # a progress bar, which is redrawn often
         assert (tmp_path / "rank0.log").read_text() == "before\nafter\nin the log alone\n"
-    assert terminal.getvalue() == "before\nafter\n"
+    assert terminal.getvalue() == "before\nafter\n\r50 %"
 
 
 def test_keeps_the_records_of_earlier_steps_and_drops_what_is_none(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from distlab.run.checkpointer import CANDIDATES, Checkpointer
 from distlab.run.failure import Failure
 from distlab.run.logs import RunLog
 from distlab.run.loss_sum import LossSum
+from distlab.run.main import warn_of_other_checkout
 from distlab.run.run import Run
 from distlab.settings.common import parse
 from distlab.settings.folders import new_folder
@@ -258,6 +259,19 @@ def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: py
     with pytest.raises(RuntimeError) as caught:
         Run(settings, Path("script.py"))
     assert Failure.of(caught.value, 2).sentence.startswith("rank 2 failed: ")
+
+
+def test_a_script_of_another_checkout_is_told_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path.resolve() / "src"
+    (other / "distlab/run").mkdir(parents=True)
+    (other / "distlab/run/main.py").touch()
+    for script, rank in ((tmp_path, "0"), (tmp_path, "1"), (LAB, "0")):
+        monkeypatch.setenv("RANK", rank)
+        warn_of_other_checkout(script / PRIMER)
+        told = f"not in {other}: start it with ./launch.sh, or PYTHONPATH={other}" in capsys.readouterr().out
+        assert told == ((script, rank) == (tmp_path, "0"))
 
 
 def test_a_rank_that_fails_before_its_flags_are_read_is_named(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from support.small_models import saved_model
 
+from distlab.checkpoints.models import write_model
 from distlab.settings.common import parse
+from distlab.settings.hybrid import HybridSettings
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 
@@ -26,3 +29,10 @@ def test_a_file_without_a_document_for_validation_is_refused_only_where_one_is_n
         assert parse(TrainSettings(), "", flags).data == str(file)
         with pytest.raises(InputError, match=why):
             parse(TrainSettings(), "", [*flags, "--eval-every", "5"])
+
+
+@pytest.mark.parametrize("flag", ["--record-routes", "--replay-routes"])
+def test_routes_do_not_go_with_a_run_that_begins_later(flag: str, tmp_path: Path) -> None:
+    write_model(tmp_path, saved_model(experts=2, experts_per_token=1))
+    with pytest.raises(InputError, match=f"^{flag} with --resume: routes begin at the first step"):
+        parse(HybridSettings(), "", ["0", "--resume", str(tmp_path), flag, "routes"])

@@ -1,14 +1,18 @@
 """The settings of replicas: what of them is in a checkpoint, and what is said of steps that are left over."""
 
+import re
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 
-from distlab.settings.hybrid import HybridSettings
+from distlab.settings.common import parse
+from distlab.settings.hybrid import HybridRepairSettings, HybridSettings
 from distlab.settings.replicas import DiLoCoSettings
 from distlab.settings.training import TrainSettings
 
 pytestmark = pytest.mark.quick
+DEATH = r"up to ([\d.]+) times as long .* up to (\d+) micro-batches instead of (\d+)"
 
 
 def test_each_rank_has_moments_of_its_own_where_several_replicas_train_independently() -> None:
@@ -30,3 +34,16 @@ def test_steps_after_the_last_exchange_are_told() -> None:
 def test_only_generated_stories_depend_on_the_seed() -> None:
     assert TrainSettings(data="tinystories", seed=7).data_identity == {"source": "tinystories"}
     assert TrainSettings(data="sample", seed=7).data_identity == {"source": "sample", "seed": 7}
+
+
+def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
+    settings = parse(HybridRepairSettings(data="sample"), "", [])
+    told = re.search(DEATH, " ".join(settings.remarks(settings.decide())))
+    assert told
+    factor, most, usual = map(float, told.groups())
+    after = [settings.slowdown({*range(settings.dp * settings.pp)} - {dead}, cores=64) for dead in range(settings.pp)]
+    assert factor == pytest.approx(max(after), abs=0.005)
+    assert factor > 1
+    assert most / usual == settings.growth() > 1
+    settings = replace(settings, repair="off")
+    assert not re.search(DEATH, " ".join(settings.remarks(settings.decide())))
