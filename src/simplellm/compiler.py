@@ -59,7 +59,7 @@ class Compiler:
         if (key := key_of(function, arguments)) in self._known:
             return
         keep_distutils()
-        torch.compiler.assume_constant_result(mixed_precision.cpu_multiplies_bfloat16)
+        torch.compiler.assume_constant_result(mixed_precision.cpu_is_faster_in_bfloat16)
         if function not in self._functions:
             self._functions[function] = torch.compile(function, fullgraph=True, dynamic=False, options=_options())
         _in_thread(lambda: _rehearse(self._functions[function], arguments))
