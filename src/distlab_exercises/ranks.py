@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -311,7 +311,7 @@ def _who_waits(reports: list[Report], describe: Callable[[int], str]) -> Iterato
         if report.state == "ended":
             yield f"{describe(report.rank)} has finished"
         elif wait_of is not None:
-            waits_for = replace(wait_of, line="").sentence(describe)  # the report has the line
+            waits_for = wait_of._replace(line="").sentence(describe)  # the report has the line
             yield f"{describe(report.rank)} waits for {waits_for}{where}"
         else:
             yield f"{describe(report.rank)} {report.sentences[0]}{where}"

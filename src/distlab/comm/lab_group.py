@@ -270,8 +270,10 @@ class LabGroup(ContextGroup):
         return pending.then(lambda: self._next_message(self.ranks[source()], self.context.rank))
 
     def _next_message(self, sender: int, receiver: int) -> str:
-        """Count a message, and return its name in a trace, which is the same on both ranks."""
+        """Count a message, and return its name in a trace, which is the same on both ranks; "" if there is no trace."""
         self._messages[sender, receiver] += 1
+        if not self.context.recorder.enabled:
+            return ""
         return f"{sender}>{receiver} #{self._messages[sender, receiver]} of {self._name()}"
 
     # Common to all

@@ -5,10 +5,11 @@ A `dist.all_reduce` of a script is named after its operation and the line of the
 """
 
 import contextlib
+import functools
+import os
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ class Name(NamedTuple):
 _name: ContextVar[Name | None] = ContextVar("name", default=None)
 _kind: ContextVar[str | None] = ContextVar("kind", default=None)  # replaces all others
 # Code between a script and here: torch, the lab, and modules whose decorators torch and the lab use.
-FOLDERS = "<", str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+FOLDERS = "<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 MODULES = {*sys.stdlib_module_names, "typing_extensions"}
 
 
@@ -62,11 +63,11 @@ def name_of(operation: str) -> tuple[str, str, str]:
 def line_of_script() -> str:
     """Return the calling line outside of torch and the lab, such as "intro_PP_1F1B.py line 57"; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_of_library(frame):
+    while frame is not None and _is_of_library(frame.f_code.co_filename, frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}"
 
 
-def _is_of_library(frame: FrameType) -> bool:
-    module: str = frame.f_globals.get("__name__", "")
-    return frame.f_code.co_filename.startswith(FOLDERS) or module.partition(".")[0] in MODULES
+@functools.cache  # every message asks for some frames
+def _is_of_library(file: str, module: str) -> bool:
+    return file.startswith(FOLDERS) or module.partition(".")[0] in MODULES

@@ -5,13 +5,11 @@ signals.py enforces it. Over NCCL the GPU's stream waits while the thread queues
 stream waits, and `Waits.watch` enforces the deadline.
 """
 
-import contextlib
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,8 +17,7 @@ import torch
 from distlab.comm.recorder import Ledger
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """A wait of a rank for other ranks."""
 
     what: str  # e.g. "the activations of micro-batch 2"
@@ -102,7 +99,7 @@ class Waits:
         self.seconds_for_the_watch = 60.0  # to find out which rank waits for which, before NCCL ends the process
         self.in_libraries: dict[int, tuple[Wait, float]] = {}  # waits of libraries with their starts, oldest first
         self.of_stream = StreamWaits()
-        self._waiting: tuple[Wait, float] | None = None
+        self.waiting: tuple[Wait, float] | None = None
 
     def watch(self, fail: Callable[[TrafficError], object]) -> None:
         """Start a thread that calls `fail` if a wait of the stream, or of a thread inside NCCL, passes the deadline."""
@@ -112,31 +109,19 @@ class Waits:
                 time.sleep(min(0.2, self.timeout_seconds / 4))
                 wait, started = self._under_way() or (None, 0.0)
                 if wait is not None and wait.peers and time.perf_counter() - started > self.timeout_seconds:
-                    fail(self._failed(wait, started, TimeoutError("timed out")))
+                    fail(self.failed(wait, started, TimeoutError("timed out")))
                     return
 
         threading.Thread(target=look, daemon=True).start()
 
-    @contextlib.contextmanager
-    def during(self, name: str | Wait) -> Iterator[None]:
-        """Turn a wait that fails inside into a `TrafficError` that says which rank waited how long for `name`.
+    def during(self, name: str | Wait) -> "During":
+        """Return a context that turns a wait that fails inside into a `TrafficError`: who waited how long for `name`.
 
         In the context, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
         """
         if isinstance(name, str):
             name = Wait(name, "other", tuple(rank for rank in self._ranks if rank != self._rank))
-        wait, started = name, time.perf_counter()
-        outer, self._waiting = self._waiting, (wait, started)
-        try:
-            yield
-        except TrafficError:
-            raise  # from an inner wait, whose message is more specific
-        except RuntimeError as error:
-            if is_lost_peer(error) or is_timeout(error):
-                raise self._failed(wait, started, error) from error
-            raise
-        finally:
-            self._waiting = outer
+        return During(self, name)
 
     def waited_so_far(self) -> float:
         """Return the seconds that this rank's thread, and its stream so far, have waited for others."""
@@ -152,22 +137,40 @@ class Waits:
 
     def _under_way(self) -> tuple[Wait, float] | None:
         in_library = next(iter(list(self.in_libraries.values())), None)
-        all_kinds = self._waiting, in_library, self.of_stream.under_way()
+        all_kinds = self.waiting, in_library, self.of_stream.under_way()
         return min((wait for wait in all_kinds if wait is not None), key=lambda wait: wait[1], default=None)
 
     def failure_of(self, error: Exception) -> TrafficError | None:
         """Return the failed wait behind an error that a library raised; None if the error has a different cause."""
         if isinstance(error, RuntimeError) and self.in_libraries and (is_lost_peer(error) or is_timeout(error)):
-            return self._failed(*next(iter(self.in_libraries.values())), error)
+            return self.failed(*next(iter(self.in_libraries.values())), error)
         if is_lost_peer(error):
             why = reason(error, self.timeout_name)
             return TrafficError(f"{self._describe(self._rank)} lost its connection: {why}", error)
         return None
 
-    def _failed(self, wait: Wait, started: float, error: Exception) -> TrafficError:
+    def failed(self, wait: Wait, started: float, error: Exception) -> TrafficError:
         seconds, who = time.perf_counter() - started, self._describe(self._rank)
         why = reason(error, self.timeout_name)
         return TrafficError(f"{who} waited {seconds:.1f} s for {wait.sentence(self._describe)}: {why}", error, wait)
+
+
+class During:
+    """See `Waits.during`; a class, because each message enters two of them, and a generator takes twice as long."""
+
+    def __init__(self, waits: Waits, wait: Wait) -> None:
+        self._waits, self._wait = waits, wait
+
+    def __enter__(self) -> None:
+        self._outer, self._started = self._waits.waiting, time.perf_counter()
+        self._waits.waiting = self._wait, self._started
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._waits.waiting = self._outer
+        if not isinstance(error, RuntimeError) or isinstance(error, TrafficError):
+            return  # an inner wait's message is more specific
+        if is_lost_peer(error) or is_timeout(error):
+            raise self._waits.failed(self._wait, self._started, error) from error
 
 
 def group_key(ranks: Sequence[int]) -> str:

@@ -30,8 +30,8 @@ class Notice:
     @classmethod
     def from_json(cls, text: str) -> "Notice":
         fields = json.loads(text)
-        wait = fields["wait"]
-        return cls(**{**fields, "wait": wait and Wait(**{**wait, "peers": tuple(wait["peers"])})})
+        wait = fields["wait"] and Wait(*fields["wait"])
+        return cls(**{**fields, "wait": wait and wait._replace(peers=tuple(wait.peers))})
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,11 @@ class Members:
         """This rank's number in the group."""
         return self.ranks.index(self.context.rank)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def others(self) -> tuple[int, ...]:
         return tuple(rank for rank in self.ranks if rank != self.context.rank)
 
