@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 from simplellm.errors import require
 
 LAB = Path(__file__).resolve().parents[1]
+WARM_UP_STEPS = 2
 
 
 @dataclass
@@ -43,3 +45,8 @@ def run(flags: str, checkout: Path = LAB) -> Run:
         memory = Path(out, "memory.json")  # which early checkouts do not write
         records = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
         return Run(ended.stdout, records, json.loads(memory.read_text())[0] if memory.exists() else {})
+
+
+def seconds_of_a_step(flags: str, checkout: Path = LAB) -> float:
+    """The median step of one run, without the first two."""
+    return statistics.median(run(flags, checkout).seconds[WARM_UP_STEPS:])

@@ -8,15 +8,14 @@ A round is a run of either checkout, the other one first in every second round. 
 without the first two; what is printed is the median over the rounds of how many times as fast this checkout is.
 """
 
-import statistics
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from lab_runs import LAB, run
-from tables import milliseconds, print_head, print_row, range_of
+from lab_runs import LAB, seconds_of_a_step
+from tables import compared, print_head, print_row
 from turns import each, results_in_turn
 
 from simplellm import command_line
@@ -38,7 +37,6 @@ RUNS = {
     "pp-zbv, 2 workers": "pp-zbv --world-size 2 --batch-size 4 --micro-batches 4 --steps 8",
     "tp, 2 ranks": "hybrid --dp 1 --pp 1 --tp 2 --batch-size 2 --micro-batches 1 --steps 8",
 }
-WARM_UP_STEPS = 2
 
 
 @dataclass
@@ -53,11 +51,6 @@ class Settings:
     """which runs, by name"""
 
 
-def seconds_of_a_step(flags: str, checkout: Path) -> float:
-    """The median step of one run."""
-    return statistics.median(run(flags, checkout).seconds[WARM_UP_STEPS:])
-
-
 def compare(settings: Settings) -> None:
     """Print a row for each run."""
     other = settings.other.resolve()
@@ -69,9 +62,7 @@ def compare(settings: Settings) -> None:
     works = {checkout: partial(seconds_of_a_step, checkout=checkout) for checkout in (other, LAB)}
     for name in each(settings.runs, "runs"):
         seconds = results_in_turn(works, lambda _, flags=RUNS[name]: flags, settings.rounds, 0)
-        ratios = [before / now for before, now in zip(seconds[other], seconds[LAB], strict=True)]
-        times = milliseconds(seconds[other]), milliseconds(seconds[LAB])
-        print_row(name, *times, f"{statistics.median(ratios):.3f}", range_of(ratios))
+        print_row(name, *compared(seconds[other], seconds[LAB]))
 
 
 if __name__ == "__main__":

@@ -31,3 +31,9 @@ def per_second(count: float, seconds: Sequence[float]) -> str:
 def range_of(values: Sequence[float], digits: int = 2) -> str:
     """The smallest and the largest value, as a cell."""
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def compared(slow: Sequence[float], fast: Sequence[float]) -> tuple[str, str, str, str]:
+    """Four cells: both medians in milliseconds, and how many times as fast the second is, with the range."""
+    ratios = [before / now for before, now in zip(slow, fast, strict=True)]
+    return milliseconds(slow), milliseconds(fast), f"{statistics.median(ratios):.3f}", range_of(ratios)
