@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distlab.axes.grid import Grid
-from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, REPAIR, STEP, WAIT, Event, Recorder
+from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, REPAIR, SEND, STEP, WAIT, Event, Recorder
 from distlab.pipeline.actions import Forward
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.timeline import measured_panel, repair_panel
@@ -174,6 +174,17 @@ def test_chromes_format_names_ranks_and_lets_messages_overlap(pipelines: Trace, 
     assert len(begun) == len({(pid, number) for pid, number, _ in begun}) == 2 * len(SCALES)
     assert [key[:2] for key in begun] == [key[:2] for key in ended]
     assert (begun[0][2], ended[0][2]) == (2e6, 3e6)
+
+
+def test_in_chromes_format_an_arrow_leads_from_the_sender_into_the_wait_that_a_message_ended(tmp_path: Path) -> None:
+    ranks = [[Event(SEND, "a", 2, 3, "7")], [Event(WAIT, "a", 1, 4, "7"), Event(WAIT, "b", 5, 6, "8")]]
+    write_chrome(Trace([RankTrace(events) for events in ranks], {"pp": 2}), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    [(begun, sender, sent), (ended, receiver, arrived)] = [
+        (event["ph"], event["pid"], event["ts"]) for event in events if event["ph"] in "sf"
+    ]
+    assert (begun, sender, sent, ended, receiver) == ("s", 0, 2e6, "f", 1)
+    assert 3e6 < arrived < 4e6
 
 
 @pytest.mark.parametrize(

@@ -214,3 +214,11 @@ def test_after_a_death_the_loss_of_the_open_step_is_that_which_a_rank_knows_of_i
     late.go_on_with(4, [Arrived(2, 9.0, None), Arrived(3, 2.0, None)])
     assert found == [(3, 2.0)]
     assert late.waits_in == 4
+
+
+def test_the_step_after_a_clipped_one_waits_too() -> None:
+    """Clipped steps come in groups, and one that ran on costs another step."""
+    late = RunningOn(StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), lambda *_: None, most=1.0)
+    for step, norm, waits_in in ((3, 0.5, None), (4, 2.0, 5)):
+        late.has_waited(step, norm)
+        assert late.waits_in == waits_in
