@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from simplellm.mixed_precision import dtype_of_product, widen
+
 # Queries (batch, heads, seq, head_dim), keys and values (batch, key heads, seq, head_dim) -> as the queries.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -47,7 +49,8 @@ def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
         from simplellm.attention_blocks import CausalAttention
 
         return CausalAttention.apply(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped)
+    heads, k, v = (widen(part) for part in (q, k, v))
+    return F.scaled_dot_product_attention(heads, k, v, mask, is_causal=is_causal, enable_gqa=grouped).to(q.dtype)
 
 
 def attend_with(mask: Tensor) -> Attend:
@@ -60,7 +63,7 @@ def attend_with(mask: Tensor) -> Attend:
     def bias(dtype: torch.dtype) -> Tensor:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
-    return lambda q, k, v: attend_to_earlier(q, k, v, bias(q.dtype))
+    return lambda q, k, v: attend_to_earlier(q, k, v, bias(dtype_of_product(q)))
 
 
 def _attends_in_groups(q: Tensor) -> bool:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from simplellm.mixed_precision import widen
+
 Mask = Tensor | Literal["causal"] | None
 _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 # Up to this many numbers in a head (tokens * width), a CPU computes the kernel's backward pass faster in float32 than
@@ -38,7 +40,7 @@ def attention_block(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor
     """
     if q.device.type != "cpu" or not hasattr(torch.ops.aten, _KERNEL):
         return plain_forward(q, k, v, mask)
-    kernel = getattr(torch.ops.aten, _KERNEL)
+    kernel, (q, k, v) = getattr(torch.ops.aten, _KERNEL), map(widen, (q, k, v))
     out, total = kernel(q, k, v, 0.0, _is_causal(mask), attn_mask=_as_bias(mask, q))
     if isinstance(mask, Tensor):  # the kernel gives 0 for a query without keys
         total = total.masked_fill(~mask.any(-1), -math.inf)
@@ -58,7 +60,8 @@ def attention_block_backward(
         return plain_backward(grad, q, k, v, out, total, mask)
     kernel, dtype = getattr(torch.ops.aten, f"{_KERNEL}_backward"), q.dtype
     if q.shape[-2] * q.shape[-1] <= LARGEST_IN_FLOAT32:
-        grad, q, k, v = (_wide(part) for part in (grad, q, k, v))
+        grad, q, k, v = map(_wide, (grad, q, k, v))
+    grad, q, k, v = map(widen, (grad, q, k, v))
     grads: tuple[Tensor, Tensor, Tensor] = kernel(
         grad, q, k, v, out.to(q.dtype), total, 0.0, _is_causal(mask), attn_mask=_as_bias(mask, q)
     )

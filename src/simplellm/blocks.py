@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from simplellm.attention import Attend, attend_to_earlier
 from simplellm.compiled import through_compiler
 from simplellm.layers import MLP, Linear, RMSNorm, rotate
-from simplellm.mixed_precision import widen
 from simplellm.options import Mixture
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class Attention(nn.Module):
             q, k = (norm(y.to(norm.weight.dtype)) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
         q, k = (rotate(heads, cos, sin) for heads in (q, k))
         v = self.v_proj(x).view(batch, seq, -1, self.head_dim)
-        q, k, v = (widen(heads).transpose(1, 2) for heads in (q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             past = cache.length
             k, v = cache.append(k, v)

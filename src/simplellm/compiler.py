@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplellm import mixed_precision
 from simplellm.blocks import Attention, Block, logits
 from simplellm.compiled import PartToCompile, applied
 from simplellm.layers import MLP, RMSNorm, rotary_tables
@@ -59,7 +58,6 @@ class Compiler:
         if (key := key_of(function, arguments)) in self._known:
             return
         keep_distutils()
-        torch.compiler.assume_constant_result(mixed_precision.cpu_is_faster_in_bfloat16)
         if function not in self._functions:
             self._functions[function] = torch.compile(function, fullgraph=True, dynamic=False, options=_options())
         _in_thread(lambda: _rehearse(self._functions[function], arguments))

@@ -1,30 +1,26 @@
 """Factors of matrix products in bfloat16, on processors with and without fast instructions for them."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# torch 2.11 does not report capabilities; float32, which is always correct, is then used on every CPU.
+_HAS: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+_IS_INTEL = "Intel" in _HAS.get("cpu_name", "")
+CPU_IS_FASTER_IN_BFLOAT16 = any(_HAS.get(name) for name in ("amx_bf16", "bf16", *["avx512_bf16"] * (not _IS_INTEL)))
 
-def widen(x: Tensor) -> Tensor:
-    """Return `x` in float32 if it is bfloat16 on a CPU whose bfloat16 products are no faster, else `x` itself.
+
+def dtype_of_product(x: Tensor) -> torch.dtype:
+    """Return float32 for a bfloat16 factor on a CPU whose bfloat16 products are no faster, else the factor's dtype.
 
     A bfloat16 matrix product has bfloat16 factors, is summed in float32 and rounded at the end. Float32 factors give
     the same: on a CPU without bfloat16 instructions about five times faster, on Intel's without AMX up to twice.
     """
-    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not cpu_is_faster_in_bfloat16():
-        return x.float()
-    return x
+    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_IS_FASTER_IN_BFLOAT16
+    return torch.float32 if is_slow else x.dtype
 
 
-def cpu_is_faster_in_bfloat16() -> bool:
-    return _cpu_is_faster_in_bfloat16()  # torch's compiler would look into a cached function
-
-
-@functools.cache
-def _cpu_is_faster_in_bfloat16() -> bool:
-    # torch 2.11 does not report capabilities; float32, which is always correct, is then used on every CPU.
-    has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(map(has.get, ("amx_bf16", "bf16"))) or (has.get("avx512_bf16", False) and "Intel" not in has["cpu_name"])
+def widen(x: Tensor) -> Tensor:
+    return x.to(dtype_of_product(x))

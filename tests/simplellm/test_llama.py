@@ -265,7 +265,7 @@ def test_only_the_padding_token_is_not_trained(padding_idx: int | None) -> None:
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "widened"])
 def test_bfloat16_is_mixed_precision(native: bool, residual: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_precision, "cpu_is_faster_in_bfloat16", lambda: native)
+    monkeypatch.setattr(mixed_precision, "CPU_IS_FASTER_IN_BFLOAT16", native)
     exact, mixed = whole(num_kv_heads=2), whole(num_kv_heads=2, dtype=torch.bfloat16, residual=residual)
     ids = tokens()
     seen = set()
@@ -321,7 +321,7 @@ def test_with_a_cache_the_logits_are_the_same(parts: list[int], num_kv_heads: in
 @torch.no_grad()
 @pytest.mark.parametrize("native", [True, False], ids=["native", "widened"])
 def test_the_cache_in_bfloat16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_precision, "cpu_is_faster_in_bfloat16", lambda: native)
+    monkeypatch.setattr(mixed_precision, "CPU_IS_FASTER_IN_BFLOAT16", native)
     model = whole(num_kv_heads=2, dtype=torch.bfloat16)
     ids, cache = tokens(), model.new_cache()
     logits = torch.cat([model(part, cache) for part in ids.split([6, 1, 4], dim=1)], dim=1)
