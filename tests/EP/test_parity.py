@@ -243,6 +243,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("bfloat16_products")
 def test_replayed_routes(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of one process is forced upon other layouts; a fault of ten times the tolerance is noticed.
 

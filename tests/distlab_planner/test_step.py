@@ -268,6 +268,7 @@ EXPERTS = [  # that all tokens use, so that loads are equal
 
 
 @pytest.mark.parametrize(("ranks", "flags"), MEASURED + SHARED + EXPERTS)
+@pytest.mark.usefixtures("bfloat16_products")
 def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_path: Path) -> None:
     script, machine_file = "hybrid/intro_5d.py", tmp_path / "machine.json"
     write_machine(cluster(device="cpu"), machine_file)

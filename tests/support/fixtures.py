@@ -11,6 +11,7 @@ import torch
 
 from distlab.pipeline.schedules import SCHEDULES
 from distlab.reports.style import SETTINGS
+from simplellm import mixed_precision
 from support.chapters import OneProcess, train_alone
 from support.huge_pages import gather_in_huge_pages
 from support.processes import before_forks, leave_group, make_group_of_one
@@ -29,6 +30,12 @@ def _threads_end() -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - before:
         thread.join(0.5 if thread.daemon else 5)  # some daemons never end, such as TensorBoard's
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of bfloat16 have factors in it, as the plan of memory assumes, whatever is faster on this CPU."""
+    monkeypatch.setattr(mixed_precision, "CPU_IS_FASTER_IN_BFLOAT16", True)
 
 
 @pytest.fixture(scope="module", autouse=True)

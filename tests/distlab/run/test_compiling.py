@@ -122,6 +122,7 @@ def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:
         (1, 4, "primer/intro.py", "--residual bfloat16"),
     ],
 )
+@pytest.mark.usefixtures("bfloat16_products")
 def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without_and_holds_the_memory_of_the_plan(
     ranks: int, rows: int, script: str, flags: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
