@@ -272,10 +272,11 @@ def test_what_the_lab_does_not_use_is_said(
 ) -> None:
     folder = make(tmp_path / "theirs", SMALL, tokenizer_json)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert status_of(monkeypatch, import_hf.main, import_hf.Request, folder, tmp_path / "run") == 0
+    assert status_of(monkeypatch, import_hf.main, import_hf.Request, folder, tmp_path / "a run") == 0
     said = capsys.readouterr().out
     assert f"# {folder}: transformers puts the token of a beginning before each text; the lab does not" in said
     assert f"# {folder}: its chat template is not taken over" in said
+    assert said.endswith(f"resume it with --resume '{tmp_path / 'a run'}'\n"), "as a shell takes it"
     flags: list[tuple[dict[str, bool], int]] = [({}, 1), ({"add_bos_token": True}, 1), ({"add_bos_token": False}, 0)]
     for flag, remarks in flags:  # of a class that puts the token there by default
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **flag}))

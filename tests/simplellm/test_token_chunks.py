@@ -187,6 +187,15 @@ def test_a_stuck_process_does_not_stop_others(cache: Path, monkeypatch: pytest.M
     assert files_of(cache) == [path]
 
 
+def test_the_cache_is_where_the_user_has_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SIMPLELLM_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value, place in ((str(tmp_path / "own"), "own"), ("", ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        next(TinyStories(TOKENIZER, data="sample"))
+        assert files_of(tmp_path / place / "simplellm")
+
+
 @pytest.mark.parametrize("value", ["", "relative", "{file}/cache"])
 def test_without_a_cache_tokens_stay_in_memory(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = next(TinyStories(TOKENIZER, data="sample"))

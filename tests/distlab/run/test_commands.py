@@ -110,6 +110,7 @@ def flags_of(command: str, script: str) -> str:
         ),
         (WA, "0 --steps 30 --sync-every 4", None, SAVE + EACH, "0 --steps 30 --sync-every 4 --save-every 8"),
         ("primer/intro.py", "--save-every 100", None, SAVE, "--save-every 20"),
+        ("primer/intro.py", "--save_every 100", None, SAVE, "--save-every 20"),
         ("primer/intro.py", "--save-every 100", 200, "resume", "--save-every 100 --resume runs/a"),
         ("primer/intro.py", "--save_every 9 --out runs/a", 27, "resume", "--save_every 9 --out runs/a --resume runs/a"),
         (GA, "0 --steps 4 --save-every 2", 4, LONGER + EACH, "0 --save-every 2 --resume runs/a --steps 8"),
