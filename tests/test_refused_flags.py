@@ -209,6 +209,7 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr("distlab.launching.start.run_ranks", no_rank)
+    monkeypatch.setattr("os.execv", no_rank)  # by which a process becomes mpirun
     monkeypatch.chdir(LAB)
     with pytest.raises(InputError, match=re.escape(sentence)) as caught:
         launch(command.split())

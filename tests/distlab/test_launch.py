@@ -98,14 +98,14 @@ def test_ranks_in_separate_terminals(tmp_path: Path) -> None:
 
 FAILING = """
 '''A script whose rank 1 fails.'''
-import os, signal, sys
+import os, signal, sys, torch
 from distlab.run.main import main
 from distlab.settings.replicas import DataParallelSettings
 from simplellm.errors import InputError
 DEFAULTS = DataParallelSettings()
 def train(run):
-    open(__file__ + f".{{run.rank}}.pid", "w").write(str(os.getpid()))
-    for step, batch in run.steps(iter(lambda: __import__("torch").zeros(1, 2), None)):
+    open(__file__ + f".{{run.rank}}.pid", "w").write(f"{{os.getpid()}} {{torch.initial_seed()}}")
+    for step, batch in run.steps(iter(lambda: torch.zeros(1, 2), None)):
         if step == 2 and run.rank == 1:
             {failure}
         run.log(step, [batch.sum()])
@@ -134,9 +134,10 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(
     assert ended.status == status
     assert [line for line in ended.err.splitlines() if line == last_line] == ended.err.splitlines()[-1:] == [last_line]
     assert time.monotonic() - started < 40
-    ranks = [int(pid.read_text()) for pid in tmp_path.glob("*.pid")]
-    assert len(ranks) == 3
-    assert not any(alive(pid) for pid in ranks)
+    ranks = [map(int, file.read_text().split()) for file in tmp_path.glob("*.pid")]
+    pids, seeds = zip(*ranks, strict=True)
+    assert len({*pids}) == len({*seeds}) == 3, "each draws random numbers of its own"
+    assert not any(alive(pid) for pid in pids)
 
 
 @pytest.mark.parametrize(
