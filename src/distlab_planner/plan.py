@@ -109,6 +109,8 @@ class PlanRequest(ModelFlags, RanksToPlan):  # `--help` lists the flags of the l
         require(self.verify >= 0, f"--verify {self.verify}: give 0 or more")
         least = f"--steps {self.steps}: the first {WARM_UP} do not count; give {WARM_UP + 2} or more"
         require(self.steps >= WARM_UP + 2, least)
+        if self.memory is not None:
+            read_size(self.memory)
         for name in ("dp", "pp", "tp", "cp", "ep", "micro_batches"):
             for number in getattr(self, name):
                 require(number > 0, f"{as_flag(name)} {number}: must be greater than 0")

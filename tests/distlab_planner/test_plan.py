@@ -127,6 +127,11 @@ def test_a_machine_is_measured_with_the_flags_of_the_model_and_at_least_two_rank
     assert plan.machine_for(request, request.model.sizes) == cluster()
     flags = "runs/machine.json --world-size 2 --dmodel 96 --dtype bfloat16 --vocab-size 99"
     assert " ".join(asked).endswith(f"calibrate {flags}"), asked
+    failed = SimpleNamespace(returncode=1, stderr="no memory\n")
+    monkeypatch.setattr("distlab_planner.plan.subprocess.run", lambda *_, **__: failed)
+    for memory, sentence in ((None, "runs/machine.json: measuring has failed: no memory"), ("8", "--memory 8: give a")):
+        with pytest.raises(InputError, match=f"^{sentence}"):
+            plan.plan(replace(request, memory=memory))
 
 
 def test_a_plan_is_verified_where_there_is_a_gpu_for_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +168,14 @@ def test_the_commands_place_ranks_as_the_planner_does(
 ) -> None:
     flags = ["--ranks", str(ranks), "--global-batch", str(ranks), "--top", "1", "--dp", str(ranks)]
     plan.command([*SMALL, *flags, "--machine", CLUSTER])
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
     [command] = [line.split(maxsplit=3)[3] for line in lines if "./launch.sh" in line]
     own, rest = read_flags([*shlex.split(command), "--node-rank", "0"])
     assert own.nnodes == len(shares)
     settings = read_script(find_script("5d")[0]).parse(rest, "")
     assert assign_ranks(own, settings.layout, "192.0.2.1").ranks_of == shares
-    assert ("--node-rank" in lines[-1]) == (len(shares) > 1)
+    assert ("--node-rank" in lines[-1]) == (" each, with 80,000 MB for each" in shown) == (len(shares) > 1)
 
 
 def test_a_plan_says_which_slices_were_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +200,7 @@ def test_bfloat16_and_a_vocabulary_without_a_tokenizer(capsys: pytest.CaptureFix
         assert ("--dtype bfloat16" in shown) == ("bfloat16" in flags)
         assert ("with a SentencePiece model of 128,000 pieces" in shown) == ("vocab" in flags)
         assert "its numbers are from NVIDIA's data sheets" in shown
+        assert "h100.json has no times of passes of this model; they are estimated" in shown
     assert seconds["--dtype bfloat16"] < seconds[""] < seconds["--dtype bfloat16 --vocab-size 128000"]
 
 
@@ -300,6 +307,19 @@ def test_layouts_that_do_not_fit_are_counted_as_far_as_the_search_goes() -> None
             assert row.held_bytes == max(held(costs, worker).total for worker in range(row.layout.size("pp")))
             needs = max(process_bytes(costs, worker, held(costs, worker)) for worker in range(row.layout.size("pp")))
             assert row.cells(1, SEQUENCES)[HEADS.index("memory, MB")] == f"{needs / 1e6:,.0f}"
+
+
+def test_a_plan_says_how_many_layouts_it_leaves_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for (large, slow), shown in (((2_000, 30), "; 2,000 do not fit, 30 are slower in any case"), ((0, 0), "")):
+
+        def counted(*args: Any, large: int = large, slow: int = slow, **flags: Any) -> search.Found:
+            return replace(search.find_layouts(*args, **flags), too_large=large, too_slow=slow)
+
+        monkeypatch.setattr(plan, "find_layouts", counted)
+        plan.command([*SMALL, "--ranks", "2", "--machine", CLUSTER, "--top", "1"])
+        assert re.search(rf"^[\d,]+ layouts{shown}$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_few_layouts_of_a_large_plan_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
