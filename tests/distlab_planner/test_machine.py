@@ -60,6 +60,9 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["all_reduces", 0, "ranks"], 1, "all_reduces[0].ranks is 1; give a whole number from 2 up"),
         (["hosts"], 1.5, "hosts is 1.5; give a whole number from 1 up"),
         (["device"], "tpu", 'device is "tpu"; give one of cpu, cuda'),
+        (["name"], 3, "name is 3; give a text"),
+        (["measured", 0, "sizes", "compiled"], 1, "measured[0].sizes.compiled is 1; give true or false"),
+        (["hosts"], True, "hosts is true; give a whole number from 1 up"),
         (["speed"], 1, "speed is not a key; remove it, or the file, and calibrate again; there are name, device, "),
         (["measured", 0, "block", "F", 1], None, "measured[0].block.F[1] is null; give a number that is not negative"),
         (["measured", 0, "rows"], [2, 1], "measured: rows: give numbers in ascending order, at least one"),
@@ -133,6 +136,12 @@ def test_numbers_of_sequences_to_measure_ascend(rows: tuple[int, ...]) -> None:
         CalibrateSettings(rows=rows).check()
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    for path, told in ((tmp_path, "is a folder; give the path of a file"), (tmp_path / "no/m.json", "no such folder")):
+        with pytest.raises(InputError, match=told):
+            CalibrateSettings(machine_file=path).check()
+
+
 def test_a_file_that_is_no_machine_s_is_not_overwritten(tmp_path: Path) -> None:
     (path := tmp_path / "thesis.json").write_text('{"title": "On rings"}')
     with pytest.raises(InputError, match="title is not a key"):
@@ -175,6 +184,8 @@ def test_as_many_ranks_as_the_hosts_have_room_for_are_not_too_many() -> None:
     assert CLUSTER.with_room_for(32, "c.json") == CLUSTER
     with pytest.raises(InputError, match=r"c.json has 4 hosts with 8 ranks each, but the layout has 33 ranks"):
         CLUSTER.with_room_for(33, "c.json")
+    with pytest.raises(InputError, match=r"c.json has 1 hosts with 8 ranks each, but the layout has 9 ranks"):
+        cluster(hosts=1).with_room_for(9, "c.json")
     assert cluster(device="cpu", hosts=1).with_room_for(33, "c.json").ranks_per_host == 33
 
 

@@ -137,6 +137,12 @@ def test_threads_that_slow_each_other_are_not_slowed_twice() -> None:
     assert step.seconds == pytest.approx(3.0 * MODEL.n_layers)
 
 
+def test_layers_are_split_by_what_both_passes_take() -> None:
+    none, block, head = (PassSeconds((f,), (b,), (0.0,), (0.0,)) for f, b in ((0.0, 0.0), (1.0, 2.0), (0.0, 6.0)))
+    machine = cluster(measured=(Measured(SIZES, 1, 1, (1,), none, block, head),))
+    assert Costs(machine, MODEL, layout()).balanced_split() == (3, 1)
+
+
 def test_threads_of_a_rank_that_computes_alone() -> None:
     machine = cluster(cores_per_host=2, device="cpu")
     one = predict(Costs(replace(machine, cores_per_host=1), MODEL, layout(pp=1))).computing
@@ -150,7 +156,11 @@ def test_heads_go_around_once() -> None:
     own = replace(layout(pp=1, micro_batches=1), axes={"dp": 1, "cp": 4}, cp_kind="heads")
     costs = Costs(cluster(device="cpu", inside=Link(0.0, 1e6)), Model(sizes, 4), own)
     numbers = 4 * sizes.dmodel * sizes.seq_len / 4
-    assert costs.sequence_seconds("F", 0) == pytest.approx(4 * 3 / 4 * 4 * numbers / 1e6)
+    seconds = 4 * 3 / 4 * 4 * numbers / 1e6
+    assert costs.sequence_seconds("F", 0) == pytest.approx(seconds)
+    for of_pass, left in ((seconds / 4, seconds * 3 / 4), (2 * seconds, 0)):  # GPUs compute while they send
+        on_gpus = replace(costs, machine=cluster(inside=Link(0.0, 1e6), pass_seconds=of_pass))
+        assert on_gpus.sequence_seconds("F", 0) == pytest.approx(left, rel=1e-5)
 
 
 def test_the_last_rank_of_contiguous_parts_has_the_most_work() -> None:
