@@ -74,6 +74,8 @@ def test_what_plain_calls_of_torch_send_is_counted_like_the_chapters_own(name: s
     for sent, needed in verdict.sent.values():
         assert needed > 0
         assert sent == needed
+    late = ["gradients are sent after the backward pass"] * (exercise.trials[0].replicas > 1)
+    assert [remark.partition(";")[0] for remark in verdict.remarks] == late
 
 
 def test_the_main_exercises_have_four_typical_mistakes_each() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import errno
 import json
 import os
 import re
@@ -117,10 +118,29 @@ def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys
     assert ada["file"].endswith("ada/broadcast.py")
     assert bob["passed"] is False
     assert [trial["mistake"] for trial in bob["trials"]] == ["not-written"] * 3
-    assert launch(["check", str(tmp_path / "ada")]) == 0
+    with (tmp_path / "ada/broadcast.py").open("a") as file:
+        file.write("import distlab.pipeline.auto\n")
+    assert launch(["check", str(tmp_path / "ada"), str(tmp_path / "bob")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "2 to 8 ranks" in line] == ["right"] * 3
-    assert lines[-1] == "# passed"
+    assert [line.split()[0] for line in lines if "2 to 8 ranks" in line] == ["right"] * 3 + ["WRONG"] * 3
+    imports = lines[lines.index("# passed") - 1]
+    assert imports.startswith("# it imports of the lab, beyond what its exercise gives: ")
+    assert imports.endswith(", distlab.pipeline.auto")
+    assert lines[-2].startswith("# not yet: write broadcast_naive (line ")
+    assert lines[-1] == "# 1 of 2 files passed"
+
+
+def test_a_file_that_cannot_be_written_to_its_end_is_not_left_as_if_it_were_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(path: Path, text: str, **_: str) -> None:
+        path.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill_the_disk)
+    with pytest.raises(InputError, match=r"cannot write there \(No space left on device\); give another folder"):
+        launch(["exercise", "dp-ga", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is_given(

@@ -14,7 +14,20 @@ EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.s
 
 ATTEMPTS = [
     Attempt("dp-ga", "divided-twice", "1/2 of what it should be", MEAN.replace("SUM", "AVG")),
-    Attempt("dp-ga", "", "the run of one process", MEAN),
+    Attempt(  # right, and averaged again
+        "dp-ga",
+        "",
+        "gradients and weights: 2.0 times the bytes that are needed",
+        f"{MEAN}\ndist.all_reduce(gradients, ReduceOp.AVG)",
+    ),
+    Attempt(
+        "dp-ga",
+        "exception",
+        "failed: the file calls main(...) as it is loaded; put that below",
+        MEAN,
+        (('if __name__ == "__main__":\n    main(', "main("),),
+    ),
+    Attempt("dp-ga", "exception", "failed: the file needs a function train", MEAN, (("def train(", "def training("),)),
     Attempt("dp-ga", "summed", "added up over the 2 ranks, but not divided by 2", SUM),
     Attempt(
         "dp-ga",
