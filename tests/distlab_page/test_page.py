@@ -20,8 +20,9 @@ from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures.runs import timelines
 from distlab_page.contents import contents
 from distlab_page.ends import detours
-from distlab_page.passes import efficiency
+from distlab_page.passes import efficiency, timeline
 from distlab_page.records import Records, read
+from distlab_page.tables import evenly_spaced
 from distlab_page.verdict import verdict
 from distlab_page.writing import html, write
 from simplellm.errors import InputError
@@ -114,6 +115,11 @@ def test_a_verdict_says_which_losses_are_missing_and_how_many_steps_count(alone:
     assert text.endswith("equal losses over the first 20 of 40 steps (one process ended early).")
     seldom = [step for step in range(STEPS) if (step + 1) % 5]
     assert compared(seldom, [], every=5) == (True, "equal losses over 4 of 20 steps.")
+    nothing = contents(run, replace(run, metrics=[]))["verdict"]
+    assert (nothing["is_same"], nothing["text"]) == (
+        None,
+        "Nothing to compare with one process: the runs share no step.",
+    )
     lost = [record | {"loss": math.nan} for record in run.metrics]
     assert contents(replace(run, metrics=lost), run)["verdict"]["is_same"] is False
 
@@ -127,6 +133,10 @@ def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: 
     said = {place: of for place, of in in_texts(page).items() if not unsaid.search(place)}
     assert said == expected.sentences()
     assert len(html(read(hybrid))) < 2e6
+    [facts], own = (one["facts"] for one in page["about"]), expected.config
+    assert (facts["command"], facts["data"], facts["backend"]) == (own["command"], own["data_because"], own["backend"])
+    assert facts["software"] == f"python {own['machine']['python']}, torch {own['machine']['torch']}"
+    assert f"{own['machine']['cores']} cores" in facts["machine"].split(", ")
     page["timeline"] = named(page["timeline"])
     for panel in ("layout", "timeline", "time"):
         shown = numbers(page.pop(panel))
@@ -189,8 +199,13 @@ def test_a_run_that_ended_early_says_so_and_why(killed: Path) -> None:
     assert any("rank 1" in cause for cause in page["ended"]["causes"]), page["ended"]
     assert [rank["died"] for rank in page["layout"]["ranks"]] == [False, True, False]
     assert [row[-1] for row in page["layout"]["table"]["rows"]] == ["", "died", ""]
-    early = contents(replace(read(killed), metrics=[]))["missing"]["ledger"]
-    assert early == "The run ended before it recorded a step."
+    early = contents(replace(read(killed), metrics=[]))["missing"]
+    assert early["ledger"] == "The run ended before it recorded a step."
+    assert early["timeline"] == "The run has no trace: it needs --trace."
+    assert early["memory"] == "The run ended before its ranks reported this."
+    begun = contents(replace(read(killed), metrics=[], is_running=True))["missing"]
+    assert begun["ledger"] == "The run has not recorded a step yet."
+    assert begun["memory"] == "The ranks report this at the end of the run."
     sums = [
         sum(record[name] for record in lines(killed)) for name in ("seconds", "waited_seconds", "collective_seconds")
     ]
@@ -274,6 +289,13 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     assert [share for _, share, _ in factors["table"]["rows"]] == [1, 0.75, 1, 0.75], "one computes all the time"
 
 
+def test_a_timeline_of_many_bars_shows_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab_page.passes.MOST_BARS", 7)
+    rank = RankTrace([Event(STEP, f"step {n}", n, n + 1.0) for n in range(10)])
+    page = timeline(Trace([rank, rank], {"dp": 2}))
+    assert ([step["label"] for step in page["steps"]], page["of_steps"]) == (["step 1", "step 5", "step 9"], 9)
+
+
 def test_a_wait_within_a_pass_is_no_time_of_free_messages() -> None:
     """The second stage waits for one of the two seconds of its forward pass, as for a rank that shares its layers."""
     step, wait = Event(STEP, "step 1", 0.0, 5.0), Event(WAIT, "a sum", 1.5, 2.5)
@@ -334,3 +356,4 @@ def test_the_curves_of_a_long_run_keep_all_validation_losses(alone: Path) -> Non
     assert curve["values"]["validation_loss"].count(1.0) == 100
     assert 4000 <= len(curve["at"]["steps"]) < 4100
     assert curve["caption"] == f"{len(curve['at']['steps']):,} of 9,700 steps"
+    assert [evenly_spaced(range(9), most) for most in (1, 3, 9)] == [[4], [0, 4, 8], [*range(9)]], "first and last"
