@@ -122,7 +122,7 @@ def run_beside(layout: str, flags: str, out: Path, exact: bool = True) -> Run:
         ("--dp 2 --pp 1 --cp 2 --ep 2", f"--micro-batches 2 {LIMITED} {REPLAYED}"),
         ("--dp 1 --pp 1 --cp 2", f"--micro-batches 2 {LIMITED} --record-routes OWN"),
         ("--dp 2 --pp 1 --tp 2 --ep 2", f"{SHARED} {REPLAYED}"),
-        ("--dp 1 --pp 1 --tp 2", LIMITED),
+        ("--dp 1 --pp 1 --tp 2", f"{LIMITED} --record-routes OWN"),
     ],
 )
 def test_beside_other_axes(layout: str, flags: str, alone: dict[str, Run], tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def test_the_losses_are_those_of_the_undisturbed_run(
         assert shown["ranks"] == [record.trace.describe_number(rank) for rank in (0, 2, 3, 4)]
 
 
-def test_exact_is_bit_for_bit_the_same_run(tmp_path: Path) -> None:
-    """Also its norms, and the updates of clipped steps."""
+def test_exact_is_bit_for_bit_the_same_run(one_process: Path, tmp_path: Path) -> None:
+    """Also its norms, of the whole model, and the updates of clipped steps."""
     most = 2.0
     flags = [*FLAGS, *f"--dp 3 --pp 2 --batch-size 2 --micro-batches 2 --repair exact --clip-norm {most}".split()]
     run_with([], tmp_path / "undisturbed", LESSON, *flags)
@@ -97,6 +97,7 @@ def test_exact_is_bit_for_bit_the_same_run(tmp_path: Path) -> None:
     run_with(deaths, tmp_path / "run", LESSON, *flags, "--run-on", CORES=MANY)
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
     assert norms(tmp_path / "run") == norms(tmp_path / "undisturbed")
+    assert norms(tmp_path / "run")[0] == pytest.approx(norms(one_process)[0], rel=1e-5)
     assert min(norms(tmp_path / "run")) < most < max(norms(tmp_path / "run"))
 
 

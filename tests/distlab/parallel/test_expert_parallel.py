@@ -1,6 +1,7 @@
 """Experts that ranks share: outputs, gradients, loads and bytes against one process, in float64."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis, Grid
-from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, own_experts, share_experts
+from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, equal_loads, own_experts, share_experts
 from distlab.parallel.routes import Routes
+from simplellm.errors import InputError
 from simplellm.feed_forward import MixtureOfExperts
 from simplellm.initial_weights import initialize
 from simplellm.options import Mixture
@@ -108,6 +110,43 @@ def test_loads_and_dropped_rows_are_those_of_the_step_in_all_layers() -> None:
         assert record["expert_loads"] == loads.tolist()
         assert record["max_over_mean_load"] == loads.max() / mean > loads[0].max() / mean
         assert record["dropped_rows"] == (loads - 0.75 * mean).clamp(min=0).sum()
+
+
+def test_in_a_measurement_all_experts_have_equal_loads_and_then_the_router_chooses_again() -> None:
+    net = mixture_of(range(EXPERTS))
+    balance, before = LoadBalance([net], 0, Grid(0, {}).axis("ep")), net(values(0))
+    balance.step()
+    with equal_loads([net]):
+        net(values(0))
+    assert balance.step()["expert_loads"] == [[2 * TOKENS // EXPERTS] * EXPERTS]
+    assert net(values(0)).equal(before)
+
+
+def test_routes_that_are_not_those_of_such_a_run_are_refused(tmp_path: Path) -> None:
+    grid = Grid(0, {})
+    net, other = mixture_of(range(EXPERTS)), MixtureOfExperts(DMODEL, 10, Mixture(EXPERTS, 1))
+
+    def routes(way: Literal["record", "replay"], tokens: int = TOKENS, of: nn.Module = net) -> Routes:
+        choices = ChoicesOfSequences(grid.axis("cp"), "contiguous")
+        return Routes([nn.ModuleDict({"mlp": of})], way, tmp_path, grid.axis("dp"), tokens, TOKENS, choices)
+
+    with pytest.raises(InputError, match=r"has no routes\.json that can be read; --record-routes writes it"):
+        routes("replay")
+    recorded = routes("record")
+    net(values(0))
+    recorded.step()
+    with pytest.raises(InputError, match="a step had 24 tokens, and has 48; give the same global batch"):
+        routes("replay", 2 * TOKENS)
+    with pytest.raises(InputError, match="a token had 2 experts"):
+        routes("replay", of=other)
+    replayed = routes("replay")
+    net(values(0))
+    replayed.step()
+    with pytest.raises(InputError, match=r"mlp\.0 has no routes of step 1"):
+        net(values(0))
+    (tmp_path / "mlp.0").unlink()
+    with pytest.raises(InputError, match=r"mlp\.0 cannot be read \(No such file or directory\)"):
+        net(values(0))
 
 
 def replay_with_a_favourite(rank: int, folder: Path, port: int) -> list[float]:

@@ -12,8 +12,9 @@ from distlab.axes.placement import DimSlice, Placement, place
 from distlab.parallel.clipping import sum_norm
 from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
 from distlab.parallel.division import Sharded
-from distlab.parallel.same_model import broadcast_weights
+from distlab.parallel.same_model import broadcast_weights, check_same_model
 from distlab.parallel.sharded import ShardedDP
+from simplellm.errors import InputError
 
 LAYOUT = {"dp": 2, "xp": 3}
 WAYS: list[Sharded | None] = [None, "optimizer", "gradients", "weights"]
@@ -74,6 +75,9 @@ def train_each_way(rank: int, port: int) -> list[tuple[Parameters, list[float]]]
         grid.make_groups()
         with pytest.raises(ValueError, match="the ranks along dp x xp hold different parts of the parameters"):
             flatten_weights(Net(grid), grid.axis("dp", "xp"))
+        if rank in (2, 5):  # one behind the other along dp
+            with pytest.raises(InputError, match=r"differ: weight float32 \[1, 2\] on rank 2 and .* on rank 5;"):
+                check_same_model(nn.Linear(rank, 1), grid.axis("dp"))
         return [train(grid, way) for way in WAYS]
 
 
