@@ -66,17 +66,17 @@ SGD = "--optimizer sgd --lr 0.1 --bsz 14 --samples 36".split()  # 14 rows and 9 
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("one"), 1, 1, *SGD)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    return {more: train(tmp_path_factory.mktemp("one"), 1, 1, *SGD, *more.split()) for more in ("", "--dropout 0.2")}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("world_size", "tp"), [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("world_size", "tp", "more"), [(2, 2, "--dropout 0.2"), (4, 2, ""), (4, 1, "")])
 def test_is_the_run_of_one_process_at_the_same_global_batch(
-    world_size: int, tp: int, alone: Trained, tmp_path: Path
+    world_size: int, tp: int, more: str, alone: dict[str, Trained], tmp_path: Path
 ) -> None:
-    expected_losses, [expected], expected_right = alone
-    losses, gradients, right = train(tmp_path, world_size, tp, *SGD)
+    expected_losses, [expected], expected_right = alone[more]
+    losses, gradients, right = train(tmp_path, world_size, tp, *SGD, *more.split())
     assert right == expected_right
     assert len(losses) == 2 * (36 // 14)
     assert max(expected_losses) - min(expected_losses) > 1e-3

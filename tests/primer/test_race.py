@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import RawValue
+from multiprocessing import RawValue, active_children
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,12 +78,13 @@ def end_before_the_work_is_done(number: Any, status: int) -> None:
 def refuse_to_wait(rank: int, work: Any, jobs: list[tuple[Any, ...]]) -> None:
     with pytest.raises(InputError, match=f"--timeout 0.5: {work.__name__} takes longer"):
         lesson.side_by_side(lesson.PROCESSES, work, jobs, timeout=0.5)
+    assert wait_for(lambda: not active_children(), 5), "what still works is ended"
 
 
 @pytest.mark.parametrize("work", [end_before_the_work_is_done, time.sleep])
 def test_work_that_is_not_done_in_time_ends_the_run(work: Any) -> None:
-    jobs = [(2,)] if work is time.sleep else [(RawValue("q"), 0)]
-    run_ranks(1, refuse_to_wait, work, jobs, deadline=10)
+    jobs = [(60,)] if work is time.sleep else [(RawValue("q"), 0)]
+    run_ranks(1, refuse_to_wait, work, jobs, deadline=20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the processes of a parent that was killed")

@@ -1,5 +1,6 @@
 """The simulated world: copies, a virtual clock, deadlocks that name their cycle, exceptions that reach the caller."""
 
+import os
 import threading
 
 import pytest
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from distlab.collectives.algorithms import allreduce_ring, broadcast_naive, broadcast_ring, broadcast_tree
 from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedEndpoint, SimulatedWorld
+
+usable_cores = getattr(os, "sched_getaffinity", id)  # which some systems lack
 
 
 def test_messages_are_copies_and_ranks_know_who_they_are() -> None:
@@ -32,10 +35,11 @@ def test_two_ranks_that_send_first_are_a_deadlock_at_once() -> None:
         endpoint.send(torch.ones(1), 1 - rank)
         endpoint.recv(torch.ones(1), 1 - rank)
 
-    threads = threading.active_count()
+    threads, cores = threading.active_count(), usable_cores(0)
     with pytest.raises(Deadlock, match="rank 0 waits to send to rank 1; rank 1 waits to send to rank 0"):
         SimulatedWorld(2).run(both_send)
     assert threading.active_count() <= threads
+    assert (usable_cores(0), threading.stack_size()) == (cores, 0), "as they were before"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +133,12 @@ def test_what_gloo_refuses_is_refused() -> None:
 
         with pytest.raises(ValueError, match=sentence):
             SimulatedWorld(2).run(exchange)
+
+
+@pytest.mark.parametrize("peer", [0, 2, -1])
+def test_a_rank_exchanges_messages_with_the_other_ranks_only(peer: int) -> None:
+    with pytest.raises(ValueError, match=f"rank 0 cannot exchange a message with rank {peer} in a world of 2"):
+        SimulatedWorld(2).run(lambda endpoint: endpoint.get_rank() or endpoint.isend(torch.ones(1), peer))
 
 
 def test_a_message_arrives_when_its_time_has_come_and_not_before() -> None:
