@@ -38,7 +38,7 @@ if flags[0] == "install":
     with Path(__file__).with_name("installed.jsonl").open("a") as log:
         log.write(json.dumps(flags) + "\\n")
     if "--index-url" not in flags:
-        sys.exit()
+        sys.exit(os.environ.get("FAILURE"))
     into = ["--python", sys.executable]
 del os.environ["PYTHONPATH"]
 os.execv({sys.executable!r}, [{sys.executable!r}, "-m", "pip", *into, *flags])
@@ -154,10 +154,12 @@ def torch_lines(ended: Ended) -> list[str]:
 def test_the_cpu_build_comes_from_pytorchs_index_and_all_else_does_not(
     chosen: str, why: str, lab: Lab, index: Index
 ) -> None:
-    """It can be chosen where there is a driver."""
+    """It can be chosen where there is a driver, and where pip is configured."""
+    configured = {"PIP_INDEX_URL": "https://mirror.invalid/simple"} if chosen else {}
     if chosen:
         add_program(lab, "nvidia-smi", "exit 9")
-    ended = lab.prepare(before="true" if chosen else NO_DRIVER, LAB_TORCH=chosen, LAB_TORCH_INDEX=index.url)
+    before = "true" if chosen else NO_DRIVER
+    ended = lab.prepare(before, LAB_TORCH=chosen, LAB_TORCH_INDEX=index.url, **configured)
     assert ended.status == 0, ended.err
     assert torch_lines(ended) == [CPU.format(index=index.url, why=why)]
     assert lab.installed() == [["--index-url", index.url, "--no-deps", "torch==2.13.0"], lab.rest]
@@ -166,20 +168,30 @@ def test_the_cpu_build_comes_from_pytorchs_index_and_all_else_does_not(
 
 
 def test_the_cpu_build_is_the_exact_version_and_is_not_installed_twice(lab: Lab, index: Index) -> None:
-    assert lab.prepare(LAB_TORCH_INDEX=index.url).status == 0
+    failed = lab.prepare(LAB_TORCH_INDEX=index.url, FAILURE="no room")
+    assert failed.status == 1
+    sentence = "# pip could not install requirements.txt, for the reason above; run the command again to continue"
+    assert failed.err.splitlines()[-2:] == ["no room", sentence]
     python = lab.path / ".venv/bin/python"
     version = 'from importlib.metadata import version; print(version("torch"))'
     assert subprocess.check_output([python, "-c", version], text=True, timeout=60) == "2.13.0+cpu\n"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", "torch==2.13.0"]
     assert "already satisfied" in subprocess.check_output(pip, text=True, timeout=60)
 
-    (lab.path / ".venv/requirements.txt").unlink()  # as after an installation of the rest that has failed
     index.requests.clear()
     again = lab.prepare(LAB_TORCH_INDEX=index.url)
     assert again.status == 0
     assert torch_lines(again) == []
     assert lab.installed()[2:] == [lab.rest]
     assert not index.requests
+
+
+def test_what_another_launch_installs_is_waited_for_and_not_installed_again(lab: Lab) -> None:
+    made = f"cp {lab.path}/requirements.txt {lab.path}/.venv/"
+    add_program(lab, "flock", f"[ /dev/fd/$1 -ef {lab.path}/.venv.lock ] && {made}")  # the other has ended meanwhile
+    ended = lab.prepare()
+    assert (ended.status, ended.err, ended.out.strip()) == (0, "", str(lab.path / ".venv/bin/python"))
+    assert lab.installed() == []
 
 
 def test_the_playground_is_installed_when_it_is_asked_for(lab: Lab) -> None:

@@ -68,6 +68,23 @@ def test_launch_sh_is_found_through_links_and_with_cdpath(called: str, tmp_path:
     assert "dp-ga" in ended.out
 
 
+@pytest.mark.parametrize(
+    ("flags", "passed"),
+    [
+        ("", "--numprocesses 3 --dist loadgroup"),
+        ("tests/DP -k zero", "tests/DP -k zero"),
+        ("--quick", "-m quick and not alone --numprocesses 2"),
+        ("--quick tests/DP", "-m quick and not alone --numprocesses 2 tests/DP"),
+        ("--gpu -x", "-vv -rs --gpu -x"),
+    ],
+)
+def test_test_sh_gives_its_flags_to_pytest(flags: str, passed: str, tmp_path: Path) -> None:
+    shutil.copy(LAB / "test.sh", tmp_path)
+    (tmp_path / "environment.sh").write_text("lab=$PWD python=echo; prepare() { :; }")
+    ended = run(tmp_path / "test.sh", *flags.split(), cwd=tmp_path)
+    assert (ended.status, ended.out.splitlines()[-1]) == (0, f"-m pytest {passed}")
+
+
 def test_a_lab_in_a_folder_with_a_colon_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "a:b"
     folder.mkdir()
