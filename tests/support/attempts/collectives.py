@@ -68,6 +68,18 @@ by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
     ),
     Attempt(
         "mpi-collectives",
+        "changed",
+        "has another `src` than before",
+        changes=(
+            (
+                "self._count(2 * segment * src.itemsize)\n\n    def _segment",
+                "self._count(2 * segment * src.itemsize)\n        src[:] = dst\n\n    def _segment",
+            ),
+        ),
+        only="myAlltoall",
+    ),
+    Attempt(
+        "mpi-collectives",
         "ignores-op",
         "2 ranks, 24 elements, MAX of int32: rank 0 has the sum of rank 0's, rank 1's, and should have the maximum",
         changes=(
