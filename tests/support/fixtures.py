@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,10 @@ def _threads_end() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        thread.join(0.5 if thread.daemon else 5)  # some daemons never end, such as TensorBoard's
+        if thread.ident is None:  # it is only about to start
+            time.sleep(0.1)
+        if thread.ident is not None:
+            thread.join(0.5 if thread.daemon else 5)  # some daemons never end, such as TensorBoard's
 
 
 @pytest.fixture
