@@ -4,7 +4,7 @@ The algorithm is from Patarasuk and Yuan, "Bandwidth optimal all-reduce algorith
 
 Most of the time is spent in the kernel, copying messages. After each message the caches are cold, and the next call of
 any Python or torch function costs tens of microseconds. So everything that depends only on the sizes is computed once
-(`_route`), one call creates all segments, and messages use the process group's own methods.
+(`_route`), and one call creates all segments.
 """
 
 import functools
