@@ -48,5 +48,5 @@ def run(flags: str, checkout: Path = LAB) -> Run:
 
 
 def seconds_of_a_step(flags: str, checkout: Path = LAB) -> float:
-    """The median step of one run, without the first two."""
+    """The median step of one run, without the warm-up."""
     return statistics.median(run(flags, checkout).seconds[WARM_UP_STEPS:])

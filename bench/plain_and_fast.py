@@ -43,12 +43,12 @@ def compare(settings: Settings) -> None:
     """Print a row for each pair."""
     require(settings.rounds > 0, f"--rounds {settings.rounds}: give at least 1")
     for name in settings.pairs:
-        require(name in PAIRS, f"--pairs {name}: give one of {', '.join(PAIRS)}")
+        require(name in PAIRS, f"--pairs {name}: give one of {'; '.join(PAIRS)}")
     print_head("plain form", "fast form", "ms a step, plain", "ms a step, fast", "times as fast (median)", "range")
     for name in each(settings.pairs, "pairs"):
         plain, fast, flags = PAIRS[name]
-        works = {form: lambda _, form=form, flags=flags: seconds_of_a_step(f"{form} {flags}") for form in (plain, fast)}
-        seconds = results_in_turn(works, lambda turn: turn, settings.rounds, 0)
+        works = {form: lambda flags, form=form: seconds_of_a_step(f"{form} {flags}") for form in (plain, fast)}
+        seconds = results_in_turn(works, lambda _, flags=flags: flags, settings.rounds, 0)
         print_row(name, Path(fast.split()[0]).stem, *compared(seconds[plain], seconds[fast]))
 
 

@@ -57,7 +57,7 @@ def compare(settings: Settings) -> None:
     require((other / "src/distlab").is_dir(), f"{settings.other}: is no checkout of the lab; give its folder")
     require(settings.rounds > 0, f"--rounds {settings.rounds}: give at least 1")
     for name in settings.runs:
-        require(name in RUNS, f"--runs {name}: give one of {', '.join(RUNS)}")
+        require(name in RUNS, f"--runs {name}: give one of {'; '.join(RUNS)}")
     print_head("run", "ms a step, other", "ms a step, this", "times as fast (median)", "range")
     works = {checkout: partial(seconds_of_a_step, checkout=checkout) for checkout in (other, LAB)}
     for name in each(settings.runs, "runs"):

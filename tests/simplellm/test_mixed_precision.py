@@ -26,6 +26,7 @@ def test_products_have_the_faster_factors(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     fresh = runpy.run_path(str(mixed_precision.__file__))
-    product = torch.ones(2, dtype=torch.bfloat16)
-    assert (fresh["widen"](product).dtype == torch.float32) == widens
-    assert fresh["widen"](product.double()).dtype == torch.float64
+    factor = torch.ones(2, dtype=torch.bfloat16)
+    assert (fresh["widen"](factor).dtype == torch.float32) == widens
+    assert fresh["widen"](factor.double()).dtype == torch.float64
+    assert fresh["widen"](factor.float()).dtype == torch.float32

@@ -99,7 +99,7 @@ class Waits:
         self.seconds_for_the_watch = 60.0  # to find out which rank waits for which, before NCCL ends the process
         self.in_libraries: dict[int, tuple[Wait, float]] = {}  # waits of libraries with their starts, oldest first
         self.of_stream = StreamWaits()
-        self.waiting: tuple[Wait, float] | None = None
+        self.waiting: tuple[Wait, float] | None = None  # of this rank's thread: the innermost wait, and its start
 
     def watch(self, fail: Callable[[TrafficError], object]) -> None:
         """Start a thread that calls `fail` if a wait of the stream, or of a thread inside NCCL, passes the deadline."""
@@ -115,7 +115,7 @@ class Waits:
         threading.Thread(target=look, daemon=True).start()
 
     def during(self, name: str | Wait) -> "During":
-        """Return a context that turns a wait that fails inside into a `TrafficError`: who waited how long for `name`.
+        """Return a context in which a wait that fails raises a `TrafficError`: which rank waited how long for `name`.
 
         In the context, `waits_for` returns this wait. Errors that do not concern other ranks are raised unchanged.
         """
@@ -168,7 +168,7 @@ class During:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._waits.waiting = self._outer
         if not isinstance(error, RuntimeError) or isinstance(error, TrafficError):
-            return  # an inner wait's message is more specific
+            return  # another kind of error, or that of an inner wait, whose message is more specific
         if is_lost_peer(error) or is_timeout(error):
             raise self._waits.failed(self._wait, self._started, error) from error
 
