@@ -49,8 +49,8 @@ def attend_to_earlier(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
         from simplellm.attention_blocks import CausalAttention
 
         return CausalAttention.apply(q, k, v)
-    heads, k, v = (widen(part) for part in (q, k, v))
-    return F.scaled_dot_product_attention(heads, k, v, mask, is_causal=is_causal, enable_gqa=grouped).to(q.dtype)
+    dtype, (q, k, v) = q.dtype, map(widen, (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped).to(dtype)
 
 
 def attend_with(mask: Tensor) -> Attend:

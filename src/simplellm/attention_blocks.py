@@ -59,9 +59,8 @@ def attention_block_backward(
     if q.device.type != "cpu" or not hasattr(torch.ops.aten, _KERNEL):
         return plain_backward(grad, q, k, v, out, total, mask)
     kernel, dtype = getattr(torch.ops.aten, f"{_KERNEL}_backward"), q.dtype
-    if q.shape[-2] * q.shape[-1] <= LARGEST_IN_FLOAT32:
-        grad, q, k, v = map(_wide, (grad, q, k, v))
-    grad, q, k, v = map(widen, (grad, q, k, v))
+    is_small = q.shape[-2] * q.shape[-1] <= LARGEST_IN_FLOAT32
+    grad, q, k, v = map(_wide if is_small else widen, (grad, q, k, v))
     grads: tuple[Tensor, Tensor, Tensor] = kernel(
         grad, q, k, v, out.to(q.dtype), total, 0.0, _is_causal(mask), attn_mask=_as_bias(mask, q)
     )
