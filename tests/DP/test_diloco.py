@@ -109,7 +109,6 @@ def reference(_: int, args: Settings) -> list[State]:
     ("ranks", "flags"),
     [
         pytest.param(2, "--sync-every 2 --steps 6", marks=pytest.mark.quick),
-        (2, "--sync-every 2 --steps 6 --transport gloo"),
         (3, "--sync-every 4 --steps 12 --outer-lr 0.5 --optimizer adamw --lr 1e-3 --compress bf16"),
         (3, "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2"),
         (2, "--sync-every 6 --fragments 3 --overlap-steps 1 --steps 13 --merge-alpha 0.25 --compress int4 --lr 0.1"),
@@ -238,16 +237,6 @@ def test_pipelines_with_other_stages_begin_at_the_outer_weights(tmp_path: Path) 
     assert loss != pytest.approx(losses[5], rel=1e-4), "the own weights differ from the outer ones"
 
 
-def test_with_plain_sgd_and_an_exchange_in_every_step_it_averages_weights(tmp_path: Path) -> None:
-    flags = "--world-size 3 --batch-size 2".split()
-    plain = "--sync-every 1 --outer-lr 1 --outer-momentum 0".split()
-    own, _, losses = train_on(3, SCRIPT, tmp_path / "diloco", *flags, *plain)
-    averaged, _, expected = train_on(3, "DP/weight_aggr/intro_DP_WA.py", tmp_path / "wa", *flags)
-    assert losses == pytest.approx(expected, rel=1e-6)
-    for weights, others in zip(own, averaged, strict=True):
-        assert_equal(weights, others)
-
-
 def test_it_goes_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) -> None:
     """Momentum, outer and own weights, what rounding left out, and the fragment are in the checkpoint."""
     flags = "--world-size 2 --optimizer adamw --lr 1e-2 --steps 10".split()
@@ -301,7 +290,7 @@ def test_a_message_has_its_size_and_rounds_to_half_a_step(kind: Compression, ele
     assert not decode(kind, encode(kind, values), elements).isfinite().all(), "what is not finite does not disappear"
 
 
-@pytest.mark.parametrize(("before", "after"), [(SCRIPT, PLAIN), (PLAIN, SCRIPT), (PLAIN, PLAIN)])
+@pytest.mark.parametrize(("before", "after"), [(SCRIPT, PLAIN), (PLAIN, SCRIPT)])
 def test_both_scripts_resume_each_others_runs(before: str, after: str, tmp_path: Path) -> None:
     flags = "--world-size 2 --optimizer adamw --lr 1e-2 --steps 8 --sync-every 3".split()
     expected, _, losses = train_on(2, before, tmp_path / "run", *flags, "--save-every", "4", "--eval-every", "4")

@@ -5,11 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import OneProcess, State, assert_equal, load, train_on
-
-from distlab.collectives.algorithms import ALL_REDUCES
-from distlab.settings.common import parse
-from simplellm.errors import InputError
+from support.chapters import OneProcess, State, assert_equal, train_on
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
 BUCKETS = "DP/buckets/intro_DP_buckets.py"
@@ -25,20 +21,20 @@ def many_processes(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "transport"),
+    ("world_size", "transport", "batch"),
     [
-        (1, "auto"),
-        pytest.param(2, "gloo", marks=pytest.mark.quick),
-        pytest.param(3, "shared", marks=pytest.mark.quick),
+        (1, "auto", "--batch-size 2"),
+        pytest.param(2, "gloo", "--batch-size 3 --micro-batches 3 --recompute all", marks=pytest.mark.quick),
+        pytest.param(3, "shared", "--batch-size 2", marks=pytest.mark.quick),
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_is_the_run_of_one_process(
-    script: str, world_size: int, transport: str, one_process: OneProcess, tmp_path: Path
+    script: str, world_size: int, transport: str, batch: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
-    batch_size = 2
+    batch_size = int(batch.split()[1])
     expected_parameters, expected_gradients, expected_losses = one_process(world_size * batch_size)
-    flags = ["--batch-size", str(batch_size), "--transport", transport]
+    flags = [*batch.split(), "--transport", transport]
     parameters, gradients, own_losses = many_processes(script, tmp_path, world_size, *flags)
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["transport"] == transport
     changed_nothing = "--transport shared changed nothing" in (tmp_path / "rank0.log").read_text()
@@ -55,27 +51,7 @@ def test_is_the_run_of_one_process(
             assert_equal(gradients[rank], expected_gradients)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_micro_batches_and_recomputation_change_nothing(script: str, one_process: OneProcess, tmp_path: Path) -> None:
-    expected_parameters, _, expected_losses = one_process(6)
-    flags = "--batch-size 3 --micro-batches 3 --recompute all".split()
-    parameters, _, own_losses = many_processes(script, tmp_path / "many", 2, *flags)
-    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
-    assert_equal(parameters[0], expected_parameters)
-    assert_equal(parameters[1], expected_parameters)
-
-
-def test_shared_memory_and_gloo_give_the_same_run(tmp_path: Path) -> None:
-    """With two ranks to the last bit: a sum of two numbers does not depend on their order."""
-    shared, _, losses = many_processes(BUCKETS, tmp_path / "shared", 2, "--batch-size", "3", "--transport", "shared")
-    over_gloo, _, same = many_processes(BUCKETS, tmp_path / "gloo", 2, "--batch-size", "3", "--transport", "gloo")
-    assert losses == same
-    for own, other in zip(shared, over_gloo, strict=True):
-        for name, weight in own.items():
-            assert torch.equal(weight, other[name]), name
-
-
-@pytest.mark.parametrize("topology", ALL_REDUCES)
+@pytest.mark.parametrize("topology", ["naive", "ring"])
 def test_our_own_all_reduce_gives_the_same_run(topology: str, one_process: OneProcess, tmp_path: Path) -> None:
     expected_parameters, expected_gradients, expected_losses = one_process(3)
     flags = ["--batch-size", "1", "--all-reduce", topology]
@@ -86,7 +62,7 @@ def test_our_own_all_reduce_gives_the_same_run(topology: str, one_process: OnePr
         assert_equal(gradients[rank], expected_gradients)
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     size_bytes = sum(weight.nbytes for weight in expected_parameters.values())
-    sent_by_rank_0 = {"naive": 2, "tree": 2, "butterfly": 2, "ring": 2 * 2 / 3}[topology]  # times the gradients
+    sent_by_rank_0 = {"naive": 2, "ring": 2 * 2 / 3}[topology]  # times the gradients
     assert first["sent_bytes"]["gradients"] == pytest.approx(sent_by_rank_0 * size_bytes, rel=1e-4)
 
 
@@ -102,11 +78,3 @@ def test_weights_that_are_averaged_rarely_drift_and_are_the_same_again_after_eac
     sent = {r["step"]: r["sent_bytes"]["weights"] for r in records if r["sent_bytes"].get("weights")}
     assert list(sent) == [2, 5, 7], "after every third step, and at the end; nothing in between"
     assert len(set(sent.values())) == 1
-
-
-def test_a_checkpoint_comes_with_an_average_of_the_weights() -> None:
-    defaults = load(WEIGHT_AGGREGATION).DEFAULTS
-    for flag in ("--save-every 3", "--eval-every 3"):
-        with pytest.raises(InputError, match=rf"{flag} with --sync-every 2: .* give a multiple of 2"):
-            parse(defaults, "", f"0 {flag} --sync-every 2".split())
-    parse(defaults, "", "0 --save-every 3 --sync-every 2 --steps 3".split())  # after the last step, which averages

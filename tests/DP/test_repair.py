@@ -27,14 +27,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return train_on(1, "primer/intro.py", tmp_path_factory.mktemp("one process"), *flags)[-1]
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize(
-    "deaths",
+    ("deaths", "transport"),
     [
-        [(0, DIES_IN, 1, "SIGKILL")],  # the writer, between its micro-batches
-        [(1, DIES_IN, 5, "SIGSTOP")],  # between the sums of the gradients and of the losses
-        [(0, DIES_IN, 4, "SIGKILL"), (2, DIES_IN, 7, "exception")],  # then another, in the repeated step
-        [(1, DIES_IN, 7, "lost"), (2, DIES_IN + 1, 0, "SIGKILL")],  # rank 0 has to undo the step that rank 1 lacks
+        ([(0, DIES_IN, 1, "SIGKILL")], "shared"),  # the writer, between its micro-batches
+        ([(1, DIES_IN, 5, "SIGSTOP")], "shared"),  # between the sums of the gradients and of the losses
+        ([(0, DIES_IN, 4, "SIGKILL"), (2, DIES_IN, 7, "exception")], "gloo"),  # then another, in the repeated step
+        # Rank 0 has to undo the step that rank 1 lacks.
+        ([(1, DIES_IN, 7, "lost"), (2, DIES_IN + 1, 0, "SIGKILL")], "gloo"),
     ],
     ids=["kill", "stop", "two", "undo"],
 )
