@@ -1,4 +1,4 @@
-"""Ranks that share sequences, in bfloat16, and when a run goes on with other parts."""
+"""Ranks that share sequences, in bfloat16."""
 
 from pathlib import Path
 
@@ -17,11 +17,3 @@ def test_mixed_precision(one_process: OneProcess, tmp_path: Path) -> None:
     *_, own_losses = train_on(3, SCRIPT, tmp_path, *flags, *layout)
     assert own_losses == pytest.approx(expected, rel=1e-3)
     assert own_losses != one_process(4, *MODEL)[2], "computed in bfloat16"
-
-
-def test_goes_on_with_other_parts(one_process: OneProcess, tmp_path: Path) -> None:
-    shape = [*MODEL, *"--batch-size 4 --micro-batches 2 --dp 1 --pp 2".split()]
-    first = train_on(4, SCRIPT, tmp_path / "a", *shape, *"--cp 2 --steps 2 --save-every 2".split())[2]
-    more = ["--resume", str(tmp_path / "a"), "--steps", "4"]
-    second = train_on(2, SCRIPT, tmp_path / "b", *shape, "--cp", "1", *more)[2]
-    assert [*first, *second] == pytest.approx(one_process(4, *MODEL, "--steps", "4")[2], rel=1e-6)

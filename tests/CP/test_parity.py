@@ -31,9 +31,7 @@ EVEN, DOCUMENTS = "--seq-len 24", "--seq-len 99 --lr 0.6 --document-mask"  # in 
         (RING, 3, DOCUMENTS, "--transport gloo"),
         (RING, 4, "", "--cp-order contiguous --transport shared"),
         (RING, 2, DOCUMENTS, "--recompute all --micro-batches 2"),
-        (RING, 3, DOCUMENTS, "--cp-kind gather"),
         (RING, 2, DOCUMENTS, "--cp-kind heads"),
-        (RING, 4, "", "--cp-kind heads"),
     ],
 )
 def test_is_the_run_of_one_process(
