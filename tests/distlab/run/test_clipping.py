@@ -20,9 +20,6 @@ ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81,
 OTHERS = {
     "tp-naive": (2, "TP/intro_TP_styles.py", "--world-size 2 --tp-style naive --batch-size 6"),
     "tp-sequence": (2, "TP/intro_TP_styles.py", "--world-size 2 --sequence-parallel --batch-size 6"),
-    "shards": (8, "hybrid/intro_5d.py", "--dp 2 --pp 2 --tp 2 --batch-size 3 --shard optimizer"),
-    "zero-1": (3, "DP/fsdp/intro_DP_FSDP.py", "--world-size 3 --batch-size 2 --shard optimizer"),
-    "zero-2": (2, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --batch-size 3 --micro-batches 3 --shard gradients"),
     "micro-batches": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3 --micro-batches 3"),
 }
 RUN_ON = {
@@ -64,9 +61,10 @@ def test_one_process_is_clipped_as_the_limit_says(alone: dict[str, Run]) -> None
     assert alone[SOMETIMES][2][: first + 1] == alone["100"][2][: first + 1], "the same run until it bites"
 
 
-@pytest.mark.parametrize("layout", ["dp-ga", "dp-zero", "ddp", "pp-dapple", "pp-zbv", "tp", *OTHERS])
+@pytest.mark.parametrize("layout", ["dp-ga", "dp-zero", "ddp", "tp", "pp-tp", *OTHERS])
 def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[str, Run], tmp_path: Path) -> None:
-    most = SOMETIMES if layout in ("dp-ga", "pp-zbv", "tp", "zero-1") else ALWAYS
+    """Those of hybrid/test_layouts.py clip, too: shards, schedules, and parts of sequences."""
+    most = SOMETIMES if layout in ("dp-ga", "tp") else ALWAYS
     [expected_parameters], [expected_gradients], expected_losses, expected_norms = alone[most]
     parameters, gradients, own_losses, own_norms = clipped(layout, tmp_path, most)
     assert own_norms == pytest.approx(expected_norms, rel=1e-5)

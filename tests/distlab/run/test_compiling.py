@@ -76,7 +76,6 @@ def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
         (2, 4, "TP/intro_TP.py", "--world-size 2 --batch-size 4 --micro-batches 2"),
         (2, 4, "TP/intro_TP_styles.py", "--world-size 2 --tp-style naive --batch-size 4 --micro-batches 2"),
         (2, 4, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard weights --batch-size 2 --micro-batches 1"),
-        (2, 4, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard gradients --batch-size 2 --micro-batches 1"),
     ],
 )
 def test_a_compiled_run_is_the_run_of_one_process(

@@ -46,8 +46,6 @@ def tokenizer(more: bytes) -> Callable[[Path], object]:
 
 
 FILES: dict[str, tuple[str, str, Callable[[Path], object], Callable[[Path], object]]] = {
-    "other words": ("--data", "d.txt", text(STORY * 40), text(STORY.replace("dog", "cat") * 40)),
-    "a story more": ("--data", "d.txt", text(STORY * 40), text(STORY * 41)),
     "other only after a MiB": ("--data", "d.txt", text(STORY * 30_000), text(STORY * 29_999 + STORY.upper())),
     "objects": ("--data", "d.jsonl", jsonl("dog"), jsonl("cat")),
     "a table": ("--data", "d.parquet", parquet("dog"), parquet("cat")),
