@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.chapters import load, losses
-from support.processes import run_ranks
 from support.small_models import status_of
 from support.terminals import fork_launcher, fork_python
 
@@ -18,7 +17,6 @@ from distlab.settings.common import parse
 from simplellm.errors import InputError
 from simplellm.export import export
 from simplellm.import_hf import read_llama
-from simplellm.llama import CausalLLama, LLama
 from simplellm.options import RopeScaling
 from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -283,55 +281,12 @@ def test_what_the_lab_does_not_use_is_said(
         assert len(import_hf.remarks(tmp_path)) == remarks
 
 
-def sharded_with_biases(rank: int, port: int, style: str, sequence_parallel: bool) -> dict[str, torch.Tensor]:
-    """The gradients of a rank of a tensor-parallel model with biases, by name."""
-    from support.processes import process_group
-
-    from distlab.parallel.tensor import shard
-
-    with process_group(rank, 2, port):
-        net = biased()
-        shard(net, style, sequence_parallel=sequence_parallel)  # type: ignore[arg-type]
-        logits = net(torch.arange(12).view(2, 6))
-        logits.square().sum().backward()
-        return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-
-
 def test_the_lesson_of_tensor_parallelism_refuses_biases(tokenizer_json: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "run", read_llama(make(tmp_path / "theirs", SMALL | {"mlp_bias": True}, tokenizer_json)))
     flags = ["0", "--resume", str(tmp_path / "run"), "--world-size", "2"]
     with pytest.raises(InputError, match=r"its model has biases, which this script does not split; resume it with tp-"):
         parse(load("TP/intro_TP.py").DEFAULTS, "", flags)
     assert parse(load("TP/intro_TP_styles.py").DEFAULTS, "", flags).num_kv_heads == 2
-
-
-def biased() -> CausalLLama:
-    """A small model whose biases are not zero."""
-    sizes: dict[str, Any] = {"dmodel": 16, "num_heads": 2, "n_layers": 2, "hidden_dim": 24, "head_dim": 12}
-    net = LLama(CausalLLama, 20, **sizes, attention_bias=True, mlp_bias=True)
-    with torch.no_grad():
-        for index, parameter in enumerate(p for name, p in net.named_parameters() if "bias" in name):
-            parameter.copy_(torch.linspace(-1, 1, len(parameter)) * (index + 1) / 9)
-    return net
-
-
-@pytest.mark.parametrize(("style", "sequence_parallel"), [("naive", False), ("megatron", False), ("megatron", True)])
-def test_biases_under_tensor_parallelism(style: str, sequence_parallel: bool) -> None:
-    from support.processes import free_port
-
-    net = biased()
-    net(torch.arange(12).view(2, 6)).square().sum().backward()
-    ended = run_ranks(2, sharded_with_biases, free_port(), style, sequence_parallel)
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is not None
-        own = [gradients[name] for gradients in ended]
-        if own[0].shape == parameter.shape:
-            assert torch.equal(own[0], own[1]), name
-            whole = own[0]
-        else:
-            dim = next(dim for dim in range(parameter.dim()) if own[0].shape[dim] != parameter.shape[dim])
-            whole = torch.cat(own, dim)
-        torch.testing.assert_close(whole, parameter.grad, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 @pytest.mark.parametrize(

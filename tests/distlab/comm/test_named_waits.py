@@ -100,26 +100,6 @@ def test_the_librarys_name_replaces_operation_and_line() -> None:
     assert "s for the tensor of chapter 3 from rank 1: no answer" in sentence
 
 
-def wait_for_a_silent_rank(rank: int, port: int, end: Barrier) -> str:
-    context, said = join(rank, 3, port), ""
-    context.describe = "rank {} (a worker)".format
-    context.waits.timeout_seconds = 1
-    if rank != 2:
-        with pytest.raises(TrafficError) as caught, named("the gradients of bucket 7", "gradients"):
-            dist.all_reduce(torch.zeros(4))
-        said = str(caught.value)
-    end.wait(20)
-    return said
-
-
-def test_a_wait_ends_at_the_deadline_and_says_who_waited_for_what() -> None:
-    for rank, sentence in enumerate(run_ranks(3, wait_for_a_silent_rank, free_port(), meeting_of(3))[:2]):
-        what = rf"s for the gradients of bucket 7 from ranks {1 - rank} and 2: no answer"
-        found = re.match(rf"rank {rank} \(a worker\) waited (\d+\.\d) {what}", sentence)
-        assert found, sentence
-        assert 1 <= float(found[1]) < 5
-
-
 def lose_a_rank(rank: int, port: int, begin: Callable[[], Any]) -> tuple[str, float]:
     join(rank, 2, port)
     dist.barrier()

@@ -115,26 +115,6 @@ def test_a_sender_waits_for_a_slot_and_no_longer() -> None:
     assert sent[3] < begins_to_take + 5
 
 
-def open_again_with_more_slots(rank: int, port: int) -> list[float]:
-    """What rank 1 receives, which takes nothing before rank 0 has sent as many messages as there are slots by then."""
-    received = torch.zeros(4, 5)
-    with process_group(rank, 2, port, timeout_seconds=5):
-        for slots in (2, 4):
-            open_queues((0, 1), 20, torch.empty(0), slots=slots)
-        if rank == 0:
-            for number in range(4):
-                dist.send(torch.full((5,), float(number)), 1)
-        dist.barrier()
-        if rank == 1:
-            for each in received:
-                dist.recv(each, 0)
-    return received[:, 4].tolist()
-
-
-def test_a_queue_that_is_opened_again_has_the_slots_that_are_asked_for_then() -> None:
-    assert run_ranks(2, open_again_with_more_slots, free_port())[1] == [0, 1, 2, 3]
-
-
 def be_silent_or_end(end: Barrier, is_silent: bool) -> None:
     """Until the other rank has found it out, or, after a moment in which that one begins to wait, at once."""
     if is_silent:

@@ -6,20 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing.synchronize import Barrier
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.held import pipes_and_memory
-from support.processes import free_port, join, meeting_of, process_group, run_ranks
+from support.processes import free_port, process_group, run_ranks
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import Options
 from distlab.comm.group import empty, shares
-from distlab.comm.names import named
 from distlab.comm.transports.signals import Channel, Pipes, open_channel
-from distlab.comm.waits import TrafficError, is_lost_peer, is_timeout
+from distlab.comm.waits import is_lost_peer, is_timeout
 
 pytestmark = pytest.mark.quick
 
@@ -170,27 +168,6 @@ def refuse_a_pipe(rank: int, port: int, on_rank_0: bool) -> tuple[float, int]:
 @pytest.mark.parametrize("on_rank_0", [True, False])
 def test_without_pipes_ranks_use_gloo_and_leave_nothing_open(on_rank_0: bool) -> None:
     assert run_ranks(3, refuse_a_pipe, free_port(), on_rank_0) == [(1.0, 0)] * 3
-
-
-def wait_for_a_silent_rank(rank: int, port: int, end: Barrier, silent: int) -> str:
-    """What a rank says of another that does not answer."""
-    context = join(rank, 2, port)
-    buffer = empty(1000, torch.empty(0))
-    dist.all_reduce(buffer)
-    context.waits.timeout_seconds = 0.3
-    said = ""
-    if rank != silent:
-        with pytest.raises(TrafficError) as caught, named("a sum", "gradients"):
-            dist.all_reduce(buffer)
-        said = str(caught.value)
-    end.wait(20)  # less than the usual timeout
-    return said
-
-
-@pytest.mark.parametrize("silent", [0, 1])
-def test_of_two_ranks_each_names_the_other_when_it_does_not_answer(silent: int) -> None:
-    sentence = run_ranks(2, wait_for_a_silent_rank, free_port(), meeting_of(2), silent)[1 - silent]
-    assert f"for a sum from rank {silent}: no answer" in sentence
 
 
 @pytest.mark.parametrize("killed_is_first", [True, False])

@@ -7,7 +7,7 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
-from distlab.axes.grid import Axis, Grid
+from distlab.axes.grid import Axis
 from distlab.comm.context import Options, context_of
 from distlab.parallel.division import Style
 from distlab.parallel.tensor import shard
@@ -90,7 +90,7 @@ def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: i
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
-    [(1, {}), (3, {"num_kv_heads": 3}), (2, {"num_kv_heads": 2, "hidden_dim": 41, **BIASES})],
+    [(1, {}), (3, {"num_kv_heads": 3}), (2, {"num_kv_heads": 2, "hidden_dim": 41, "head_dim": 10, **BIASES})],
 )
 def test_sliced_models_train_like_whole_ones(ranks: int, sizes: dict[str, Any], style: str) -> None:
     run_ranks(ranks, train_both, ranks, style, sizes, free_port())
@@ -140,49 +140,6 @@ def no_whole_logits(rank: int, port: int) -> list[tuple[int, ...]]:
 
 def test_no_rank_holds_whole_logits() -> None:
     assert run_ranks(3, no_whole_logits, free_port()) == [[(2, 11, 17)], [(2, 11, 17)], [(2, 11, 16)]]
-
-
-def two_teams(rank: int, port: int) -> None:
-    """Two replicas of two ranks, each with its own sequences: nothing passes from one to the other."""
-    with process_group(rank, 4, port):
-        grid = Grid(rank, {"dp": 2, "tp": 2})
-        grid.make_groups("tp")
-        whole, sliced = twins("megatron", grid.axis("tp"))
-        ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(rank // 2))
-        expected, loss = (
-            causalLLMLoss(whole(ids), ids, VOCAB),
-            vocabulary_parallel_loss(sliced(ids), ids, VOCAB, grid.axis("tp")),
-        )
-        expected.backward()
-        loss.backward()
-        torch.testing.assert_close(loss, expected)
-        wholes = dict(whole.named_parameters())
-        for name, own in sliced.named_parameters():
-            expected_grad = wholes[name].grad
-            assert expected_grad is not None
-            assert_same(own.grad, split_like(own, expected_grad, rank % 2, 2), name)
-
-
-def test_groups_keep_to_themselves() -> None:
-    run_ranks(4, two_teams, free_port())
-
-
-def refuse(rank: int, sizes: dict[str, int], port: int) -> str:
-    with process_group(rank, 3, port):
-        net = LLama(CausalLLama, VOCAB, **{**SIZES, **sizes})
-        with pytest.raises(InputError) as caught:
-            shard(net)
-        assert not context_of().ledger.messages
-        return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "flag"),
-    [({"num_heads": 4}, "--num-heads 4"), ({"num_heads": 6, "num_kv_heads": 2}, "--num-kv-heads 2")],
-)
-def test_heads_that_do_not_divide_are_refused_before_anyone_waits(sizes: dict[str, int], flag: str) -> None:
-    sentences = run_ranks(3, refuse, sizes, free_port())
-    assert all(sentence.startswith(f"{flag} among 3 tensor-parallel ranks: ") for sentence in sentences)
 
 
 class Written(nn.Module):

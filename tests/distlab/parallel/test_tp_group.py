@@ -7,9 +7,7 @@ import torch
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
-from distlab.comm.context import Options, TransportName, context_of
-from distlab.comm.group import all_gather_single, reduce_scatter_single
-from distlab.comm.names import named
+from distlab.comm.context import Options, TransportName
 from distlab.parallel.tp_group import (
     LAYERS,
     TPGroup,
@@ -28,37 +26,6 @@ def test_shares_are_those_of_tensor_split() -> None:
     for total in (0, 1, 5, 4096):
         for ranks in (1, 2, 3, 6, 7):
             assert shard_sizes(total, ranks) == [len(part) for part in torch.arange(total).tensor_split(ranks)]
-
-
-def collect(rank: int, port: int) -> tuple[list[float], list[float], dict[str, int], dict[str, int]]:
-    with process_group(rank, 3, port) as context:
-        parts, own = torch.empty(3, 2, 2), torch.full((2, 2), float(rank))
-        with named("the activations", "gathered"):
-            all_gather_single(parts, own)
-        rows = torch.arange(3.0).add(10.0 * rank).unsqueeze(1).repeat(1, 4)
-        before, total = rows.clone(), torch.empty(4)
-        with named("the sums", "scattered"):
-            reduce_scatter_single(total, rows)
-        assert torch.equal(rows, before)
-        return parts[:, 1, 1].tolist(), total.tolist(), dict(context.ledger.sent_bytes), dict(context.ledger.messages)
-
-
-def test_all_gather_and_reduce_scatter_in_the_ledger() -> None:
-    for rank, (gathered, total, sent_bytes, messages) in enumerate(run_ranks(3, collect, free_port())):
-        assert gathered == [0, 1, 2]
-        assert total == [30.0 + 3 * rank] * 4
-        assert sent_bytes == {"gathered": 2 * 16, "scattered": 2 * 16}
-        assert messages == {"gathered": 1, "scattered": 1}
-
-
-def test_a_rank_alone_gathers_and_scatters_at_once() -> None:
-    before = dict(context_of().ledger.messages)
-    own, parts = torch.arange(4.0), torch.empty(1, 4)
-    all_gather_single(parts, own)
-    assert parts.tolist() == [own.tolist()]
-    reduce_scatter_single(own, parts.add_(1))
-    assert own.tolist() == [1, 2, 3, 4]
-    assert dict(context_of().ledger.messages) == before
 
 
 def exchange(rank: int, ranks: int, port: int, transport: TransportName) -> tuple[list[Tensor], dict[str, int]]:
