@@ -146,7 +146,6 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(
         "ddp",
         "dp-ga --transport shared",
         "pp-1f1b --transport shared",
-        "pp-dapple --transport shared",
         "pp-dapple --transport gloo",
     ],
 )

@@ -25,12 +25,6 @@ def test_table_and_costs() -> None:
     ]
 
 
-def test_1f1b_is_dapple() -> None:
-    other, *lines = show(Request("1f1b", stages=3, micro_batches=4))
-    assert other.startswith("# 1f1b, 3 stages, 4 micro-batches")
-    assert lines == list(show(Request("dapple", stages=3, micro_batches=4)))[1:]
-
-
 def test_workers_with_several_stages_are_said() -> None:
     title, *_ = show(Request("interleaved", stages=2, micro_batches=4, chunks_per_stage=3, recompute=True))
     assert title.startswith("# interleaved, 2 workers with 3 stages each, 4 micro-batches, recomputed; ticks: ")
