@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from support.bad_inputs.commands import figures, launcher, mpi, rendezvous
-from support.bad_inputs.flags import combinations, flags
+from support.bad_inputs.flags import flags
 from support.bad_inputs.inputs import BadInput
 from support.bad_inputs.models import checkpoints, models
 from support.bad_inputs.paths import paths
@@ -30,8 +30,7 @@ from support.processes import before_forks, run_ranks
 from distlab.launching.local_ranks import temporary_folder
 
 KINDS: dict[Callable[[random.Random, int, Path], Iterator[BadInput]], int] = {  # and their shares, in percent
-    flags: 20,
-    combinations: 10,
+    flags: 30,
     data: 12,
     tokenizers: 4,
     checkpoints: 12,

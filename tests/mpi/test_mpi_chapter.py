@@ -188,13 +188,6 @@ def test_a_wrong_value_is_one_sentence(flags: str, sentence: str) -> None:
     assert not ended.out
 
 
-@pytest.mark.parametrize("value", ["0", "x", "-3", ""])
-def test_launch_refuses_a_wrong_world_size_before_any_rank_starts(value: str, no_exec: list[list[str]]) -> None:
-    with pytest.raises(InputError, match="--world-size"):
-        launch_command(["mpi", "--world-size", *value.split()])
-    assert not no_exec
-
-
 @pytest.fixture
 def no_exec(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that launch.py would have become; it ends with exit status 0 instead."""

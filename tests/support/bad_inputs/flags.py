@@ -1,18 +1,15 @@
-"""Values that a flag cannot have, and flags that do not fit together.
+"""Values that a flag cannot have.
 
 The flags and their types are read from the scripts' settings, so that a new flag is covered.
 """
 
 import dataclasses
-import itertools
 import random
 import typing
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from distlab.settings.common import RunSettings
 from support.bad_inputs.files import OVERLONG
@@ -114,72 +111,3 @@ def flags(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]
             command = command_of(SCRIPTS[name], [*args, *(["--timeout", "5"] if flag != "--timeout" else [])])
         wanted = ("rank", "RANK") if flag == "rank" else (flag, *args[1:2])
         yield BadInput("flags", [command], wanted)
-
-
-COMBINATIONS = [  # of flags that are right one by one
-    ("dp-ga", "--batch-size 3 --micro-batches 2", "--micro-batches"),
-    ("hybrid", "--batch-size 4 --micro-batches 3", "--micro-batches"),
-    ("pp-dapple", "--batch-size 1 --micro-batches 3", "--micro-batches"),
-    ("primer", "--dmodel 288 --num-heads 7", "--num-heads"),
-    ("primer", "--dmodel 30 --num-heads 6", "--num-heads"),
-    ("primer", "--num-heads 6 --num-kv-heads 4", "--num-kv-heads"),
-    ("dp-ga", "--hidden-dim -8", "--hidden-dim"),
-    ("dp-fsdp", "--shard layers", "--shard"),
-    ("hybrid", "--dp 1 --shard optimizer", "--dp 1"),
-    ("5d", "--dp 1 --experts 4 --shard optimizer", "--dp 2"),
-    ("hybrid", "--shard weights", "--pp 3"),
-    ("tp", "--world-size 4 --num-heads 6", "--num-heads"),
-    ("tp", "--world-size 2 --num-heads 6 --num-kv-heads 3", "--num-kv-heads"),
-    ("hybrid", "--dp 1 --pp 1 --tp 4", "--num-heads"),
-    ("hybrid", "--pp 9 --n-layers 4", "--n-layers"),
-    ("pp-1f1b", "--world-size 12", "--n-layers"),
-    ("pp-dapple", "--layers-per-stage 2,2,3", "--layers-per-stage"),
-    ("pp-dapple", "--layers-per-stage 3,3", "--layers-per-stage"),
-    ("hybrid", "--layers-per-stage 3,0,3", "--layers-per-stage"),
-    ("pp-zb", "--keep-at-most 3", "--keep-at-most"),
-    ("hybrid", "--schedule auto --keep-at-most 0.9", "--keep-at-most"),
-    ("hybrid", "--schedule auto --chunks-per-stage 3", "--n-layers"),
-    ("pp-interleaved", "--schedule interleaved --chunks-per-stage 1000000000", "--n-layers"),
-    ("hybrid", "--dp 0", "--dp"),
-    ("hybrid", "--dp 2 --pp -3", "--pp"),
-    ("ddp", "--backend nccl --device cpu", "--backend"),
-    ("mlp-ddp", "--backend nccl --device cpu", "--backend"),
-    ("dp-buckets", "--all-reduce ring --backend nccl", "--backend"),
-    ("collectives", "--backend nccl", "--backend"),
-    ("dp-wa", "--save-every 3 --sync-every 2", "--sync-every"),
-    ("streaming-diloco", "--sync-every 10 --fragments 3", "--fragments"),
-    ("streaming-diloco", "--sync-every 8 --fragments 4 --overlap-steps 2", "--overlap-steps"),
-    ("hybrid", "--sync-every 10", "--sync-every"),
-    ("hybrid", "--outer diloco --shard optimizer", "--shard"),
-    ("hybrid", "--outer diloco --dp 2 --pp 1 --tp 2 --compress int8", "--compress"),
-    ("tp", "--tp-style naive --sequence-parallel", "--sequence-parallel"),
-    ("sentiment", "--world-size 3 --tp 2", "--tp"),
-    ("sentiment", "--tp 2 --heads 3", "--heads"),
-    ("sentiment", "--dim 10 --heads 4", "--dim"),
-    ("sentiment", "--samples 8 --bsz 16", "--bsz"),
-    ("sentiment", "--dropout 1", "--dropout"),
-    ("mlp", "--batch-size 200 --train-size 100", "--train-size"),
-    ("mlp-mydp", "--batch-size 40 --train-size 100", "--train-size"),
-    ("deadlock", "--world-size 1", "--world-size"),
-    ("race", "--processes 1", "--processes"),
-    ("primer", "--seq-len 1", "--seq-len"),
-    ("dp-ga", "--warmup-steps 11 --steps 10", "--warmup-steps"),
-    ("tp", "--lr 1e-3 --min-lr 2e-3 --lr-schedule cosine", "--min-lr"),
-    ("hybrid", "--optimizer sgd --betas 0.9 0.95", "--betas"),
-    ("primer", f"--seed {2**63}", "--seed"),
-    ("mydp", "--seed -99999999999999999999", "--seed"),
-    ("primer", "--timeout 1e9", "--timeout"),
-    ("dp-wa", "--master-port 70000", "--master-port"),
-]
-WITHOUT_GPU = [(name, "--device cuda", "--device") for name in ("primer", "dp-ga", "hybrid", "mlp", "sentiment")]
-
-
-def combinations(chance: random.Random, count: int, folder: Path) -> Iterator[BadInput]:
-    cases = [*COMBINATIONS, *([] if torch.cuda.is_available() else WITHOUT_GPU)]
-    chance.shuffle(cases)
-    for name, text, flag in itertools.islice(itertools.cycle(cases), count):
-        # A device that is not there is seen by the rank that looks for it, not by the launcher.
-        by_launcher = chance.random() < 0.3 and text != "--device cuda"
-        args = text.split()
-        command = [str(LAB / "launch.sh"), name, *args] if by_launcher else command_of(SCRIPTS[name], args)
-        yield BadInput("combinations", [command], (flag,))
