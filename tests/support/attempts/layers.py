@@ -74,16 +74,6 @@ ATTEMPTS = [
     ),
     Attempt(
         "tp-layers",
-        "slice-drawn",
-        "mod.weight was drawn as a slice",
-        changes=(
-            ("nn.Embedding(vocab_size, hidden_dim)", "nn.Embedding(vocab_size, hidden_dim // pcomm.tp_degree)"),
-            ("        keep_shard(self.mod, 1)\n", ""),
-        ),
-        only="Embedding",
-    ),
-    Attempt(
-        "tp-layers",
         "dropout",
         "drops other numbers than in one process: for_shards(module) prepares what is between them",
         changes=(("self.between[number] = for_shards(module)", "self.between[number] = module"),),

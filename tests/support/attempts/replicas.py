@@ -133,7 +133,6 @@ ATTEMPTS = [
             (", shards=shards, gather=partial(gather_weights, weights)", ""),
         ),
     ),
-    Attempt("dp-zero", "summed", "added up over the 2 ranks", (OWN, REDUCED, ALL_PARTS)),
     Attempt(
         "checkpoint",
         "collision",
