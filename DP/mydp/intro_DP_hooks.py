@@ -3,7 +3,7 @@
     python DP/mydp/intro_DP_hooks.py <rank>           in three terminals, with the ranks 0, 1 and 2
     ./launch.sh dp-hooks --world-size 4               all ranks at once
 
-`average_in_hooks` is the plainest form of a data-parallel wrapper: a message for each parameter, and a wait for each.
+`average_in_hooks` is the simplest data-parallel wrapper: a message for each parameter, and a wait for each.
 `MyDP`, in `intro_DP_MyDP.py`, and torch's wrapper do the same in buckets.
 """
 
