@@ -6,7 +6,7 @@ a file, and `grading` the files of a course: `loading` imports it, and `ranks` f
 mistakes (`verdict`). `training` tries a script, which records its gradients and weights as with `--record-gradients`,
 and `comparison` compares these with one process by means of `distlab_compare`. `schedules`, `collectives`, `programs`,
 `layers`, `classifier`, `checkpoints`, `attention`, `experts` and `over_mpi` try functions. `exhibits` lists the
-museum's scripts, `finding` has `find`, and `museum` tries a mended one.
+museum's scripts, `finding` has `find`, and `museum` tries a corrected one.
 
 May import `distlab` and `distlab_compare`, but not `distlab_planner`, and no script of a chapter.
 """

@@ -109,7 +109,7 @@ def check(exercise: Exercise, script: Path, patience: Patience | None = None) ->
 
 
 def verdict_of(exhibit: Exhibit, script: Path, patience: Patience | None = None) -> Verdict:
-    """Return the verdict on a mended exhibit."""
+    """Return the verdict on a corrected exhibit."""
     with tempfile.TemporaryDirectory(prefix="lab-find-") as name:
         submission = Submission(script.resolve(), Path(name), patience or Patience())
         return _judge(Verdict(f"train: {exhibit.trial}"), try_exhibit, submission, exhibit)

@@ -19,7 +19,7 @@ class Exhibit:
     title: str
     source: str  # where the fault was reported: project and number
     trial: Trial
-    faults: tuple[str, ...]  # the lines of the script at which the fault can be mended
+    faults: tuple[str, ...]  # the lines of the script at which the fault can be corrected
     hint: str  # for those who name another line
     one_process: OneProcess = USUAL
     weights_only: bool = False  # compare no gradients: a rank has them of its part only

@@ -1,4 +1,4 @@
-"""The subcommand `find`: has a student found the fault of an exhibit? The line first, then the mended script."""
+"""The subcommand `find`: has a student found the fault of an exhibit? The line first, then the corrected script."""
 
 import re
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ ANSWER = "answer.txt"
 
 
 def find(args: Sequence[str], prog: str) -> int:
-    """List the exhibits, or check the line and the mended script; the exit status is 0 if both are right."""
+    """List the exhibits, or check the line and the corrected script; the exit status is 0 if both are right."""
     about = "Checks whether you have found the fault of an exhibit. The script runs as a program of yours."
     parser = parser_of(prog, about)
-    parser.add_argument("folder", nargs="?", type=Path, help="your copy of an exhibit, mended; none lists all exhibits")
+    parser.add_argument("folder", nargs="?", type=Path, help="your corrected copy of an exhibit (default: list them)")
     parser.add_argument("--line", type=int, help=f"line of the exhibit that is at fault (default: from {ANSWER})")
     given = parser.parse_args(args)
     if given.folder is None:
-        print(f"{prog} FOLDER --line N   FOLDER is your copy of one of these, mended; N is the line at fault\n")
+        print(f"{prog} FOLDER --line N   FOLDER is your copy of one of these, corrected; N is the line at fault\n")
         for each in EXHIBITS.values():
             print(f"  {MUSEUM.name}/{each.name:<14}  {each.title} ({each.source})")
         return 0

@@ -1,4 +1,4 @@
-"""Tries a mended exhibit on several ranks, and one process beside it: data, initial weights, gradients, parameters."""
+"""Tries a corrected exhibit on several ranks, beside one process: data, initial weights, gradients, parameters."""
 
 import itertools
 import shutil

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from distlab.settings.common import require_positive, shown_as
+from distlab.settings.experts import require_experts
 from distlab_planner.layouts import WHOLE_BLOCKS
 from distlab_planner.model import Dtype, Sizes
 from simplellm.errors import require
@@ -51,7 +52,6 @@ class ModelFlags:
         require_positive(self, *"dmodel num_heads num_kv_heads hidden_dim vocab_size".split())
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
         check_mixture(self.experts, self.experts_per_token if self.experts else 1)
-        for flag, is_given in (("--qk-norm", self.qk_norm), ("--shared-expert", self.shared_expert)):
-            require(not is_given or self.experts > 0, f"{flag}: it is for models with experts; give --experts")
+        require_experts(self.experts, ("--qk-norm", self.qk_norm), ("--shared-expert", self.shared_expert))
         require(not (self.compile and self.experts), f"--compile with --experts {self.experts}: {WHOLE_BLOCKS}")
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simplellm.mixed_precision import dtype_of_product, widen
 
-# Queries (batch, heads, seq, head_dim), keys and values (batch, key heads, seq, head_dim) -> as the queries.
+# Queries (batch, heads, seq, head_dim), keys and values (batch, key heads, seq, head_dim) -> like the queries.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

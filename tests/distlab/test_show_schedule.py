@@ -66,10 +66,18 @@ def test_uneven_stages_parts_of_the_backward_pass_and_the_limit_of_auto() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "transfer", "shown"), [("gpipe", 0, True), ("dapple", 0, True), ("gpipe", 1, False), ("naive", 0, False)]
+    ("asked", "shown"),
+    [
+        (Request("gpipe"), True),
+        (Request("dapple"), True),
+        (Request("naive"), False),
+        (Request("gpipe", transfer=1), False),
+        (Request("gpipe", stages=2, cost_per_stage="1,2"), False),
+        (Request("dapple", recompute=True), False),
+    ],
 )
-def test_the_formula_is_shown_where_it_holds(name: str, transfer: int, shown: bool) -> None:
-    lines = show(Request(name, transfer=transfer))
+def test_the_formula_is_shown_where_it_holds(asked: Request, shown: bool) -> None:
+    lines = show(asked)
     assert any(line.startswith("# idle by the formula") for line in lines) == shown
 
 
@@ -91,7 +99,7 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
 
 
 @pytest.mark.parametrize(
-    ("request_", "sentence"),
+    ("asked", "sentence"),
     [
         (Request("pipe"), "pipe: no such schedule; there are naive, gpipe, dapple, interleaved, zb-h1, zb-h2, zb-v, "),
         (Request("gpipe", stages=0), "--stages 0: must be at least 1"),
@@ -116,9 +124,9 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
         (Request("gpipe", pipelines=2, dead="1,4"), "--dead 1,4: give numbers from 0 to 5, not all that have the same"),
     ],
 )
-def test_what_cannot_be_shown_is_refused_with_its_sentence(request_: Request, sentence: str) -> None:
+def test_what_cannot_be_shown_is_refused_with_its_sentence(asked: Request, sentence: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
-        list(show(request_))
+        list(show(asked))
 
 
 @pytest.mark.parametrize(("name", "ticks"), [("zb-v", 737), ("dualpipe-v", 744), ("interleaved", 824), ("auto", 720)])

@@ -275,9 +275,16 @@ def test_bfloat16_is_mixed_precision(native: bool, residual: torch.dtype, monkey
     stream = set()
     for block in mixed.model.layers.values():
         block.register_forward_hook(lambda _, inputs, output: stream.add((inputs[0].dtype, output.dtype)))
-    logits = mixed(ids)
+    heads: set[torch.dtype] = set()
+
+    def attend(*of_layer: Tensor) -> Tensor:
+        heads.update(one.dtype for one in of_layer)
+        return attention.attend_to_earlier(*of_layer)
+
+    logits = mixed(ids, part=attention.SequencePart(torch.arange(ids.shape[1]), attend))
     assert stream == {(residual, residual)}
     assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert heads == {torch.bfloat16}, "what ranks that share sequences send"
     assert logits.dtype == torch.float32
     assert torch.equal(logits, logits.bfloat16().float())  # a bfloat16 product made them
     expected = exact(ids)

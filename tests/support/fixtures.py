@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from distlab.reports.style import SETTINGS
 from simplellm import mixed_precision
 from support.chapters import OneProcess, train_alone
 from support.huge_pages import gather_in_huge_pages
-from support.processes import before_forks, leave_group, make_group_of_one
+from support.processes import before_forks, leave_group, make_group_of_one, wait_for
 
 torch.set_num_threads(1)
 SETTINGS["savefig.dpi"] = 50  # figures are looked at for what they show; their pixels take most of the time
@@ -30,9 +29,7 @@ def _threads_end() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        if thread.ident is None:  # it is only about to start
-            time.sleep(0.1)
-        if thread.ident is not None:
+        if wait_for(lambda thread=thread: thread.ident is not None, 5):  # type: ignore[misc]  # it may be about to start
             thread.join(0.5 if thread.daemon else 5)  # some daemons never end, such as TensorBoard's
 
 

@@ -150,6 +150,7 @@ class Waits:
         return None
 
     def failed(self, wait: Wait, started: float, error: Exception) -> TrafficError:
+        """Return the error for a wait that began at `started` and ended in `error`."""
         seconds, who = time.perf_counter() - started, self._describe(self._rank)
         why = reason(error, self.timeout_name)
         return TrafficError(f"{who} waited {seconds:.1f} s for {wait.sentence(self._describe)}: {why}", error, wait)

@@ -52,8 +52,8 @@ def start(path: Path, args: list[str], prog: str) -> int:
     if not has_defaults(path):
         if own.tell is not None:
             raise refuse_to_tell(path.name)
-        given = f"--spares {own.spares}"
-        require(own.spares == 0, f"{given}: {path.name} cannot go on when a rank dies; leave --spares out")
+        if own.spares:
+            raise InputError(f"--spares {own.spares}: {path.name} cannot go on when a rank dies; leave --spares out")
         program, args = read_program_flags(args)
         nodes = assign_ranks(own, program.layout, program.master_addr)
         return run_ranks(path, args, program, nodes, own.max_restarts)

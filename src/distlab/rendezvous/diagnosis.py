@@ -30,8 +30,10 @@ class Notice:
     @classmethod
     def from_json(cls, text: str) -> "Notice":
         fields = json.loads(text)
-        wait = fields["wait"] and Wait(*fields["wait"])
-        return cls(**{**fields, "wait": wait and wait._replace(peers=tuple(wait.peers))})
+        if fields["wait"]:
+            what, way, peers, *more = fields["wait"]
+            fields["wait"] = Wait(what, way, tuple(peers), *more)
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

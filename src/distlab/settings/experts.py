@@ -11,6 +11,12 @@ from simplellm.errors import require
 from simplellm.options import RouterScores
 
 
+def require_experts(experts: int, *flags: tuple[str, bool]) -> None:
+    """Raise `InputError` for the first of the flags that is given for a model without experts."""
+    for flag, is_given in flags:
+        require(experts > 0 or not is_given, f"{flag}: it is for models with experts; give --experts")
+
+
 @dataclass
 class ExpertSettings:
     """The sizes of a mixture of experts, and the balance of their load."""
@@ -46,12 +52,8 @@ class ExpertSettings:
             advice = "each rank holds as many experts as the others; give a divisor"
             require(ranks > 0 and self.experts % ranks == 0, f"{given}: {advice}")
         require(self.experts > 0 or ranks == 1, f"{given}: there are no experts to share; give --experts")
-        for flag, is_usual in (
-            ("--qk-norm", not self.qk_norm),
-            ("--shared-expert", not self.shared_expert),
-            (f"--router-scores {self.router_scores}", self.router_scores == "softmax"),
-        ):
-            require(is_usual or self.experts > 0, f"{flag}: it is for models with experts; give --experts")
+        scores = f"--router-scores {self.router_scores}", self.router_scores != "softmax"
+        require_experts(self.experts, ("--qk-norm", self.qk_norm), ("--shared-expert", self.shared_expert), scores)
         given = f"--capacity {self.capacity:g}"
         require(self.capacity == 0 or self.experts > 0, f"{given}: there are no experts to limit; give --experts")
         require(0 <= self.capacity < math.inf, f"{given}: give 0 for no limit, or a number above it, such as 1.25")
