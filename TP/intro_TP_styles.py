@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from distlab.comm.context import context_of
-from distlab.parallel.division import Style, check_division
+from distlab.parallel.options import Style, check_division
 from distlab.parallel.tensor import shard
 from distlab.parallel.tp_group import shard_sizes
 from distlab.parallel.vocabulary import vocabulary_parallel_loss

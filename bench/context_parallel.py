@@ -17,7 +17,7 @@ from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn
 from distlab.axes.grid import all_ranks
 from distlab.parallel.context_parallel import ContextParallel
 from distlab.parallel.data import flatten_gradients
-from distlab.parallel.division import Kind, Order
+from distlab.parallel.options import Kind, Order
 from simplellm import command_line
 
 WAYS: dict[str, tuple[Kind, Order]] = {

@@ -13,7 +13,7 @@ from typing import get_args
 from lab_runs import LAB, Run, run
 from tables import print_head, print_row
 
-from distlab.parallel.division import Kind
+from distlab.parallel.options import Kind
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import read_machine

@@ -33,7 +33,7 @@ from typing import Any
 import tyro
 from turns import each
 
-from distlab.parallel.division import encoded_bytes
+from distlab.parallel.options import encoded_bytes
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import adam, averaged_buckets, build, loss_of, tokens, training_step
 from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn
 
-from distlab.parallel.division import Sharded
+from distlab.parallel.options import Sharded
 from distlab.parallel.sharded import ShardedDP
 from simplellm import command_line
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Axis
 from distlab.comm.names import named
-from distlab.machine.limits import cores
+from distlab.machine.cores import cores
 from distlab.parallel.data import GradientRows
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss

@@ -19,7 +19,7 @@ from distlab.run.main import main
 from distlab.run.run import Run
 from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, require_positive
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.resume_policy import ResumePolicy
 from simplellm.errors import InputError
 from simplellm.samplers import BatchSampler
 

@@ -30,7 +30,7 @@ from distlab.run.model import build_optimizer
 from distlab.run.run import Run
 from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, WorldSize, require_positive
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.resuming import file_identity
 from distlab.settings.training import MOST_LAYERS
 from simplellm.errors import InputError

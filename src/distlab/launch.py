@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distlab.launching.launcher_flags import FLAGS, read_known, refuse_to_tell
-from distlab.machine.limits import BINDING, binding
+from distlab.machine.cores import BINDING, binding
 from distlab.machine.processes import leave
 from distlab.run.commands import LAB, launcher
 from distlab.subcommands import FUNCTIONS, SUBCOMMANDS, run_subcommand

@@ -27,7 +27,7 @@ from distlab.run.steps import STOP_AFTER
 from distlab.settings.common import RunSettings, as_flag, as_json, shown_as
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.folders import CONFIG, is_run
-from distlab.settings.resume import ResumePolicy, marked
+from distlab.settings.resume_policy import ResumePolicy, marked
 from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
 from distlab_compare.records import Records

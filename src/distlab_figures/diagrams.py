@@ -15,7 +15,7 @@ from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadca
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.link import Link
 from distlab.parallel.context_parallel import positions_of
-from distlab.parallel.division import Order
+from distlab.parallel.options import Order
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
 from distlab.pipeline.plan import simulate

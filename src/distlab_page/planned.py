@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from distlab.axes.layout import coordinate
-from distlab.parallel.division import encoded_bytes
+from distlab.parallel.options import encoded_bytes
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.schedules import AUTO
 from distlab_page.records import Records

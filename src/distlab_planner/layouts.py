@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from distlab.axes.layout import Layout, layout_size, neighbors_of, replicas_in, stride
-from distlab.parallel.division import Kind, Order, check_division, check_sharing, padded_length
+from distlab.parallel.options import Kind, Order, check_division, check_sharing, padded_length
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (
     AUTO,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from distlab.launching.command import lab_command
-from distlab.machine.limits import asked_threads
-from distlab.parallel.division import Kind
+from distlab.machine.cores import asked_threads
+from distlab.parallel.options import Kind
 from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.run.commands import launcher
 from distlab.run.terminal import counted

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from distlab.comm.recorder import StepTime
+from distlab.machine.cores import asked_threads
 from distlab.machine.devices import pick_device_type
-from distlab.machine.limits import asked_threads
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS
 from distlab.run.commands import launcher
 from distlab.settings.common import as_flag

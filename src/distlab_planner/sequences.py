@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distlab.parallel.division import Kind, Order, padded_length
+from distlab.parallel.options import Kind, Order, padded_length
 from distlab_planner.model import NUMBER_BYTES, Sizes
 
 

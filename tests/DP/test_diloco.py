@@ -12,7 +12,7 @@ from support.processes import run_ranks
 from torch import Tensor, nn
 
 from distlab.parallel.compression import decode, encode
-from distlab.parallel.division import Compression, encoded_bytes
+from distlab.parallel.options import Compression, encoded_bytes
 from distlab.run.model import build_optimizer
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings

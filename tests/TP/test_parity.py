@@ -7,7 +7,7 @@ import pytest
 from support.chapters import MODEL as SMALL
 from support.chapters import OneProcess, State, assert_equal, load, train_on
 
-from distlab.parallel.division import Style
+from distlab.parallel.options import Style
 from distlab.settings.common import parse
 
 LESSON, SCRIPT = "TP/intro_TP.py", "TP/intro_TP_styles.py"

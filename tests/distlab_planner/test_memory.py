@@ -12,7 +12,7 @@ from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.axes.layout import coordinate
 from distlab.machine.saved_activations import SavedActivations
-from distlab.parallel.division import Kind
+from distlab.parallel.options import Kind
 from distlab.pipeline.actions import Result
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.stages import build_stage

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distlab.machine.limits import asked_threads, cores
+from distlab.machine.cores import asked_threads, cores
 from simplellm.errors import InputError, require
 
 SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"  # NCCL's own variable; with 1, ranks may share a GPU over NCCL

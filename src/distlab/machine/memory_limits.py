@@ -7,7 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from distlab.machine.limits import groups_of
+from distlab.machine.cores import groups_of
 
 KILLS = Path("/proc/vmstat")
 

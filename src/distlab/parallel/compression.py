@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from distlab.axes.grid import Axis
 from distlab.comm.group import all_gather_single
 from distlab.comm.pending import Pending
-from distlab.parallel.division import BLOCK, LARGEST, Compression
+from distlab.parallel.options import BLOCK, LARGEST, Compression
 
 
 def encode(kind: Compression, values: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from distlab.axes.grid import Axis
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
-from distlab.parallel.division import Kind, Order, padded_length
+from distlab.parallel.options import Kind, Order, padded_length
 from distlab.parallel.ring_attention import KeyBlock, Ring, ring_attention
 from distlab.parallel.tp_group import linear_map
 from distlab.parallel.vocabulary import vocabulary_parallel_next_token_loss

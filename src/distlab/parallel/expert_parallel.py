@@ -24,7 +24,7 @@ from distlab.axes.placement import Placement, place
 from distlab.comm.group import all_gather_single
 from distlab.comm.names import named
 from distlab.parallel.context_parallel import positions_of
-from distlab.parallel.division import Order
+from distlab.parallel.options import Order
 from distlab.parallel.tp_group import linear_map
 from simplellm.feed_forward import MixtureOfExperts, Permute, inverse_of
 from simplellm.recomputation import kept

@@ -14,7 +14,7 @@ from distlab.comm.group import all_gather_single, empty, received_bytes, reduce_
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, divisible, elements_of, views_of
-from distlab.parallel.division import Sharded
+from distlab.parallel.options import Sharded
 
 HALF = (torch.bfloat16, torch.float16)  # dtypes whose shards are updated in float32
 

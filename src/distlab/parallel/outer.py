@@ -21,7 +21,7 @@ from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.comm.transports.transport import overlapping
 from distlab.parallel.compression import start_mean
-from distlab.parallel.division import Compression
+from distlab.parallel.options import Compression
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from distlab.axes.shards import ReplicaShards
 from distlab.comm.group import empty, shares
 from distlab.comm.pending import Pending
 from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, split_into_buckets
-from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import Gathered, GradientShard
+from distlab.parallel.options import Sharded
 from distlab.parallel.same_model import broadcast_weights, check_same_model
 from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_gradient
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distlab.axes.grid import Axis, all_ranks
 from distlab.axes.placement import own_slice, placement_of
 from distlab.parallel import tp_group as tp
-from distlab.parallel.division import Style, check_division
+from distlab.parallel.options import Style, check_division
 from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.blocks import Attention

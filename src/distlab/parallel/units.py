@@ -12,8 +12,8 @@ from distlab.axes.grid import Axis
 from distlab.axes.placement import holders
 from distlab.machine.torch_patches import running_backward_pass
 from distlab.parallel.data import weakly
-from distlab.parallel.division import Sharded
 from distlab.parallel.flat_parameters import FlatParameters, Gathered
+from distlab.parallel.options import Sharded
 
 
 class Unit:

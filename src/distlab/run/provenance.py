@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distlab.machine.limits import cores
+from distlab.machine.cores import cores
 from distlab.run.commands import LAB, own_command
 
 

@@ -25,7 +25,7 @@ from distlab.run.steps import Steps
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import write_config
-from distlab.settings.resume import ResumePolicy, marked
+from distlab.settings.resume_policy import ResumePolicy, marked
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
@@ -266,6 +266,6 @@ class Run(Generic[SettingsT]):
                 for command in next_commands(self.settings, self.out, saved):
                     say(command)
             if getattr(self.settings, "page", False):
-                from distlab.settings.beside import page_writer
+                from distlab.settings.optional_packages import page_writer
 
                 say(f"the run as a page: {page_writer()(self.out, has_ended=True)}")

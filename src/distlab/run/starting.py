@@ -16,8 +16,8 @@ from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_flags, layout_size
 from distlab.comm.context import Context, Options, context_of
 from distlab.machine import devices
+from distlab.machine.cores import binding
 from distlab.machine.heap import set_up_heap
-from distlab.machine.limits import binding
 from distlab.machine.processes import started_by_torchrun
 from distlab.run.terminal import say
 from distlab.settings.common import ResumableSettings, RunSettings

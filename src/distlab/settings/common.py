@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 import tyro
 
 from distlab.axes.layout import Layout, layout_flags, layout_size
-from distlab.machine.limits import asked_threads
+from distlab.machine.cores import asked_threads
 from distlab.machine.processes import started_by_torchrun
 from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line

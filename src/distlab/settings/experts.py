@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from distlab.settings.common import WorldSize
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require
 from simplellm.options import RouterScores

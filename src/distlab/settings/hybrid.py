@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from distlab.axes.layout import Layout, Neighbors, layout_size
 from distlab.checkpoints.format import Checkpoint
-from distlab.parallel.division import check_division, check_sharing, padded_length
+from distlab.parallel.options import check_division, check_sharing, padded_length
 from distlab.pipeline.plan import Plan, simulate
 from distlab.pipeline.rerouting import reroute, step_seconds
 from distlab.pipeline.schedules import AUTO
 from distlab.settings.common import as_flag, require_positive, shown_as
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.replicas import OuterSettings, RepairFlag, check_no_clipping, check_reports
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.resuming import require_same
 from distlab.settings.sequences import SharedSequences
 from distlab.settings.stages import ScheduleSettings, WrittenScheduleSettings

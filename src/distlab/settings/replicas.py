@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from distlab.axes.layout import STAGES, coordinate, layout_size, name_stages
-from distlab.parallel.division import Compression, RepairMode, Sharded
+from distlab.parallel.options import Compression, RepairMode, Sharded
 from distlab.settings.common import WorldSize, require_positive
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from distlab.axes.layout import layout_flags, layout_size, replicas_in
 from distlab.checkpoints import FOLDER
 from distlab.checkpoints.format import Checkpoint, has_checkpoints, in_the_way, latest_valid, numbered
-from distlab.settings.resume import ResumePolicy, marked
+from distlab.settings.resume_policy import ResumePolicy, marked
 from simplellm.errors import InputError, as_flag, require
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 

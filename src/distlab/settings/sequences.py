@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distlab.parallel.division import Kind, Order, check_sharing, padded_length
+from distlab.parallel.options import Kind, Order, check_sharing, padded_length
 from distlab.settings.common import WorldSize
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from distlab.checkpoints.format import Checkpoint
-from distlab.parallel.division import check_division
+from distlab.parallel.options import check_division
 from distlab.settings.common import WorldSize
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require

@@ -21,7 +21,7 @@ from distlab.pipeline.schedules import (
 )
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs, multiply_adds, read_split
 from distlab.settings.common import WorldSize, require_positive, shown_as
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require
 from simplellm.options import BLOCK_BY_BLOCK

@@ -16,7 +16,7 @@ import tyro
 
 from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
-from distlab.settings.resume import ResumePolicy
+from distlab.settings.resume_policy import ResumePolicy
 from simplellm.errors import require
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
@@ -154,7 +154,7 @@ class TrainSettings(ResumableSettings):
             return None
         sentence = f"--machine {self.machine}: there is no such file; launch.sh calibrate FILE writes one"
         require(os.path.isfile(self.machine), sentence)
-        from distlab.settings.beside import planner_prediction
+        from distlab.settings.optional_packages import planner_prediction
 
         return planner_prediction().of(self, self.machine)
 
@@ -214,7 +214,7 @@ class TrainSettings(ResumableSettings):
         advice = f"the batch must divide into equal micro-batches; give a multiple of {parts}"
         require(rows % parts == 0, f"--batch-size {rows} with --micro-batches {parts}: {advice}")
         if self.page:
-            from distlab.settings.beside import page_writer
+            from distlab.settings.optional_packages import page_writer
 
             page_writer()
         has_end = SPTokenizer(self.tokenizer).eos_id >= 0

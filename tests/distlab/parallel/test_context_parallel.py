@@ -14,7 +14,7 @@ from distlab.axes.grid import Axis, Grid, all_ranks
 from distlab.comm.context import Options, TransportName, context_of
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.context_parallel import ContextParallel, positions_of, visible
-from distlab.parallel.division import Kind, Order
+from distlab.parallel.options import Kind, Order
 from distlab.parallel.ring_attention import KeyBlock, Ring, ring_attention
 from simplellm.attention import attend_to_earlier
 from simplellm.documents import within_documents

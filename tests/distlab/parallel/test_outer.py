@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support.processes import free_port, meeting_of, process_group, run_ranks
 
 from distlab.comm.context import Options
-from distlab.parallel.division import Compression
+from distlab.parallel.options import Compression
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Axis
 from distlab.comm.context import Options, context_of
-from distlab.parallel.division import Style
+from distlab.parallel.options import Style
 from distlab.parallel.tensor import shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss

@@ -25,7 +25,7 @@ from distlab.settings.common import parse
 from distlab.settings.folders import new_folder
 from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import DataParallelSettings, DiLoCoSettings, WeightAverageSettings
-from distlab.settings.resume import ResumePolicy, marked
+from distlab.settings.resume_policy import ResumePolicy, marked
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError

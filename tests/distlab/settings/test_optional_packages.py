@@ -2,7 +2,7 @@
 
 import pytest
 
-from distlab.settings.beside import page_writer
+from distlab.settings.optional_packages import page_writer
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick

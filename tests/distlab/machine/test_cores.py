@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distlab.machine import limits, memory_limits
-from distlab.machine.limits import asked_threads, cores
+from distlab.machine import memory_limits
+from distlab.machine.cores import asked_threads, cores, cpu_quota
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
@@ -15,8 +15,8 @@ V1_ROOT = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(limits, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+    monkeypatch.setattr("distlab.machine.cores.GROUPS", tmp_path / "groups")
+    monkeypatch.setattr("distlab.machine.cores.OWN", tmp_path / "own")
     monkeypatch.setattr(memory_limits, "KILLS", tmp_path / "vmstat")
     return tmp_path
 
@@ -51,7 +51,7 @@ def write(folder: Path, own: str, files: dict[str, str]) -> None:
 )
 def test_the_least_quota_of_all_groups_counts(own: str, files: dict[str, str], quota: float, groups: Path) -> None:
     write(groups, own, files)
-    assert limits.cpu_quota() == quota
+    assert cpu_quota() == quota
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("20000", 1), ("190000", 1), ("300000", 3), ("9900000", 8)])
