@@ -104,7 +104,7 @@ def _apart(pieces: list[Piece]) -> dict[str, Any]:
     known = {text for text, _, kind in pieces if kind == NORMAL}
     patterns = []
     for text in (text for text, _, kind in pieces if kind != NORMAL):
-        cut = next((cut for cut in range(1, len(text)) if not known.isdisjoint(text[cut - 1 : cut + 1])), 1)
+        cut = next((cut for cut in range(1, len(text)) if text[cut] in known), 1)
         patterns.append(f"{re.escape(text[:cut])}(?={re.escape(text[cut:])})")
     return {
         "type": "Split",

@@ -205,6 +205,7 @@ def refusal(folder: Path) -> str:
         ({"head_dim": 9}, "head_dim is 9: rotary positions need an even width"),
         ({"num_attention_heads": 5, "head_dim": ...}, "num_attention_heads is 5: it must divide hidden_size 32"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3: it must divide num_attention_heads 4"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0: it must be a positive integer"),
         ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two": it must be a positive integer'),
         ({"hidden_size": ...}, "has no hidden_size; it must be there, a positive integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1: it must be a number greater than 0"),

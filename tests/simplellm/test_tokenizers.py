@@ -139,6 +139,12 @@ def test_special_tokens_are_those_that_files_beside_a_tokenizer_json_name(
     assert tuple(special_ids(tmp_path, {"<s>": 1, "</s>": 2}.get).values()) == ids
 
 
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"[1]", b"{", b"\xff"])
+def test_files_beside_a_tokenizer_json_that_hold_no_object_name_no_tokens(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    assert {*special_ids(tmp_path, {"<s>": 1}.get).values()} == {-1}
+
+
 def test_a_path_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^tokenizer \S+/none\.model: there is no such file; give the path of a"):
         SPTokenizer(tmp_path / "none.model")

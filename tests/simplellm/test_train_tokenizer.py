@@ -92,12 +92,15 @@ def test_sizes_that_no_text_can_have_are_refused(vocab_size: int, stories: Path,
 
 def test_files_that_cannot_work_are_refused(stories: Path, tmp_path: Path) -> None:
     out, bad, empty = tmp_path / "out.model", tmp_path / "bad.jsonl", tmp_path / "empty.txt"
+    blank = tmp_path / "blank.jsonl"
     out.write_text("an earlier one")
     bad.write_text('{"text": "a"}\n{"txt": 3}\n')
     empty.write_text(" \n")
+    blank.write_text('{"text": " "}\n')
     assert f"{bad}: line 2 is not a JSON object" in refusal(Settings(str(bad), out))
-    no_text = f"--data {empty}: the file holds no document; give one with text in it"
-    assert refusal(Settings(str(empty), out)) == no_text
+    for path in (empty, blank):
+        no_text = f"--data {path}: the file holds no document; give one with text in it"
+        assert refusal(Settings(str(path), out)) == no_text
     missing = f"--data {tmp_path}/no.txt: there is no such file; give a .txt, .jsonl or .parquet file"
     assert refusal(Settings(f"{tmp_path}/no.txt", out)) == missing
     assert refusal(Settings(str(stories), Path("/no/x.model"))) == "--out /no/x.model: there is no folder /no"

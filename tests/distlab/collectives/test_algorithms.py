@@ -70,12 +70,12 @@ def check_all(endpoint: Endpoint = dist) -> int:
             gathered = torch.full_like(parts, 7)
             all_gather(part(rank, dtype), gathered, endpoint)
             equal(gathered, parts, all_gather)
-        for all_to_all in ALL_TO_ALLS:  # rank r sends r + 2 s numbers, each 100 r + s, to rank s; rank 0 none to itself
-            sent = [torch.full((rank + 2 * other,), 100 * rank + other).to(dtype) for other in range(size)]
-            received = [torch.zeros(other + 2 * rank, dtype=dtype) for other in range(size)]
+        for all_to_all in ALL_TO_ALLS:  # rank r sends r + 2 s columns, of 100 r + s, to rank s; rank 0 none to itself
+            sent = [torch.full((rank + 2 * other, 2), 100 * rank + other).to(dtype).T for other in range(size)]
+            received = [torch.zeros(2, other + 2 * rank, dtype=dtype) for other in range(size)]
             all_to_all(sent, received, endpoint)
             for other, own in enumerate(received):
-                equal(own, torch.full((other + 2 * rank,), 100 * other + rank).to(dtype), all_to_all)
+                equal(own, torch.full((2, other + 2 * rank), 100 * other + rank).to(dtype), all_to_all)
         for op in OPS:
             combined = {
                 ReduceOp.SUM: parts.sum(0).to(dtype),
@@ -84,10 +84,10 @@ def check_all(endpoint: Endpoint = dist) -> int:
                 ReduceOp.MIN: parts.amin(0),
             }[op]
             for root in range(size):
-                for reduce in REDUCES:
-                    tensor = part(rank, dtype)
-                    reduce(tensor, root, op, endpoint)
-                    equal(tensor, combined if rank == root else part(rank, dtype), (reduce, op))
+                for reduce, tensor in itertools.product(REDUCES, (part(rank, dtype), part(rank, dtype).contiguous())):
+                    own = tensor.clone()
+                    reduce(own, root, op, endpoint)
+                    equal(own, combined if rank == root else tensor, (reduce, op))
             for all_reduce in ALL_REDUCES:
                 tensor = part(rank, dtype)
                 all_reduce(tensor, op, endpoint)

@@ -1,5 +1,6 @@
 """Every collective and message of `torch.distributed` through the lab's backend, beside sums computed by hand."""
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -70,6 +71,9 @@ class Compared:
         for op in OPS:
             dist.all_reduce(self.mine(), op, self.group)
             self.same(self.own, combine(self.all, op))
+        if self.dtype == torch.int64:  # an operation that the library alone knows
+            dist.all_reduce(self.mine(), ReduceOp.BAND, self.group)
+            self.same(self.own, functools.reduce(torch.bitwise_and, self.all))
         if self.dtype.is_floating_point:
             dist.all_reduce(self.mine(), ReduceOp.AVG, self.group)
             mean = (combine(self.all, ReduceOp.SUM) / self.size).to(self.dtype)
@@ -95,6 +99,10 @@ class Compared:
             self.same(self.own, self.all[self.rank])
 
     def all_gather(self) -> None:
+        if self.elements == 1000 and self.size > 1:
+            rows = [self.own.new_empty(self.elements + rank) for rank in range(self.size)]
+            with pytest.raises(RuntimeError, match="invalid tensor size"):
+                dist.all_gather(rows, rows[self.rank], self.group)
         dist.all_gather(list(self.whole.fill_(-1)), self.mine(), self.group)
         self.same(self.whole, torch.stack(self.all))
         for own in (self.mine(), self.whole[self.rank]):  # also where its row is
@@ -120,6 +128,11 @@ class Compared:
         self.same(self.whole_other, to_this)
         dist.all_to_all(list(self.whole_other.fill_(-1)), list(self.whole), group=self.group)
         self.same(self.whole_other, to_this)
+        equal = self.own.new_full((self.size * (self.rank + 1),), self.rank)  # sizes on one side only
+        numbers = torch.arange(self.size).repeat_interleave(torch.arange(self.size) + 1)
+        into = self.own.new_full((len(numbers),), -1)
+        dist.all_to_all_single(into, equal, [source + 1 for source in range(self.size)], group=self.group)
+        self.same(into, numbers)
         # The first rank sends most, more than any rank receives.
         sizes = [
             [max(0, self.elements // (1 + 9 * sender) - receiver) for receiver in range(self.size)]

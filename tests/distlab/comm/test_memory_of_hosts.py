@@ -126,6 +126,11 @@ def exchange_rows(rank: int, hosts: str, port: int) -> dict[str, int]:
     assert received[:, 1].tolist() == [source for source in numbers for _ in range(rank)]
     with named("equal parts", "equal"):
         dist.all_to_all_single(torch.empty(size, 2), torch.ones(size, 2))
+    pair = dist.new_group([1, 2])
+    if rank > 0:
+        with named("parts of a pair", "pair"):
+            dist.all_to_all_single(torch.empty(2, 2), torch.ones(2, 2), group=pair)
+    dist.barrier()
     return dict(ledger.sent_bytes)
 
 
@@ -135,6 +140,7 @@ def test_rows_that_leave_a_host_are_counted_apart() -> None:
     assert (zero["equal"], zero["equal between hosts"]) == (8, 8)
     assert (one["rows"], one["rows between hosts"]) == (0, 16)
     assert (two["rows"], two["rows between hosts"]) == (0, 8)
+    assert [(rank["pair"], rank["pair between hosts"]) for rank in (one, two)] == [(0, 8)] * 2
 
 
 def reduce_in_groups(rank: int, port: int) -> list[tuple[float, bool, bool]]:

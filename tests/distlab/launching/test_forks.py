@@ -143,7 +143,8 @@ def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeyp
     When no fork is left, a process is a new interpreter.
     """
     script = tmp_path / "script.py"
-    script.write_text("import sys; sys.exit(2 * hasattr(sys, 'has_store') + ('distlab' in sys.modules))")
+    status = "4 * ('TORCHELASTIC_ERROR_FILE' not in os.environ) + 2 * hasattr(sys, 'has_store')"
+    script.write_text(f"import os, sys; sys.exit({status} + ('distlab' in sys.modules))")
     forks = fork_ranks([str(script)], 3)
     monkeypatch.setattr(sys, "has_store", True, raising=False)
     ranks = Ranks([str(script)], tmp_path / "errors", forks)

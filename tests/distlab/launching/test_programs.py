@@ -60,6 +60,7 @@ import distlab
 dist.init_process_group("lab")
 raise TypeError("a fault")
 """
+CTRL_C = "import sys; sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)"
 LATE = """
 import datetime, os, time
 import torch.distributed as dist
@@ -102,6 +103,13 @@ def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
         assert ended.status == 1
         assert 'raise TypeError("a fault")' in ended.err
         assert ended.err.splitlines()[-1].endswith("failed: TypeError: a fault"), ended.err
+
+
+def test_ctrl_c_ends_a_program_in_a_sentence(tmp_path: Path) -> None:
+    program = written(tmp_path, FAULTY.replace('raise TypeError("a fault")', CTRL_C))
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ended = fork_python(program, **place).finish()
+    assert (ended.status, ended.err) == (130, "# interrupted\n")
 
 
 def test_a_rank_that_does_not_connect_ends_in_a_sentence(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES, find_script
+from distlab.launching.local_ranks import temporary_folder
 from distlab.launching.start import tell_story, whole_sentences
 from distlab.settings.common import RunSettings
 from distlab.settings.scripts import read_script, read_script_for
@@ -176,3 +177,17 @@ def test_without_the_other_script_a_lesson_refuses_its_flags(tmp_path: Path) -> 
     ended = fork_launcher(tmp_path / "lesson.py", "--sync-every", "2").finish()
     assert ended.status == 2
     assert "--sync-every" in ended.err
+
+
+def test_the_ranks_files_are_deleted_also_after_an_interruption() -> None:
+    folders: list[Path] = []
+
+    def work() -> None:
+        with temporary_folder() as folder:
+            folders.append(folder)
+            assert folder.is_dir()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert not folders[0].exists()

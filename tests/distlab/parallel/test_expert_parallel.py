@@ -94,6 +94,11 @@ def test_the_smallest_gap_is_that_of_the_step() -> None:
     for seed in (0, 1):
         assert gaps[(0, 1), seed] == gaps[(1, 0), seed]
     assert gaps[(0, 1), 0] != gaps[(0, 1), 1]
+    for seeds in ((0, 1), (1, 0)):  # two micro-batches of one step
+        net = mixture_of(range(EXPERTS))
+        for seed in seeds:
+            net(values(seed))
+        assert net.smallest_gap == min(gaps[(0, 1), seed] for seed in seeds)
 
 
 def test_loads_and_dropped_rows_are_those_of_the_step_in_all_layers() -> None:

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from multiprocessing.synchronize import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from support.processes import free_port, join, meeting_of, run_ranks
 
 from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import empty, shares
-from distlab.comm.waits import TrafficError
+from distlab.comm.waits import TrafficError, Wait
 from distlab.rendezvous import notices
+from distlab.rendezvous.diagnosis import Notice
 from distlab.rendezvous.groups import world_group
-from distlab.rendezvous.store import SharedStore
+from distlab.rendezvous.store import SharedStore, StoreError
 
 
 def wait_in_another_order(rank: int, port: int, transport: TransportName) -> tuple[bool, str]:
@@ -78,6 +80,52 @@ def wait_when_the_launcher_has_exited(rank: int, port: int, meeting: Barrier) ->
 def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
     _, sentence, _ = run_ranks(3, wait_when_the_launcher_has_exited, free_port(), meeting_of(3))
     assert sentence == "rank 0 does not answer, nor does the store that the ranks share"
+
+
+def board_of_rank_1(store: dist.Store) -> notices.NoticeBoard:
+    waits = SimpleNamespace(waits_for=lambda **_: None, timeout_seconds=5, timeout_name="--timeout")
+    context = SimpleNamespace(rank=1, world_size=2, describe="rank {}".format, waits=waits, begun={}, held_back=dict)
+    return notices.NoticeBoard(store, context, is_rank_0s=True)  # type: ignore[arg-type]
+
+
+def lost_wait() -> TrafficError:
+    return TrafficError("", RuntimeError("Connection closed by peer"), Wait("the tensor", "receive", (0,)))
+
+
+def test_a_failure_counts_more_than_the_answer_of_the_same_rank() -> None:
+    store, wait = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), Wait("the loss", "send", (1,))
+    own = dist.PrefixStore("notices", store)
+    own.set("answers/0", Notice(0, None).to_json())
+    own.set("failed/0", Notice(0, wait, failure_number=1).to_json())
+    board, started = board_of_rank_1(store), time.monotonic()
+    found = board.explain(lost_wait())
+    board.close()
+    assert found is not None
+    assert "  rank 0  waits to send the loss  -> rank 1" in found.picture
+    assert time.monotonic() - started < notices.SECONDS_FOR_OTHERS
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (dist.DistError("Connection reset by peer"), "rank 0 has exited: see its last line"),
+        (TimeoutError(), "rank 0 does not answer: it is stopped, or its machine or network is down"),
+    ],
+)
+def test_a_rank_0_that_took_the_store_with_it_is_told_from_one_that_is_silent(
+    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    board = board_of_rank_1(store)
+
+    def lose(*_: object) -> int:
+        raise StoreError("lost", error)
+
+    monkeypatch.setattr(SharedStore, "add", lose)
+    found = board.explain(lost_wait())
+    board.close()
+    assert found is not None
+    assert found.sentence == sentence
 
 
 def test_a_run_ends_though_the_process_that_holds_the_store_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

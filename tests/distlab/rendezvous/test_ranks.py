@@ -17,8 +17,8 @@ from support.processes import free_port, run_ranks, start
 
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
-from distlab.rendezvous.ranks import agree, open_store, read_places, working
-from distlab.rendezvous.store import SharedStore, listen_at
+from distlab.rendezvous.ranks import agree, open_store, ranks_store, read_places, working
+from distlab.rendezvous.store import SharedStore, StoreError, listen_at
 from simplellm.errors import InputError
 
 Settings = dict[str, Any]
@@ -97,6 +97,21 @@ def join_after_work(rank: int, port: int, work_seconds: float) -> str:
 def test_a_rank_that_works_is_waited_for_also_by_those_that_wait_for_rank_0() -> None:
     """It works for longer than the timeout; each of the others looks for a sign every half second."""
     assert run_ranks(3, join_after_work, free_port(), 6) == ["agreed on sample"] * 3
+
+
+@pytest.mark.parametrize(("is_its_store", "holder"), [("False", "rank 0"), ("True", "the launcher")])
+def test_a_store_is_called_after_the_process_that_holds_it(
+    is_its_store: str, holder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", is_its_store)
+    store = ranks_store(0.1, dist.HashStore())
+    with pytest.raises(StoreError, match=f"^{holder} exited"):
+        store.ask(lose)
+
+
+def lose() -> None:
+    raise dist.DistError("Connection reset by peer")
 
 
 def test_a_cause_that_names_a_file_whose_name_is_not_utf8_is_told() -> None:
