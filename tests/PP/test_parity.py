@@ -1,9 +1,15 @@
 """Every pipeline chapter gives the training run of one process: losses, gradients, parameters, under plain SGD."""
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from support.chapters import OneProcess, State, assert_equal, train_on
+import torch
+from support.chapters import OneProcess, State, assert_equal, load, train_on
+from torch import Tensor
+
+from distlab.pipeline.schedules import dapple
 
 pytestmark = pytest.mark.quick
 
@@ -44,6 +50,23 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(together(parameters), expected_parameters)
     assert_equal(together(gradients), expected_gradients)
+
+
+def test_a_stage_lets_go_of_a_micro_batch_after_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two stages; its messages arrive at once."""
+    script, made, held = load(MICRO_BATCHES), list[weakref.ref[Tensor]](), list[int]()
+    done = SimpleNamespace(wait=lambda: None)
+    world = {"get_rank": lambda: 0, "get_world_size": lambda: 2, "recv": lambda *_: None, "isend": lambda *_: done}
+    monkeypatch.setattr(script, "dist", SimpleNamespace(**world))
+
+    def net(ids: Tensor) -> Tensor:
+        held.append(sum(of() is not None for of in made))
+        outputs = 2 * torch.ones(*ids.shape, 3, requires_grad=True)
+        made.append(weakref.ref(outputs))
+        return outputs
+
+    script.run_program(dapple(0, 2, 5), net, torch.zeros(5, 1, 4, dtype=torch.int64), 3, (None, None))
+    assert held == [0, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_a_ring_by_hand_sends_the_bytes_of_the_formula_and_has_the_librarys_sum(
     """The script itself compares the sums."""
     ended = fork_launcher("collectives", "--world-size", ranks, "--elements", 3000, "--out", tmp_path).finish()
     assert ended.status == 0, ended.err
+    assert "12,000 bytes on each" in ended.out
     expected = [f"{12_000 / ranks * (ranks - 1) / 1000:.3g} kB"] * 2 if ranks > 1 else []
     assert [size for size, kind in re.findall(r"rank 0 sent (.*) of (.*) by hand in", ended.out)] == expected
 

@@ -176,7 +176,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert named([n, n], [0, 0], [0, 0]) == "not-averaged"
     assert named([1, 1], [0, 0], [0, 0]) == "not-added-up"
     assert named([0, 0], [n, n], [0, 0]) == "one-rank-only"
-    assert named([1, 1], [0, 0], [1, 1]) == "rank-missing"
+    assert named([1, 1], [0, 0], [1, 1]) == named([0, 0], [2, 2]) == "rank-missing"
     assert named([1, 1], [2, 2], [0.5, 0.5]) == "unequal"
     assert named([0, m], [0, m], [0, m]) == "last-micro-batch"
     assert named([m, 0], [m, 0], [m, 0]) == "one-micro-batch"

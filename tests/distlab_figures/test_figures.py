@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -187,6 +188,12 @@ def test_memory_over_time_needs_a_trace_with_stages(tmp_path: Path) -> None:
     write_chrome(Trace([RankTrace([Event(STEP, "step 0", 0, 4)], [])], {}, None), tmp_path / "alone.json")
     with pytest.raises(InputError, match="these traces have no stages"):
         figures.memory(tmp_path / "d.png", [f"run={tmp_path / 'alone.json'}"])
+
+
+def test_schedules_on_one_axis_say_what_is_idle_in_the_plan_and_measured(recorded: Path, drawn: list[Any]) -> None:
+    figures.timelines(Path("a.png"), [f"DAPPLE={recorded}"], compact=True)
+    title = drawn[0].axes[0].get_title(loc="left")
+    assert re.fullmatch(r"DAPPLE: idle (\d\d\.\d%) in the plan, \1 measured", title), title
 
 
 def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, drawn: list[Any]) -> None:

@@ -19,7 +19,6 @@ from urllib.request import Request, urlopen
 import pytest
 from support.browser import CHROMIUM, Browser, Page
 from support.notebooks import MARIMO, outputs
-from support.planner_machines import CLUSTER, MODEL
 from support.processes import finish, start_server
 
 from distlab.comm.link import Link
@@ -30,8 +29,7 @@ from distlab.show_schedule import Request as ScheduleRequest
 from distlab.show_schedule import plan_of
 from distlab_page.contents import NO_BUBBLE
 from distlab_planner.collective_model import CostModel, predict_collective
-from distlab_planner.layouts import RunLayout
-from distlab_playground import classroom, command, drawing, layouts, playback, runs, schedules
+from distlab_playground import classroom, command, drawing, playback, runs, schedules
 from distlab_playground.guesses import missing
 from distlab_playground.lessons import Outcome, all_lessons
 from simplellm.errors import InputError
@@ -88,15 +86,6 @@ def test_the_newest_run_is_the_first_and_names_are_no_markup(folder: Path) -> No
     os.utime(folder / "config.json", (1, 1))
     assert runs.known(folder) == [str(folder / "runs/first"), str(folder)]
     assert "<b>" not in drawing.table(["<b>"], [["<b>"]], "<b>") + drawing.legend({"<b>": style.INK})
-
-
-def test_the_state_of_a_layout_is_that_of_its_optimizer() -> None:
-    row: Any = SimpleNamespace(layout=RunLayout({"dp": 1}, 2, 1, "dapple", "none", "none", (MODEL.n_layers,)))
-    [[adam], [sgd]] = (layouts.memory(row, MODEL, CLUSTER, optimizer) for optimizer in ("adam", "sgd"))
-    assert (adam.optimizer_state, sgd.optimizer_state) == (2 * adam.parameters, 0)
-    drawn = layouts.bars([adam], 2 * adam.total)  # with a line where the memory of a rank ends
-    bars, [limit] = re.findall(r'x="([\d.]+)" y="0" width="([\d.]+)"', drawn), re.findall(r'd="M([\d.]+) 0V', drawn)
-    assert float(limit) - drawing.LEFT == pytest.approx(2 * (sum(map(float, bars[-1])) - drawing.LEFT), rel=1e-3)
 
 
 @pytest.mark.parametrize(

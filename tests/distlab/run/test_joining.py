@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.chapters import MODEL, load
 from support.processes import LAB, free_port, run_ranks
 
+from distlab.machine.devices import Place
 from distlab.run import joining
 from distlab.run.joining import content_of, identities, join, join_late
 from distlab.run.starting import identity
@@ -249,6 +250,15 @@ def test_ranks_without_a_launcher_are_all_on_the_host_of_rank_0_if_that_is_this_
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with pytest.raises(AskedError, match=f"^{here}$"):
         join(parse(DataParallelSettings(), "", ["1", "--world-size", "3", "--master-addr", address]), LAB / DAPPLE)
+
+
+def test_ranks_on_two_hosts_do_not_begin_with_memory_that_they_would_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = "distlab.rendezvous.ranks"
+    monkeypatch.setattr(f"{ranks}.open_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr(f"{ranks}.read_places", lambda *_: [Place("A", ()), Place("B", ())])
+    monkeypatch.setattr(f"{ranks}.agree", lambda _store, _rank, _size, _place, _same, decide, _seconds: decide())
+    with pytest.raises(InputError, match="--transport shared: ranks 0 and 1 are on A and B"):
+        join(parse(DataParallelSettings(), "", "0 --world-size 2 --transport shared".split()), LAB / DAPPLE)
 
 
 def test_flags_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
