@@ -30,11 +30,11 @@ from support.processes import before_forks, run_ranks
 from distlab.launching.local_ranks import temporary_folder
 
 KINDS: dict[Callable[[random.Random, int, Path], Iterator[BadInput]], int] = {  # and their shares, in percent
-    flags: 30,
+    flags: 38,
     data: 12,
     tokenizers: 4,
-    checkpoints: 12,
-    models: 9,
+    checkpoints: 9,
+    models: 4,
     figures: 5,
     launcher: 4,
     mpi: 1,

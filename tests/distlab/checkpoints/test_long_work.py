@@ -56,7 +56,7 @@ if __name__ == "__main__":
     main(script.train, DEFAULTS, "")
 """
 SAVING = ["0 writer.write_safetensors saving._complete", "1 writer.write_safetensors writer.sync"]
-RESUMING = ["0 format.checksum saving.read_into", "1 format.checksum saving.read_into", "1 joining.content_of"]
+RESUMING = ["0 format.checksum saving.read_into", "1 joining.content_of"]
 
 
 def run_slowly(slow: str, tmp_path: Path, *flags: object) -> Path:
