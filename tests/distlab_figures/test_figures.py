@@ -122,8 +122,8 @@ def test_every_figure_of_the_command_is_drawn_below() -> None:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_each_figure_is_drawn(name: str, recorded: Path, tmp_path: Path) -> None:
-    DRAWN[name](tmp_path / "a.png", recorded)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    DRAWN[name](png := tmp_path / "a new folder/in another/a.png", recorded)
+    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def record(run_folder: Path, values: Sequence[float | None]) -> Path:

@@ -85,6 +85,8 @@ def check_llama(settings: Any, checkpoint: Checkpoint) -> None:
     flag, model = f"--resume {settings.resume}", checkpoint.record["model"]
     can_have = hasattr(settings, "experts") or not model.get("experts")
     require(can_have, f"{flag}: its model has experts; resume it with a script that has --experts (ep or 5d)")
+    has_them = model.get("experts") or not getattr(settings, "experts", 0)
+    require(has_them, f"{flag}: its model has no experts; resume it with a script that needs none, such as dp-ga")
     num_kv_heads = settings.num_kv_heads or settings.num_heads
     require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
     most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(settings.tokenizer).vocab_size

@@ -14,6 +14,7 @@ from distlab.checkpoints import saving, writer
 from distlab.checkpoints.models import SavedModel, read_model, write_model
 from distlab.launching.start import check_story
 from distlab.settings.common import parse
+from distlab.settings.experts import ExpertParallelSettings
 from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import DataParallelSettings, DiLoCoSettings, StreamingSettings
 from distlab.settings.training import TrainSettings
@@ -82,7 +83,11 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     write_model(tmp_path / "experts", saved_model(experts=2, experts_per_token=1))
     with pytest.raises(InputError, match="its model has experts; resume it with a script that has --experts"):
         parse(TrainSettings(), "", ["0", "--resume", str(tmp_path / "experts")])
-    model = saved_model()
+    write_model(tmp_path / "dense", model := saved_model())
+    own, dense = ExpertParallelSettings(), ["0", "--resume", str(tmp_path / "dense")]
+    for settings, flags, has in (HybridSettings(), ["--experts", "4"], "--experts 0, not 4"), (own, [], "no experts"):
+        with pytest.raises(InputError, match=f"its model has {has}"):
+            parse(settings, "", [*dense, *flags])
     record = {"step": 1, "tokens": 1, "model": model.options, "settings": {"fragments": 2}}
     saving.save(tmp_path / "fragments", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
     resume = ["0", "--resume", str(tmp_path / "fragments")]

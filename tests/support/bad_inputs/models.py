@@ -1,7 +1,6 @@
 """Checkpoints, and models that are told from and imported: copies of whole ones, changed."""
 
 import itertools
-import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.bad_inputs.files import SHARD, STEP, damage, export, forge, make_run
-from support.bad_inputs.inputs import PRIMER, PYTHON, SCRIPTS, BadInput, command_of
+from support.bad_inputs.inputs import PRIMER, PYTHON, BadInput
 from support.processes import LAB
 
 
