@@ -114,9 +114,9 @@ def show(request: Request) -> Iterator[str]:
     yield f"# {plan.makespan:.0f} ticks; {sum(map(len, plan.messages.values()))} messages"
     if steps > 1:
         yield f"# idle on average, {steps} steps: {sum(plan.bubble) / p:.1%}"
-    is_uneven = request.recompute or request.transfer or request.cost_per_stage is not None
-    has_formula = ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple") and not is_uneven
-    if has_formula and steps == request.pipelines == 1:
+    has_formula = ALIASES.get(request.schedule, request.schedule) in ("gpipe", "dapple")
+    is_usual = not (request.recompute or request.transfer or request.cost_per_stage)
+    if has_formula and is_usual and steps == request.pipelines == 1:
         yield f"# idle by the formula (p - 1) / (m + p - 1): {ideal_bubble(p, m):.1%}"
     if request.png is not None:
         from distlab.reports.timeline import draw, planned_panel
