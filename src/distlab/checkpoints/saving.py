@@ -243,5 +243,5 @@ def read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
             warnings.simplefilter("ignore")  # torch warns that a single process reads
             reader = dcp.HuggingFaceStorageReader(str(checkpoint.folder))
             dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except (dcp.CheckpointException, SafetensorError) as error:
+    except dcp.CheckpointException as error:
         raise InputError(f"{checkpoint.folder}: its tensors do not match this model ({root_of(error)})") from error

@@ -119,13 +119,11 @@ def handlers_later() -> Iterator[None]:
 
 def _have_the_signals_of_an_interpreter() -> None:
     for number in signal.Signals:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # a signal that nohup ignores stays ignored
+        if signal.getsignal(number) is not signal.SIG_IGN:  # what nohup or Python ignores stays ignored
             with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
                 signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as Python has them
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _disconnect(kept: int) -> None:
