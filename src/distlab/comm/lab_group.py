@@ -119,8 +119,6 @@ class LabGroup(ContextGroup):
     # Collectives
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
-        if len(tensors) > 1:
-            return self.allreduce_coalesced(tensors, opts)
         [tensor], op = tensors, _kind_of((opts or dist.AllreduceOptions()).reduceOp)
         _require_plain(tensor)
         wait, sent_bytes = self._collective("all_reduce"), ring_bytes(tensor, self.size())

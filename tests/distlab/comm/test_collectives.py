@@ -151,6 +151,20 @@ class Compared:
         dist.all_to_all(parts, list(source.split(sent)), group=self.group)
         self.same(torch.cat(parts), torch.cat(expected))
 
+    def coalesced(self) -> None:
+        """Two tensors a call, as compiled code has them, and torch's parallel layers."""
+        group: Any = self.group or dist.group.WORLD
+        calls, name = torch.ops._c10d_functional, group.group_name
+        of_ranks = [torch.stack(self.all), torch.stack([row[0] for row in self.grid])]
+        own = [rows[self.rank] for rows in of_ranks]
+        summed = calls.all_reduce_coalesced(own, "sum", name)
+        gathered = calls.all_gather_into_tensor_coalesced(own, self.size, name)
+        scattered = calls.reduce_scatter_tensor_coalesced([*map(torch.flatten, of_ranks)], "sum", self.size, name)
+        for number, rows in enumerate(of_ranks):
+            self.same(calls.wait_tensor(summed[number]), combine(list(rows), ReduceOp.SUM))
+            self.same(calls.wait_tensor(gathered[number]), rows)
+            self.same(calls.wait_tensor(scattered[number]), self.size * rows[self.rank])
+
     def several_under_way(self) -> None:
         self.mine()
         self.other.copy_(self.grid[0][self.rank])
@@ -200,6 +214,7 @@ class Compared:
         self.all_gather()
         self.reduce_scatter()
         self.all_to_all()
+        self.coalesced()
         self.several_under_way()
         self.messages()
         return self.found
