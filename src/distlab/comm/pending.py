@@ -137,14 +137,8 @@ class Pending(dist.Work):
             return self._carrier.done()
         return self._carrier is None or self._carrier.is_completed()
 
-    def is_success(self) -> bool:
-        return self._carrier is None and not self._finish
-
     def result(self) -> list[Tensor]:
         return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """Return a future of the tensors, for torch's DDP and others that wait themselves.

@@ -102,7 +102,7 @@ def test_a_tensor_with_gaps_is_refused() -> None:
 
 
 def mix_dtypes(rank: int, port: int) -> None:
-    """An output of another dtype than the input, in shared memory and outside."""
+    """An output of another dtype than the input, in shared memory and outside; a mean of whole numbers."""
     with process_group(rank, 2, port, options=SHARED):
         for own in (empty(6000, torch.empty(0)), torch.empty(6000)):
             own.fill_(rank)
@@ -111,9 +111,15 @@ def mix_dtypes(rank: int, port: int) -> None:
                 with pytest.raises(ValueError, match=r"two dtypes, torch.(float64|bfloat16) and torch.float32"):
                     call(output, own)
             assert (own == rank).all()
+        numbers = torch.ones(1000, dtype=torch.int64)
+        begun: Any = dist.all_reduce(numbers, dist.ReduceOp.AVG, dist.new_group(range(2)), async_op=True)
+        while not begun.is_completed():
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="can't be cast to"):
+            begun.wait()
 
 
-def test_an_output_of_another_dtype_is_refused() -> None:
+def test_dtypes_that_a_call_cannot_have_are_refused() -> None:
     run_ranks(2, mix_dtypes, free_port())
 
 

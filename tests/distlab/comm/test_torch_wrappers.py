@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +112,8 @@ def replicate_in_buckets(rank: int, context: Context, _: Path) -> None:
         assert_trained(net)
         assert context.ledger.messages["gradients"] > STEPS
     for hook in (average_at_once, average_then):
+        outside: Any = SimpleNamespace(buffer=lambda: torch.full((1000,), float(rank)))  # of a backward pass
+        assert set(hook(None, outside).wait().tolist()) == {0.5}
         net = Net()
         wrapped = DistributedDataParallel(net, bucket_cap_mb=0.001)
         wrapped.register_comm_hook(None, hook)
