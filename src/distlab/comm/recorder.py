@@ -81,7 +81,7 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """Collects events, in the order in which they end, while `enabled`; otherwise its cost is negligible."""
+    """Collects events, of each kind in the order in which they end, while `enabled`; otherwise its cost is negligible."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -143,7 +143,5 @@ class Recorder:
         for clock, kind, name, *ends in self._on_stream:
             started, ended = (clock.seconds(end) + self._to_clock for end in ends)
             self.events.append(Event(kind, name, started, ended))
-        if self._on_stream:
-            self.events.sort(key=lambda event: event.end)
         self._on_stream = []
         return {"events": self.events, "kept_bytes": self.kept_bytes}

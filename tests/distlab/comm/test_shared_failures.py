@@ -75,6 +75,20 @@ def test_ranks_that_give_several_dtypes_are_all_told_so() -> None:
     assert by_rank == [[f"{name}: {sentence}" for name in [*COLLECTIVES, *COLLECTIVES]]] * 3
 
 
+def give_what_the_other_has_freed(rank: int, port: int) -> None:
+    with process_group(rank, 2, port, options=SHARED):
+        first, second = (empty(600, torch.empty(0)) for _ in range(2))
+        given, first = (second, None) if rank else (first, None)
+        begun: Any = dist.all_reduce(given, async_op=True)
+        if rank:
+            with pytest.raises(RuntimeError, match="of which this rank has freed its part"):
+                begun.wait()
+
+
+def test_a_tensor_in_memory_that_another_rank_has_freed_is_named() -> None:
+    run_ranks(2, give_what_the_other_has_freed, free_port())
+
+
 def send_with_gaps(rank: int, port: int) -> None:
     """Columns, which have gaps between their elements, in shared memory and outside."""
     with process_group(rank, 2, port, options=SHARED):

@@ -50,7 +50,6 @@ class Library(Transport):
 
     def abandon(self) -> None:
         shut_down(self._sockets)
-        self._sockets = set()
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried:
         options = dist.AllreduceOptions()

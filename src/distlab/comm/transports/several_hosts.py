@@ -59,7 +59,6 @@ class SeveralHosts(MemoryTransport):
     def close(self) -> None:
         if self._memory is not None:
             self._memory.close()
-        self._memory = None
 
 
 class MemoryOfHosts:
