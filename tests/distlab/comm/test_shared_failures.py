@@ -77,9 +77,10 @@ def test_ranks_that_give_several_dtypes_are_all_told_so() -> None:
 
 def give_what_the_other_has_freed(rank: int, port: int) -> None:
     with process_group(rank, 2, port, options=SHARED):
-        first, second = (empty(600, torch.empty(0)) for _ in range(2))
-        given, first = (second, None) if rank else (first, None)
-        begun: Any = dist.all_reduce(given, async_op=True)
+        group = dist.new_group(range(2))
+        tensors = [empty(600, torch.empty(0), group) for _ in range(2)]
+        begun: Any = dist.all_reduce(tensors[rank], group=group, async_op=True)
+        del tensors[:rank]
         if rank:
             with pytest.raises(RuntimeError, match="of which this rank has freed its part"):
                 begun.wait()
