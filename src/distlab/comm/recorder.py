@@ -81,7 +81,7 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """Collects events, of each kind in the order in which they end, while `enabled`; otherwise its cost is negligible."""
+    """Collects events while `enabled`, of each kind in the order of their ends; otherwise its cost is negligible."""
 
     def __init__(self) -> None:
         self.enabled = False

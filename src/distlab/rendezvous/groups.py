@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from distlab.comm.context import Context, ContextGroup, Options, first_context
 from distlab.comm.lab_group import LabGroup
-from distlab.comm.waits import TrafficError, reason
+from distlab.comm.names import line_of_script
+from distlab.comm.waits import TrafficError, Wait, reason
 from distlab.machine.processes import is_store_in_launcher
 from distlab.rendezvous.notices import NoticeBoard
 from simplellm.errors import InputError
@@ -38,13 +39,16 @@ def create(made: Any, options: Options | None) -> LabGroup:
     """Return the group that torch asks for: the default group, or a group of `new_group`, which shares its context.
 
     Raises:
-        TrafficError: not all ranks of the default group have connected.
+        TrafficError: not all ranks of the group have connected.
         InputError: this process may not open as many connections or threads.
     """
     world = dist.group.WORLD
     if isinstance(world, ContextGroup):
-        timeout, transport = world.context.group_timeout, options.transport if options else None
-        return LabGroup(world.context, made.store, made.global_ranks_in_group, timeout, transport)
+        context, ranks, transport = world.context, made.global_ranks_in_group, options.transport if options else None
+        others = tuple(rank for rank in ranks if rank != context.rank)
+        unnamed = Wait("new_group", "other", others, line=line_of_script()), 0.0
+        with context.waits.during((context.waits.waiting or unnamed)[0]):
+            return LabGroup(context, made.store, ranks, context.group_timeout, transport)
     try:
         return WorldGroup(first_context(made, options), made.store)
     except TrafficError:

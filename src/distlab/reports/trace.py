@@ -29,7 +29,7 @@ MICROSECONDS = 1e6
 class RankTrace:
     """The records of one rank; times are in seconds from the beginning of the trace."""
 
-    events: list[Event]  # of each kind in the order in which they ended
+    events: list[Event]  # of each kind in the order of their ends
     kept_bytes: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes of activations kept), in order
 
     def within(self, step: Event, kind: str) -> list[Event]:

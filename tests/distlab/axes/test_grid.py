@@ -13,6 +13,7 @@ from support.processes import free_port, join, meeting_of, process_group, run_ra
 from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_flags, layout_size
 from distlab.comm.waits import TrafficError
+from distlab.rendezvous.groups import world_group
 
 LAYOUTS: list[dict[str, int]] = [
     {"dp": 2, "pp": 2, "tp": 2}, {"pp": 3, "dp": 2, "tp": 1}, {"dp": 3}, {"xp": 3, "dp": 5}, {}
@@ -129,22 +130,28 @@ def test_groups_are_those_of_the_layout_and_have_the_runs_deadline() -> None:
     assert run_ranks(3, groups_of, {"dp": 3}, free_port()) == [[[0, 1, 2], [rank]] for rank in range(3)]
 
 
-def make_groups_without_rank_1(rank: int, port: int, end: Barrier) -> tuple[str, float]:
+def make_groups_without_rank_1(rank: int, port: int, end: Barrier) -> tuple[str, float, str]:
     join(rank, 4, port).waits.timeout_seconds = 1
-    said = "", 0.0
+    world, said = world_group(), ("", 0.0, "")
+    assert world is not None
     if rank != 1:
+        with pytest.raises(TrafficError, match=r" s for new_group, test_grid\.py line \d+: no answer"):
+            dist.new_group(range(4))
         started = time.monotonic()
         with pytest.raises(TrafficError) as caught:
             Grid(rank, {"dp": 2, "tp": 2}).make_groups()
-        said = str(caught.value), time.monotonic() - started
+        seconds, found = time.monotonic() - started, world.notices.explain(caught.value)
+        said = str(caught.value), seconds, found.sentence if found else ""
     end.wait(20)  # the store where the others still wait ends with rank 0
     return said
 
 
 def test_a_rank_that_does_not_come_ends_the_others_at_the_deadline_with_a_sentence() -> None:
-    for rank, (sentence, seconds) in enumerate(run_ranks(4, make_groups_without_rank_1, free_port(), meeting_of(4))):
+    by_rank = run_ranks(4, make_groups_without_rank_1, free_port(), meeting_of(4))
+    for rank, (sentence, seconds, diagnosis) in enumerate(by_rank):
         if rank != 1:
             assert sentence.startswith(f"rank {rank} waited ")
             assert re.search(" s for all ranks to create the groups along (dp|tp):", sentence)  # rank 1 is in both
             assert sentence.endswith("no answer (init_process_group's timeout sets how long to wait)")
             assert seconds < 10
+            assert diagnosis.startswith("rank 1 answers, but has not reached this point")
