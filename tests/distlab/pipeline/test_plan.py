@@ -102,6 +102,8 @@ def test_unequal_stages_and_a_slow_link_by_hand() -> None:
     assert plan.messages == {(0, 1, ACTIVATIONS): results(0, "F0 F1"), (1, 0, GRADIENTS): results(1, "B0 B1")}
     busy = [{str(span.action): busy_workers(plan)[span.action] for span in line} for line in plan.spans]
     assert busy == [{"F0": 1, "F1": 1, "B0": 2, "B1": 1}, {"F0": 1, "F1": 1, "B0": 1, "B1": 2}]
+    at_once = simulate(all_stages("gpipe", 1, 2), ActionCosts(forward=0.0, backward=1.0))
+    assert {*busy_workers(at_once).values()} == {1}, "also of passes that take no time"
 
 
 def threads(workers: int, cores: int, costs: ActionCosts | None) -> list[str]:

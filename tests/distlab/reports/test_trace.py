@@ -255,6 +255,8 @@ def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path)
     assert [step[0].start for step in trace.steps()] == [8], "without the first after the last repair"
     write_chrome(trace, tmp_path / "trace.json")
     assert read_chrome(tmp_path / "trace.json") == trace
+    newcomer = RankTrace([Event(STEP, "step", 7, 8)])
+    assert Trace([newcomer, *ranks], {"dp": 3}).repairs() == trace.repairs(), "as the ranks that saw them tell"
 
 
 def test_a_run_whose_last_step_was_repaired_has_no_step_to_draw(
