@@ -163,3 +163,9 @@ def test_what_cannot_be_split_is_refused() -> None:
             load("model").MultiHeadSelfAttention(24, 5, 0.0)
 
     on_ranks(4, 4, work)
+
+
+def test_a_class_follows_from_the_first_position_alone() -> None:
+    _, classifier = twins("Classifier")
+    x = torch.randn(2, 5, HIDDEN)
+    assert classifier(x).equal(classifier(x[:, :1]))

@@ -36,6 +36,7 @@ def test_only_generated_stories_depend_on_the_seed() -> None:
     assert TrainSettings(data="sample", seed=7).data_identity == {"source": "sample", "seed": 7}
     decided = TrainSettings(data="auto", seed=7).decide()
     assert decided["data_identity"] == TrainSettings(data=decided["data"], seed=7).data_identity
+    assert TrainSettings(data="sample").decide()["data_because"] == "the generator (--data sample)"
 
 
 def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
