@@ -29,18 +29,15 @@ class Mistake:
 
 def differs(own: Tensor, expected: Tensor) -> bool:
     """Return whether two tensors of one shape differ by more than rounding."""
-    if not own.isfinite().all():
-        return True
-    scale = max(float(expected.norm()), 1e-12)
-    return float((own - expected).norm()) > TOLERANCE * scale
+    return not float((own - expected).norm()) <= TOLERANCE * max(float(expected.norm()), 1e-12)  # true for NaN
 
 
 def fit(observed: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     """Return coefficients with which the columns (tensors of one shape) add up to `observed`; None if they do not."""
-    if not observed.isfinite().all():
-        return None
     matrix = torch.stack([column.flatten().double() for column in columns], 1)
     target = observed.flatten().double()
+    if not (matrix.isfinite().all() and target.isfinite().all()):
+        return None
     scales = matrix.norm(dim=0).clamp_min(1e-30)
     solution = torch.linalg.lstsq(matrix / scales, target.unsqueeze(1), driver="gelsd").solution.squeeze(1)
     error = (matrix / scales @ solution - target).norm()
@@ -62,8 +59,6 @@ def name_gradient(
     """
     replicas, micro_batches = len(shares), len(shares[0])
     flat = [share for row in shares for share in row]
-    if not observed.isfinite().all():
-        return Mistake("not-finite", "is not finite")
     if float(observed.norm()) < 1e-9 * float(torch.stack(flat).norm()):
         return Mistake("zero", "is zero or None: nothing was added to it, or it was cleared before the update")
     found = fit(observed, flat)
@@ -125,13 +120,10 @@ def _uniform(k: float, n: int, m: int, member: str) -> Mistake:
 def _by_replica(rows: list[float], own: int, n: int, member: str) -> Mistake:
     present = [r for r, x in enumerate(rows) if abs(x) > 0.02]
     if present == [own]:
-        if _near(rows[own], n):
-            return Mistake("not-averaged", f"is that of this {member}'s own sequences: it was not averaged")
+        its_own = f"is that of this {member}'s own sequences"
         if _near(rows[own], 1):
-            return Mistake(
-                "not-added-up", f"is that of this {member}'s own sequences, divided by {n}, but not added up"
-            )
-        return Mistake("not-averaged", f"is that of this {member}'s own sequences, {_factor(rows[own] / n)} as large")
+            return Mistake("not-added-up", f"{its_own}, divided by {n}, but not added up")
+        return Mistake("not-averaged", f"{its_own}: it was not averaged")
     if len(present) == 1 < n - 1:
         return Mistake("one-rank-only", f"is that of {member} {present[0]}'s sequences alone; the others' are lost")
     if len(present) < n:
@@ -151,7 +143,7 @@ def _by_micro_batch(columns: list[float], n: int, m: int) -> Mistake:
         return Mistake("one-micro-batch", f"is that of micro-batch {present[0]} alone: the others were not added")
     if len(present) < m:
         lost = [k for k in range(m) if k not in present]
-        return Mistake("micro-batch-missing", f"{LOOKS}micro-batch {_list(lost)} was not added")
+        return Mistake("micro-batch-missing", f"{LOOKS}nothing was added of micro-batch {_list(lost)}")
     grows = [_near(a / b, n) or _near(b / a, n) for a, b in itertools.pairwise(columns)]
     parts = ", ".join(f"micro-batch {k} {_times(x)}" for k, x in enumerate(columns))
     if n > 1 and all(grows):
@@ -166,8 +158,6 @@ def name_weights(
     """Name the mistake in weights after an update; `before` are the weights before it, which were right."""
     n, m = len(shares), len(shares[0])
     flat = [share for row in shares for share in row]
-    if not observed.isfinite().all():
-        return Mistake("not-finite", "are not finite")
     if not differs(observed, before):
         return Mistake("not-updated", "are those before the update: the update was undone, or changed other memory")
     found = fit(observed, [before, *flat])
@@ -186,7 +176,7 @@ def name_weights(
         return Mistake(
             "not-averaged", f"are this {member}'s own: they were not averaged, or the average went elsewhere"
         )
-    if inner.name == "scaled" and _near(ratios[0][0], 1):  # within the tolerance of a fit, but not of a run
+    if inner.name == "imprecise":  # within the tolerance of a fit, but not of a run
         return Mistake("imprecise", "differ slightly from those of one process")
     if inner.sentence.startswith(LOOKS):
         return Mistake(inner.name, f"are wrong as if, in the gradient used, {inner.sentence.removeprefix(LOOKS)}")

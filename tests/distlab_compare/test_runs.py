@@ -224,17 +224,30 @@ def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(tmp_p
         assert compare(Request(tmp_path / "run1", tmp_path / "one")) == status
 
 
-@pytest.mark.parametrize("change", [0.5, 3])
-def test_an_update_of_another_size_is_told_with_its_factor(change: float, tmp_path: Path) -> None:
-    start = torch.ones(SHAPE)
-    for name, factor in (("run", change), ("one", 1.0)):
-        record(tmp_path / name, 0, {"gradient.weight": start, "weights.weight": start})
-        record(tmp_path / name, 0, {"weights.weight": start - 0.1 * factor}, step=1)
+START, OTHER = torch.ones(SHAPE), torch.arange(8.0).view(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("start", "update", "loss", "told"),
+    [
+        (START, 0.05 * START, 1.0, "after {}: the weights weight on rank 0 have changed by 0.5 times as much as they"),
+        (START, 0.3 * START, 1.0, "after {}: the weights weight on rank 0 have changed by 3 times as much as they"),
+        (START, OTHER, 1.0, "after {}: the weights weight on rank 0 differ ("),
+        (OTHER, OTHER, 2.0, "before {}: the weights weight on rank 0 differ ("),  # and all else follows from it
+        (START, OTHER, 2.0, "{}: the loss differs: "),
+    ],
+)
+def test_the_first_difference_of_a_step_is_told(
+    start: Tensor, update: Tensor, loss: float, told: str, tmp_path: Path
+) -> None:
+    for name, first, change in (("run", start, update), ("one", START, 0.1 * START)):
+        record(tmp_path / name, 0, {"gradient.weight": START, "weights.weight": first})
+        record(tmp_path / name, 0, {"weights.weight": first - change}, step=1)
     run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
-    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
+    divergence = Pair(run, one, tolerance=1e-4, losses=({0: loss}, {0: 1.0})).first_divergence()
     assert divergence is not None
-    told = f"after step 0: the weights weight on rank 0 have changed by {change:g} times as much as they should"
-    assert divergence.sentences[0].startswith(told)
+    assert divergence.step == 0
+    assert divergence.sentences[0].startswith(told.format("step 0"))
 
 
 def test_ranks_of_the_right_run_that_part_among_each_other_are_told(
@@ -273,11 +286,24 @@ class Kept(Saved):
         return [0]
 
 
-def test_how_much_too_much_a_weight_has_changed_since_the_checkpoint_before() -> None:
-    own, right = ({2: Kept(2, 0.5), 4: Kept(4, 1.0), 6: Kept(6, weight)} for weight in (1.6, 1.2))
+@pytest.mark.parametrize(
+    ("weights", "how", "end"),
+    [
+        ((1.6, 1.2), "are 1.333 times what they should be (33.3 % away)", "3 times as much as it should"),
+        ((torch.arange(8.0).view(SHAPE), 1.0), "differ (", ")"),  # not a multiple, nor is the change
+        ((torch.nan, 1.0), "differ (nan % away)", ""),
+        ((1.0, torch.nan), "differ (nan % away)", ""),
+    ],
+    ids=["scaled", "other", "not a number", "the right one is not a number"],
+)
+def test_how_much_too_much_a_weight_has_changed_since_the_checkpoint_before(
+    weights: tuple[float | Tensor, float], how: str, end: str
+) -> None:
+    own, right = ({2: Kept(2, 0.5), 4: Kept(4, 1.0), 6: Kept(6, weight)} for weight in weights)
     [told] = first_divergence(own, right, [2, 4, 6], tolerance=1e-4)
-    assert told.startswith("after 6 steps: the weights weight, as rank 0 wrote them, are 1.333 times what they should")
-    assert told.endswith("since step 4, weight has changed by 3 times as much as it should")
+    assert told.startswith(f"after 6 steps: the weights weight, as rank 0 wrote them, {how}")
+    changed = f"; since step 4, weight has changed by {end}" if "times" in end else ""
+    assert told.endswith(f"% away){changed}")
 
 
 def test_with_adam_an_element_whose_mean_gradient_was_rounding_once_may_have_any_weight_from_then_on() -> None:

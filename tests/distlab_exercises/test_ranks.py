@@ -63,11 +63,14 @@ def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
 
 
 def test_what_is_left_behind_ends_with_the_outer_of_two_contexts() -> None:
-    with leaving_no_process():
+    with subprocess.Popen(["sleep", "1000"]) as earlier:
         with leaving_no_process():
-            pass
-        child = int(subprocess.check_output(["sh", "-c", "sleep 1000 >/dev/null & echo $!"]))
-    assert not alive(child)
+            with leaving_no_process():
+                pass
+            child = int(subprocess.check_output(["sh", "-c", "sleep 1000 >/dev/null & echo $!"]))
+        assert not alive(child)
+        assert earlier.poll() is None, "it was there before"
+        earlier.kill()
 
 
 def test_settings_of_a_file_that_cannot_work_are_refused() -> None:
@@ -180,6 +183,10 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert named([1, 1], [2, 2], [0.5, 0.5]) == "unequal"
     assert named([0, m], [0, m], [0, m]) == "last-micro-batch"
     assert named([m, 0], [m, 0], [m, 0]) == "one-micro-batch"
+    for ratios, lost in (([1, 0, 1], "1"), ([2, 0, 0, 2], "1 and 2")):
+        named_so = name_ratios([ratios] * n, 0)
+        assert named_so.name == "micro-batch-missing"
+        assert named_so.sentence == f"looks as if nothing was added of micro-batch {lost}"
     assert named([9, 3], [9, 3], [9, 3]) == "combined-again"
     assert named([1, 2], [1, 2], [1, 2]) == "unequal-micro-batches"
     assert named([0, 2 * n], [0, 0], [0, 0]) == "not-averaged"
@@ -187,9 +194,13 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert own_only.endswith("has micro-batch 0 once, micro-batch 1 2 times"), own_only
     assert named([1, 2], [3, 4], [5, 6]) == "other-weights"
     before, *shares = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    without_last = before - 0.1 * (shares[0] + shares[1]) / 3
-    lost = name_weights(without_last, before, [[share] for share in shares], lr=0.1, own=-1)
-    assert lost.sentence == "are wrong as if, in the gradient used, rank 2's share was lost"
+    without_last, mean = (shares[0] + shares[1]) / 3, torch.stack(shares).mean(0)
+    for observed, told in (
+        (before - 0.1 * without_last, "are wrong as if, in the gradient used, rank 2's share was lost"),
+        (1.5 * before - 0.1 * mean, "are 1.5 times what they should be"),
+        (before - 0.101 * mean, "differ slightly from those of one process"),
+    ):
+        assert name_weights(observed, before, [[share] for share in shares], lr=0.1, own=-1).sentence == told
     assert [name_loss(8 * k, 8.0, n, m).name for k in (2, 3, 1 / 2, 1 / 3, 1.1)] == [
         "loss-not-divided",
         "loss-summed",

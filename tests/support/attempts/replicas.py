@@ -42,6 +42,13 @@ ATTEMPTS = [
         "rank 0 did not wait for",
         MEAN.replace("ReduceOp.SUM", "ReduceOp.AVG, async_op=True"),
     ),
+    Attempt(
+        "dp-ga",
+        "loss",
+        "the forward pass and the divisor (",  # nothing of stages
+        MEAN,
+        (("            loss.backward()\n", "            loss *= 1.37\n            loss.backward()\n"),),
+    ),
     Attempt("dp-ga", "steps", "was called in 0 of 3 steps", changes=(("        run.log(step, losses)\n", ""),)),
     Attempt(
         "dp-ga",
