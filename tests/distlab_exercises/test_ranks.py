@@ -175,7 +175,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert named(*[[n * m] * m] * n) == "all-summed"
     assert named(*[[n * n] * m] * n) == "scaled-again"
     assert "divided by the 3 ranks again and again" in name_ratios([[1 / n**2] * m] * n, 0).sentence
-    assert named(*[[1.37] * m] * n) == "scaled"
+    assert named(*[[1.37] * m] * n) == named(*[[-1] * m] * n) == "scaled"
     assert named([n, n], [0, 0], [0, 0]) == "not-averaged"
     assert named([1, 1], [0, 0], [0, 0]) == "not-added-up"
     assert named([0, 0], [n, n], [0, 0]) == "one-rank-only"

@@ -68,6 +68,13 @@ by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
     ),
     Attempt(
         "mpi-collectives",
+        "exception",
+        "failed: MPI sends memory, not elements: give a contiguous array",
+        changes=(("self.comm.Isend(out[other],", "self.comm.Isend(out.T.copy()[:, other],"),),
+        only="myAlltoall",
+    ),
+    Attempt(
+        "mpi-collectives",
         "changed",
         "has another `src` than before",
         changes=(
