@@ -123,8 +123,8 @@ def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys
     assert launch(["check", str(tmp_path / "ada"), str(tmp_path / "bob")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "2 to 8 ranks" in line] == ["right"] * 3 + ["WRONG"] * 3
-    headings = [f"# {tmp_path / name}/broadcast.py: broadcast, {EXERCISES['broadcast'].title}" for name in ("ada", "bob")]
-    assert [line for line in lines if line.startswith("# /")] == headings
+    files, title = (tmp_path / name / "broadcast.py" for name in ("ada", "bob")), EXERCISES["broadcast"].title
+    assert [line for line in lines if line.startswith("# /")] == [f"# {file}: broadcast, {title}" for file in files]
     imports = lines[lines.index("# passed") - 1]
     assert imports.startswith("# it imports of the lab, beyond what its exercise gives: ")
     assert imports.endswith(", distlab.pipeline.auto")

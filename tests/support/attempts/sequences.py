@@ -77,6 +77,12 @@ ATTEMPTS = [
     Attempt("cp-merge", "unchanged", "change them in place", body="out = out + block"),
     Attempt(
         "cp-merge",
+        "wrong-output",
+        "`out` is not the mean over all keys",  # it was forgotten
+        body="total.copy_(torch.logaddexp(total, block_total))",
+    ),
+    Attempt(
+        "cp-merge",
         "wrong-total",
         "logarithm of the sum",
         changes=(("total -= F.logsigmoid(-difference)", "total += block_total"),),
