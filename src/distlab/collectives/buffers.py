@@ -32,7 +32,7 @@ def scratch_buffer(like: Tensor, number: int = 0, count: int | None = None) -> T
     at the first write, which takes as long as a message.
     """
     shape = like.shape if count is None else torch.Size((count, *like.shape))
-    if like.is_meta or shape.numel() * like.element_size() > KEPT_BYTES:
+    if shape.numel() * like.element_size() > KEPT_BYTES:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return _kept_buffer(shape, like.dtype, like.device, number, threading.get_ident())
 

@@ -12,6 +12,7 @@ from support.processes import free_port, join, meeting_of, process_group, run_ra
 
 from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_flags, layout_size
+from distlab.comm.context import Options
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.groups import world_group
 
@@ -39,8 +40,10 @@ def test_ranks_that_share_a_stage_are_neighbors() -> None:
 def test_ranks_that_are_left_keep_their_names() -> None:
     """A rank has its number in the layout, its stage and its replica, also if its number in the group is another."""
     grid = Grid(3, {"dp": 2, "pp": 2})
+    of_stage, of_replica = grid.axis("dp"), grid.axis("pp")
+    assert (of_stage.ranks, of_replica.ranks) == ((1, 3), (2, 3))
     grid.keep([0, 2, 3])
-    assert (grid.rank, grid.size) == (2, 3)
+    assert (grid.rank, grid.size, of_stage.ranks, of_replica.ranks) == (2, 3, (2,), (1, 2))
     names = ["rank 0 (stage 0 of replica 0)", "rank 2 (stage 0 of replica 1)", "rank 3 (stage 1 of replica 1)"]
     assert [grid.describe(rank) for rank in range(3)] == names
     grid.keep([2, 3])  # a second death
@@ -131,7 +134,7 @@ def test_groups_are_those_of_the_layout_and_have_the_runs_deadline() -> None:
 
 
 def make_groups_without_rank_1(rank: int, port: int, end: Barrier) -> tuple[str, float, str]:
-    join(rank, 4, port).waits.timeout_seconds = 1
+    join(rank, 4, port, options=Options(transport="gloo")).waits.timeout_seconds = 1
     world, said = world_group(), ("", 0.0, "")
     assert world is not None
     if rank != 1:

@@ -1,6 +1,7 @@
 """Whole models in checkpoints: read from those of runs, and written as a run to go on from."""
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
     batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
     ended = fork_python("primer/intro.py", *resume[1:3], *batch).finish()
     assert ended.status == 0, ended.err
+    [step] = (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(step)["tokens"] == given.batch_size * given.seq_len
 
 
 def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +76,7 @@ def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monke
     assert read.parameters.keys() == parameters.keys()
     assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
     assert (read.step, read.document_mask) == (3, True)
-    for name, value in (("position", {"document": 1}), ("layout", {"dp": 0}), ("data", {"seed": 0})):
+    for name, value in (("position", {"document": 1}), ("layout", {"dp": 0}), ("data", {"seed": 0}), ("settings", [])):
         saving.save(tmp_path / name, tensors, record | {name: value}, tokenizer, keep=1)
         with pytest.raises(InputError, match=f"its {name} cannot be"):
             read_model(tmp_path / name)

@@ -12,9 +12,20 @@ from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Grid
 from distlab.collectives.algorithms import allreduce_ring
-from distlab.comm.context import Options, TransportName, context_of
-from distlab.comm.group import all_gather_single, empty, open_queues, reduce_scatter_single, shares
+from distlab.comm.context import Options, TransportName, context_of, during
+from distlab.comm.group import (
+    all_gather_single,
+    close_queues,
+    connect,
+    device_of,
+    empty,
+    open_queues,
+    received_bytes,
+    reduce_scatter_single,
+    shares,
+)
 from distlab.comm.names import counted_as, named
+from distlab.comm.together import texts_of_all, together
 
 
 def exchange(rank: int, world_size: int, port: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -57,6 +68,29 @@ def test_a_rank_alone_sends_nothing_and_counts_nothing() -> None:
     dist.barrier()
     assert tensor.tolist() == [1.0, 2.0]
     assert dict(context_of().ledger.messages) == before
+
+
+def use_another_backend(rank: int, port: int) -> list[str]:
+    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    buffer, row = empty(5, torch.empty(0)), (0, 1)
+    assert buffer.tolist() == [0] * 5
+    assert not shares(buffer)
+    assert received_bytes(buffer) == 0
+    assert not open_queues(row, 20, buffer)
+    close_queues(row)
+    connect(None)
+    assert device_of() == torch.device("cpu")
+    grid = Grid(rank, {"dp": 2, "tp": 1})
+    grid.make_groups()
+    with during("the other"):
+        dist.all_reduce(buffer, group=grid.axis("dp").group)
+    assert together("its work", lambda: rank) == rank
+    return texts_of_all(f"rank {rank}", "the names")
+
+
+def test_without_the_labs_backend_all_is_done_plainly() -> None:
+    assert run_ranks(2, use_another_backend, free_port()) == [["rank 0", "rank 1"]] * 2
 
 
 def test_a_rank_alone_receives_its_own_tensors() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, join, meeting_of, run_ranks
+from support.processes import free_port, join, meeting_of, run_ranks, wait_for
 
 from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import empty, shares
@@ -83,7 +83,7 @@ def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
 
 
 def board_of_rank_1(store: dist.Store) -> notices.NoticeBoard:
-    waits = SimpleNamespace(waits_for=lambda **_: None, timeout_seconds=5, timeout_name="--timeout")
+    waits = SimpleNamespace(waits_for=lambda _: None, timeout_seconds=5, timeout_name="--timeout")
     context = SimpleNamespace(rank=1, world_size=2, describe="rank {}".format, waits=waits, begun={}, held_back=dict)
     return notices.NoticeBoard(store, context, is_rank_0s=True)  # type: ignore[arg-type]
 
@@ -103,6 +103,18 @@ def test_a_failure_counts_more_than_the_answer_of_the_same_rank() -> None:
     assert found is not None
     assert "  rank 0  waits to send the loss  -> rank 1" in found.picture
     assert time.monotonic() - started < notices.SECONDS_FOR_OTHERS
+
+
+def test_a_wait_for_what_is_no_rank_is_not_explained_and_a_board_that_is_asked_closes_at_once() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    own = dist.PrefixStore("notices", store)
+    own.set("asked", "")
+    board = board_of_rank_1(store)
+    assert wait_for(lambda: own.check(["answers/1"]))
+    started = time.monotonic()
+    assert board.explain(TrafficError("", TimeoutError())) is None
+    board.close()
+    assert time.monotonic() - started < notices.SECONDS_FOR_THE_STORE
 
 
 @pytest.mark.parametrize(
