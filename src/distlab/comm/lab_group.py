@@ -219,7 +219,7 @@ class LabGroup(ContextGroup):
         _require_plain(tensor)
         what, kind, line = name_of("send")
         flow = self._next_message(self.context.rank, self.ranks[dst])
-        wait, started = Wait(what, "send", (self.ranks[dst],), line=line, kind=kind, flow=flow), time.perf_counter()
+        wait, started = Wait(what, "send", (self.ranks[dst],), line=line, kind=kind), time.perf_counter()
         pending = self._begin(wait, lambda by: by.send(tensor, dst, tag), [tensor], tensor.nbytes)
         if self.context.recorder.enabled:
             self.context.recorder.add(SEND, f"{what} to {self.context.describe(self.ranks[dst])}", started, flow)

@@ -200,7 +200,7 @@ class Pending(dist.Work):
             return
         name = self._wait.sentence(self._context.describe)
         if waited_from is not None:
-            recorder.add(WAIT, name, waited_from, self._wait.flow if self._wait.way == "receive" else "")
+            recorder.add(WAIT, name, waited_from, self._wait.flow)
         if self._wait.way != "send":  # the completion of a send does not mean that the message has arrived
             recorder.add(MESSAGE, name, self._started)
 

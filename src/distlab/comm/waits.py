@@ -26,7 +26,7 @@ class Wait(NamedTuple):
     number: int = 0  # of a collective: its index among the collectives of the same ranks
     line: str = ""  # the line of the script that waits, if nothing better names the wait
     kind: str = ""  # the ledger's column
-    flow: str = ""  # of a message: what identifies it in a trace
+    flow: str = ""  # of a message to be received: what identifies it in a trace
 
     def sentence(self, describe: Callable[[int], str]) -> str:
         """Return it in words: "the gradients from ranks 0 and 2", "rank 1 (stage 1) to receive the activations"."""

@@ -68,7 +68,6 @@ class ForkedRank(Forked):
 
     def cancel(self) -> None:
         """End a fork that has not begun."""
-        self._tell.close()
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
