@@ -136,8 +136,6 @@ class Comparison(Pair):
     def name_weights(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
         if step == 0:
             return Mistake("start", "")
-        if name not in self.other.names(step - 1, "gradient"):
-            return Mistake("other", "have changed, and should not be trained")
         before = part.of(self.other.whole(step - 1, "weights", name))
         if self._is_elsewhere(step, name, part, before):
             told = "are those before the update, or some of them are: what another rank has updated did not arrive"
@@ -213,12 +211,7 @@ class Comparison(Pair):
         if stages > 1:
             needed["activations"] = 2 * n * (stages - 1) * activations
         if slices > 1:  # two all-reduces forward and two backward in each block
-            all_reduces = 4 * self.facts["blocks"]
-            are_unnamed = any(set(COLLECTIVES) & set(report.facts["sent"][-2]) for report in self.reports)
-            of_embedding = [part for name, part in _weights_of(self.run, 0).items() if "embed_tokens" in name]
-            if n == 1 and are_unnamed and not all(part.is_whole for part in of_embedding):
-                all_reduces += 2  # after the embedding and back from the head, which then have no name either
-            needed["activations of layers"] = n * stages * 2 * (slices - 1) * activations * all_reduces
+            needed["activations of layers"] = n * stages * 2 * (slices - 1) * activations * 4 * self.facts["blocks"]
         kinds: dict[str, tuple[str, ...]] = {
             "gradients and weights": ("gradients", "weights"),
             "activations": ("activations", "gradients of activations"),

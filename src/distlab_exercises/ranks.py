@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distlab.comm.context import Context, context_of
 from distlab.comm.waits import TrafficError
@@ -163,8 +162,6 @@ def _run_rank(submission: Submission, work: RankWork, args: tuple[Any, ...], ran
     os.chdir(folder)
     faulthandler.enable(submission.crash_file(rank).open("w"))
     torch.manual_seed(1000 + rank)
-    if dist.is_initialized():  # by the process that forked this one
-        dist.destroy_process_group()
     has_ended, lock = threading.Event(), threading.Lock()
 
     def tell(report: Report) -> None:

@@ -1,5 +1,6 @@
 """Every exercise: its skeleton fails because a part is missing, the solution passes, mistakes are called by name."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -34,6 +35,14 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
 
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: f"{attempt.exercise}-{attempt.mistake or 'right'}")
 def test_an_attempt_is_judged_by_what_it_does(attempt: Attempt, tmp_path: Path) -> None:
+    judge(attempt, tmp_path)
+
+
+def test_an_exercise_over_mpi_without_mpi4py_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    attempt = Attempt("mpi", "no-mpi", "pip install mpi4py mpich", only="get_info")
     judge(attempt, tmp_path)
 
 

@@ -18,8 +18,10 @@ from support.terminals import fork_launcher
 from distlab.launch import launch
 from distlab.run.commands import launcher
 from distlab_exercises.catalogue import EXERCISES
+from distlab_exercises.commands import show
 from distlab_exercises.skeleton import write_out
 from distlab_exercises.submissions import exercise_of, taken_from_the_lab
+from distlab_exercises.verdict import Verdict
 from simplellm.errors import InputError
 
 
@@ -271,13 +273,37 @@ solution = __import__("distlab.pipeline.auto")
     assert taken_from_the_lab(EXERCISES["pp-gpipe"], path) == [], "it cannot be read: another sentence says so"
 
 
-def test_a_course_has_not_passed_while_a_file_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hand_in(tmp_path / "ada/mine.py", "ep-permutation")
+def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = hand_in(tmp_path / "ada/mine.py", "ep-permutation")
     (tmp_path / "bob").mkdir()
     assert launch(["grade", str(tmp_path)]) == 1
     assert "# 1 of 2 passed" in capsys.readouterr().out
     (tmp_path / "bob").rmdir()
+    monkeypatch.setattr("distlab_exercises.grading.SECONDS_BETWEEN_LINES", 0)
     assert launch(["grade", str(tmp_path)]) == 0
+    assert "# 1 of 1\n" in capsys.readouterr().out, "the progress"
+    path.write_text(f"{path.read_text()}\nwhile True: ...\n")
+    monkeypatch.setattr("distlab_exercises.grading.SECONDS_OF_A_TRIAL", 0)
+    assert launch(["grade", str(tmp_path)]) == 1
+    assert "no-end: the check did not come to an end, and was stopped" in capsys.readouterr().out
+
+
+def test_a_trial_is_shown_with_bytes_remarks_and_the_last_lines_that_were_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show(
+        Verdict("train: dp 2", False, "summed", ["a\nb"], {"activations": (3000, 2000)}, ["late"], ["rank 0: x"], 1.25)
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "WRONG  train: dp 2  (1.2 s)",
+        "       a",
+        "       b",
+        "       activations: 3 kB in a step over a network, of all ranks; 2 kB are needed",
+        "       remark: late",
+        "       | rank 0: x",
+    ]
 
 
 @pytest.mark.parametrize("name", ["pp-gpipe", "pp-zb"])

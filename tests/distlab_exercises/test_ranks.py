@@ -14,8 +14,11 @@ import torch.distributed as dist
 from support.processes import alive, wait_for
 
 from distlab.settings.common import RunSettings
+from distlab_compare.records import Records
 from distlab_compare.shares import name_loss, name_ratios, name_weights
+from distlab_exercises.catalogue import Trial
 from distlab_exercises.collectives import name_difference
+from distlab_exercises.comparison import Comparison
 from distlab_exercises.forked import leaving_no_process
 from distlab_exercises.loading import settings_for
 from distlab_exercises.ranks import LAST_LINES, Facts, Patience, Report, Submission, raise_trouble
@@ -136,8 +139,6 @@ def test_an_endless_loop_on_a_busy_machine_is_not_taken_for_a_wait(tmp_path: Pat
 
 def wait_without_a_name(rank: int, submission: Submission) -> Facts:
     """Both ranks receive first, without the lab's names for waits."""
-    if dist.is_initialized():  # in the process of the tests, of which this is a fork
-        dist.destroy_process_group()
     store = dist.TCPStore("localhost", submission.port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     dist.recv(torch.zeros(1), 1 - rank)
@@ -150,6 +151,62 @@ def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
     waits = tuple(f"rank {rank} waits, in {reports[rank].line}" for rank in range(2))
     assert trouble(reports).sentences[1:] == waits
     assert reports[0].line.endswith("dist.recv(torch.zeros(1), 1 - rank)")
+
+
+def abort(rank: int, submission: Submission) -> Facts:
+    os.abort()  # as gloo does
+
+
+def test_a_rank_that_a_library_ends_is_told_with_its_line_and_the_likely_cause(tmp_path: Path) -> None:
+    [sentence] = trouble(Submission(Path(__file__), tmp_path, PATIENCE).run_ranks(1, abort)).sentences
+    cause = r"as happens where ranks do not all call the same collectives, with tensors of the same size"
+    assert re.fullmatch(rf"crashed, {cause} \(line \d+: os\.abort\(\)  # as gloo does\)", sentence)
+
+
+def wait_for_one_that_has_finished(rank: int, submission: Submission) -> Facts:
+    time.sleep(1000 * rank)
+    return {}
+
+
+def test_a_rank_that_has_finished_is_told_where_others_wait(tmp_path: Path) -> None:
+    found = trouble(Submission(Path(__file__), tmp_path, PATIENCE).run_ranks(2, wait_for_one_that_has_finished))
+    assert found.sentences[:2] == ("the ranks do not come to an end", "rank 0 has finished")
+    assert found.sentences[2].startswith("rank 1 waits, in line ")
+
+
+def stand_still_in_turn(rank: int, submission: Submission) -> Facts:
+    """Each rank stands still while the other computes."""
+    turns = [submission.folder / "first", submission.folder / "second"]
+    if rank == 1:
+        while not turns[0].exists():
+            pass
+    time.sleep(1)
+    turns[rank].touch()
+    while not turns[1].exists():
+        pass
+    return {}
+
+
+def test_a_rank_that_moves_on_does_not_stand_still(tmp_path: Path) -> None:
+    reports = Submission(Path(__file__), tmp_path, Patience(still=0.4, longest=20)).run_ranks(2, stand_still_in_turn)
+    assert [report.state for report in reports] == ["ended", "ended"]
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ([[1, 2], [3, 4]], "the sequences of rank 0 in step 0"),
+        ([[7, 8], [9, 0]], "sequences from number 1 of rank 1 in step 0 on"),
+        ([[0, 0], [0, 0]], "sequences of none of the steps up to 0"),
+    ],
+)
+def test_whose_sequences_a_rank_has_is_told(own: list[list[int]], told: str, tmp_path: Path) -> None:
+    facts = {"losses": [1.0], "tokens": [[[[1, 2], [3, 4]], [[5, 6], [7, 8]]]]}
+    reports = [Report(rank, "ended", facts={"tokens": [tokens]}) for rank, tokens in enumerate(([[1, 2], [3, 4]], own))]
+    run, one = (Records(tmp_path, {"layout": layout, "world_size": n}) for layout, n in (({"dp": 2}, 2), ({}, 1)))
+    with pytest.raises(Wrong) as found:
+        Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, reports).expect_right_data()
+    assert found.value.sentences == (f"step 0: rank 1 has {told}, not its own",)
 
 
 def test_a_wrong_row_of_an_all_to_all_is_described_by_the_segments_for_that_rank() -> None:

@@ -117,6 +117,26 @@ by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
     ),
     Attempt(
         "mpi",
+        "",
+        "right on every rank of every grid",
+        changes=(
+            (
+                "    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)\n",
+                "    total = np.empty_like(terms)\n    mp_comm.Allreduce(terms, total)\n"
+                "    mine[...] = total[mp_comm.Get_rank()]\n",
+            ),
+        ),
+        only="backward_x",
+    ),
+    Attempt(
+        "mpi",
+        "wrong-result",
+        "returned NoneType, and should return its own slice",
+        changes=(("    return _slices(output_grad", "    _slices(output_grad"),),
+        only="backward_output",
+    ),
+    Attempt(
+        "mpi",
         "wrong-result",
         "gets the ranks of mp_comm [3, 2] instead of [2, 3]",
         changes=(("comm.Split(key=rank, color=dp_idx)", "comm.Split(key=-rank, color=dp_idx)"),),
@@ -162,6 +182,15 @@ by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
         "2 ranks: rank 0 no longer has its own `tensor`",
         changes=(("scratch_buffer(tensor, 1).copy_(tensor) if rank == 0 else tensor", "tensor"),),
         only="reducescatter_naive",
+    ),
+    Attempt(
+        "gather",
+        "wrong-row",
+        "has only zeros",
+        changes=(
+            ("            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]", "            pass"),
+        ),
+        only="gather_tree",
     ),
     Attempt(
         "gather",

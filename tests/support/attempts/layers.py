@@ -58,6 +58,22 @@ ATTEMPTS = [
     Attempt(
         "tp-layers",
         "no-gradient",
+        "linear.weight gets no gradient",
+        changes=((LINEAR, "functional.linear(pcomm.Duplication.apply(x), self.linear.weight.detach())"),),
+        only="ColWiseLinear",
+    ),
+    Attempt(
+        "tp-layers",
+        "other-weights",
+        "linear.weight is not this rank's slice of the weight that one process draws",
+        changes=(
+            ("keep_shard(self.linear, 0)\n", "keep_shard(self.linear, 0)\n        self.linear.weight.data *= 2\n"),
+        ),
+        only="ColWiseLinear",
+    ),
+    Attempt(
+        "tp-layers",
+        "no-gradient",
         "the input gets no gradient",
         changes=((LINEAR, "self.linear(x.detach())"),),
         only="ColWiseLinear",
@@ -209,6 +225,13 @@ ATTEMPTS = [
             ),
         ),
         only="by_reduction",
+    ),
+    Attempt(
+        "matmul",
+        "wrong-rows",
+        "has other rows from row 2 on, which rank 1 computes",
+        changes=(("gather_rows(rows_of_A @ B,", "gather_rows((dist.get_rank() + 1) * rows_of_A @ B,"),),
+        only="by_row",
     ),
     Attempt(
         "matmul",

@@ -146,6 +146,7 @@ ATTEMPTS = [
         "return [kind(k, stage) for kind in (Forward, Backward) for k in range(micro_batches)]",
     ),
     Attempt("pp-gpipe", "no-list", "must return a list of actions", "return None"),
+    Attempt("pp-gpipe", "no-list", "must return a list of actions", 'return ["F0", "B0"]'),
     Attempt(
         "pp-gpipe",
         "wrong-stage",
