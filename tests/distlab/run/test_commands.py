@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ def of(script: str, flags: str, saved: int | None, monkeypatch: pytest.MonkeyPat
 def flags_of(command: str, script: str) -> str:
     """A command's flags; that it is one of Python and the script is checked."""
     interpreter, path, *flags = shlex.split(command)
-    assert Path(interpreter).name.startswith("python")
+    assert shutil.which(interpreter) == sys.executable
     assert path == script
     return " ".join(flags)
 
