@@ -63,25 +63,35 @@ class LabGroup(ContextGroup):
         super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
         self.context, self.ranks, self.key = context, tuple(ranks), group_key(ranks)
         self._members = Members(context, self.ranks)
+        self._store, self._timeout, self._epoch = store, timeout, 0
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
-        self._plain = Library(self._members, store, timeout)  # meets the other ranks; the rest is made on request
+        self._transport = context.options.transport if transport is None else transport
+        self._open()
+        # A new set: another thread may be going through the one before.
+        context.groups = weakref.WeakSet([*context.groups, self])
+
+    def _open(self) -> None:
+        """Meet the other ranks, and prepare the transports; memory and queues are made on request."""
+        self._messages.clear()  # a rank that failed may have sent what no other has received
+        members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.by_host)
+        self._plain = Library(members, dist.PrefixStore(f"epoch{self._epoch}", self._store), self._timeout)
         # torch asks for the group's devices to know where the tensors of its object collectives must be.
         for device in self._plain.devices:
             self._register_backend(torch.device(device), self._plain.kind, self._plain.group)
         self.memory: MemoryTransport | None = None
         self.queues: Queues | None = None
         self.transports: list[Transport] = [self._plain]  # in the order in which they are asked
-        transport = context.options.transport if transport is None else transport
-        takes_all, hosts = transport == "shared", len(self._members.by_host)
-        if transport != "gloo" and not context.is_over_nccl and hosts < self._members.size:
-            self.queues = Queues(self._members, self)
+        if self._transport != "gloo" and not self.context.is_over_nccl and hosts < members.size:
+            self.queues = Queues(members, self)
             if hosts == 1:
-                self.memory = OneHost(self._members, takes_all, self._plain.group)
+                self.memory = OneHost(members, takes_all, self._plain.group)
             else:
-                self.memory = SeveralHosts(self._members, takes_all, lambda: self.group_name)
+                self.memory = SeveralHosts(members, takes_all, self._name)
             self.transports = [self.queues, self.memory, self._plain]
-        # A new set: another thread may be going through the one before.
-        context.groups = weakref.WeakSet([*context.groups, self])
+
+    def _name(self) -> str:
+        """The group's name, which torch gives it when it has been made."""
+        return f"{self.group_name}/{self._epoch}"
 
     def shutdown(self) -> None:
         """End the group; `dist.destroy_process_group` calls it. The caller must have waited for every operation."""
@@ -91,6 +101,16 @@ class LabGroup(ContextGroup):
     def abandon(self) -> None:
         for transport in reversed(self.transports):
             transport.abandon()
+
+    def reopen(self, epoch: int) -> None:
+        """Close all transports, and meet again under another epoch of the store.
+
+        All ranks of the group call it together. The group object stays valid; memory that it made before is no longer
+        shared.
+        """
+        self.shutdown()
+        self._epoch = epoch
+        self._open()
 
     def held_back(self) -> list[Wait]:
         return self.memory.held_back() if self.memory else []
@@ -251,7 +271,7 @@ class LabGroup(ContextGroup):
         self._messages[sender, receiver] += 1
         if not self.context.recorder.enabled:
             return ""
-        return f"{sender}>{receiver} #{self._messages[sender, receiver]} of {self.group_name}"
+        return f"{sender}>{receiver} #{self._messages[sender, receiver]} of {self._name()}"
 
     # Common to all
 

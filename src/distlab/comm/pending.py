@@ -140,6 +140,9 @@ class Pending(dist.Work):
     def result(self) -> list[Tensor]:
         return self._tensors
 
+    def synchronize(self) -> None:
+        self.wait()
+
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """Return a future of the tensors, for torch's DDP and others that wait themselves.
 

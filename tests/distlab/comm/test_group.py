@@ -307,12 +307,15 @@ def chain(rank: int, port: int, transport: TransportName) -> list[float]:
         begun: Any = dist.all_reduce(first, async_op=True)
         begun.then(follow).then(lambda: order.append(second[0].item())).wait()
         begun.wait()  # again, which does nothing
+        last: Any = dist.all_reduce(first, async_op=True)
+        last.synchronize()
+        order.append(first[0].item())
         return order
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
 def test_then_calls_in_order_and_waits_for_what_it_starts(transport: TransportName) -> None:
-    assert run_ranks(2, chain, free_port(), transport) == [[2, 4]] * 2
+    assert run_ranks(2, chain, free_port(), transport) == [[2, 4, 4]] * 2
 
 
 def look_while_a_group_is_made(rank: int, port: int) -> list[int]:

@@ -13,6 +13,7 @@ from support.processes import free_port, join, process_group, run_ranks
 
 from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import empty, open_queues
+from distlab.comm.lab_group import LabGroup
 
 SECONDS_TO_END = 5.0  # for gloo's threads, on busy cores
 ROUNDS = 20  # what one of them leaves behind shows after a few
@@ -74,6 +75,19 @@ def make_again(rank: int, port: int, transport: TransportName) -> None:
         grow(round_trip, 5, ROUNDS)
 
 
+def reopen(rank: int, port: int, transport: TransportName) -> None:
+    with process_group(rank, 3, port, options=Options(transport=transport)):
+        group = dist.new_group([0, 1, 2])
+        assert isinstance(group, LabGroup)
+
+        def round_trip(number: int) -> None:
+            use(group)
+            group.reopen(number + 1)
+
+        grow(round_trip, 5, ROUNDS)
+        use(group)
+
+
 def begin_again(rank: int, ports: list[int], transport: TransportName) -> None:
     def round_trip(number: int) -> None:
         join(rank, 2, ports[number], options=Options(transport=transport))
@@ -85,8 +99,9 @@ def begin_again(rank: int, ports: list[int], transport: TransportName) -> None:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-def test_nothing_is_left_of_groups_that_are_closed(transport: TransportName) -> None:
-    run_ranks(3, make_again, free_port(), transport)
+@pytest.mark.parametrize("work", [make_again, reopen])
+def test_nothing_is_left_of_groups_that_are_closed(work: Callable[..., None], transport: TransportName) -> None:
+    run_ranks(3, work, free_port(), transport)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
