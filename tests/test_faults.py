@@ -95,7 +95,8 @@ def test_runs_that_cannot_be_compared_are_told_apart(folder: Path) -> None:
         compared(Request(one, llama))
     for request, sentence in (
         (Request(one), "compare needs a second run: give RUN_B or --with-one-process"),
-        (Request(one, one, tolerance=2), "--tolerance 2: give a number between 0 and 1"),
+        (Request(one, one, tolerance=1), "--tolerance 1: give a number between 0 and 1"),
+        (Request(one, one, tolerance=0), "--tolerance 0: give a number between 0 and 1"),
         (Request(one, one, script=one), "is for --with-one-process; leave it out"),
         (Request(folder, one), f"{folder}: is not the folder of a run"),
         (Request(folder / "none", one), f"{folder / 'none'}: there is no such folder"),

@@ -220,7 +220,7 @@ def command(args: Sequence[str], prog: str) -> int:
     """Launch the ranks, which run this file as a script."""
     file, *flags = args or ["--help"]
     given = [file] if file in ("-h", "--help") else ["--machine-file", file]
-    if not file.startswith("-") and Path(file).exists():
+    if Path(file).exists():
         read_machine(Path(file))  # it would be overwritten
     return launch([__file__, *given, *flags], prog)
 

@@ -1,9 +1,12 @@
 """Two recorded runs, of tensors that are written by hand."""
 
 import contextlib
+import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch import Tensor
 from distlab.checkpoints.format import Checkpoint
 from distlab.checkpoints.saving import save
 from distlab.run.recording import file_of
+from distlab.run.steps import STOP_AFTER
 from distlab_compare.command import Request, Run, compare, one_process_flags
 from distlab_compare.records import Records
 from distlab_compare.runs import Pair
@@ -72,6 +76,27 @@ def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_eac
     assert script == str(LAB / "hybrid/intro_5d.py")
     assert "--experts 4" in " ".join(flags)
     assert "--betas 0.8 0.95" in " ".join(flags)
+
+
+def test_one_process_records_the_steps_whose_gradients_the_run_has_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 4, 5):  # the last one has the weights after the others
+        tensors = {"gradient.weight": torch.ones(SHAPE)} if step < 5 else {}
+        record(tmp_path / "run", 0, {**tensors, "weights.weight": torch.ones(SHAPE)}, step=step)
+    config = {"settings": {}, "layout": {}, "world_size": 1, "script": str(LAB / "primer/intro.py")}
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        given = dict(itertools.pairwise(command))
+        assert (given["--record-gradients"], env[STOP_AFTER]) == ("2", "5")
+        shutil.copytree(tmp_path / "same", given["--out"])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("distlab_compare.command.subprocess.run", run)
+    assert compare(Request(tmp_path / "run", with_one_process=True)) == 0
+    assert capsys.readouterr().out.startswith("# one process runs steps 3 to 4: ")
 
 
 OWN_SCRIPT = """from dataclasses import dataclass
@@ -349,6 +374,10 @@ def test_elements_that_no_rank_has_recorded_are_told(tmp_path: Path) -> None:
         run.whole(0, "weights", "weight")
     with pytest.raises(InputError, match="no rank has recorded bias in step 0"):
         run.whole(0, "weights", "bias")
+    (path := file_of(tmp_path, 2, 0)).parent.mkdir()
+    path.write_bytes(b"half of a file")
+    with pytest.raises(InputError, match=f"{path}: cannot be read .*; record the run again"):
+        run.whole(2, "weights", "weight")
 
 
 def test_metrics_end_with_the_last_complete_line_and_others_are_told(tmp_path: Path) -> None:

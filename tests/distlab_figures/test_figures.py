@@ -190,6 +190,27 @@ def test_memory_over_time_needs_a_trace_with_stages(tmp_path: Path) -> None:
         figures.memory(tmp_path / "d.png", [f"run={tmp_path / 'alone.json'}"])
 
 
+def test_the_memory_of_a_step_begins_and_ends_with_it(tmp_path: Path, drawn: list[Any]) -> None:
+    steps = [Event(STEP, f"step {step}", step, step + 1.0) for step in range(3)]
+    kept = [(step + at, size * 10**6) for step in range(3) for at, size in ((0.25, 2 + step), (0.75, step))]
+    write_chrome(Trace([RankTrace(steps, kept)], {"pp": 1}, all_stages("dapple", 1, 1)), tmp_path / "trace.json")
+    figures.memory(tmp_path / "a.png", [f"run={tmp_path / 'trace.json'}"])
+    [(times, sizes)] = curves(drawn[0])
+    assert [round(time) for time in times] == [0, 250, 750]
+    assert sizes in ([0, 3, 1], [0, 4, 2]), "of one step that is not the first"
+
+
+def test_a_line_marks_the_first_token_with_another_route(tmp_path: Path, drawn: list[Any]) -> None:
+    one, other = record(tmp_path / "one", [4.0, 2.0, 1.0]), record(tmp_path / "other", [4.0, 2.0, 1.5])
+    steps = [
+        json.loads(line) | {"other_routes": routes}
+        for line, routes in zip((other / "metrics.jsonl").read_text().splitlines(), (0, 2, 3), strict=True)
+    ]
+    lines(other / "metrics.jsonl", steps)
+    figures.partings(tmp_path / "a.png", [str(one), str(other)])
+    assert curves(drawn[0])[1] == ([1, 1], [0, 1])
+
+
 def test_schedules_on_one_axis_say_what_is_idle_in_the_plan_and_measured(recorded: Path, drawn: list[Any]) -> None:
     figures.timelines(Path("a.png"), [f"DAPPLE={recorded}"], compact=True)
     title = drawn[0].axes[0].get_title(loc="left")

@@ -18,7 +18,7 @@ from distlab.comm.recorder import COMPUTE, REPAIR, STEP, WAIT, Event
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures.runs import timelines
-from distlab_page.contents import contents
+from distlab_page.contents import contents, layout
 from distlab_page.ends import detours
 from distlab_page.passes import efficiency, timeline
 from distlab_page.records import Records, read
@@ -305,6 +305,9 @@ def test_a_wait_within_a_pass_is_no_time_of_free_messages() -> None:
     factors = efficiency(Trace(ranks, {"pp": 2}, all_stages("gpipe", 2, micro_batches=1)))
     assert factors is not None
     assert factors["seconds"] == {"mean": 2, "busiest": 2, "free messages": 4, "taken": 5}
+    assert efficiency(Trace([RankTrace([step, Event(WAIT, "a sum", 0.0, 5.0)])], {"dp": 1})) is None, (
+        "it computed nothing"
+    )
 
 
 def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None:
@@ -312,6 +315,9 @@ def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None
     own = replace(run, config=run.config | {"settings": run.settings | {"schedule": "my/order.py"}})
     assert contents(own)["layout"]["ranks"] == contents(run)["layout"]["ranks"], "by the trace"
     assert [rank["stages"] for rank in contents(replace(own, trace=None))["layout"]["ranks"]] == [[0], [1], [2]] * 2
+    assert run.trace is not None
+    recorded = replace(own, trace=replace(run.trace, programs=all_stages("interleaved", 3, 3)))
+    assert [rank["stages"] for rank in layout(recorded)["ranks"]] == [[0, 3], [1, 4], [2, 5]] * 2
 
 
 def test_a_worker_holds_as_many_stages_as_the_run_gives_it(hybrid: Path) -> None:
@@ -329,8 +335,12 @@ def test_a_worker_holds_as_many_stages_as_the_run_gives_it(hybrid: Path) -> None
 
 def test_slices_and_parts_stand_side_by_side_in_the_place_of_a_stage(alone: Path) -> None:
     run = read(alone)
-    layout = contents(replace(run, config=run.config | {"layout": {"cp": 2, "tp": 2}}, ledger=[]))["layout"]
-    assert ([rank["inner"] for rank in layout["ranks"]], layout["inner"]) == ([0, 1, 2, 3], 4)
+    page = contents(replace(run, config=run.config | {"layout": {"dp": 1, "cp": 2, "tp": 2}}, ledger=[]))
+    assert ([rank["inner"] for rank in page["layout"]["ranks"]], page["layout"]["inner"]) == ([0, 1, 2, 3], 4)
+    assert page["title"] == f"{run.name}: 2 cp x 2 tp"
+    assert ["betas", ", ".join(map(str, run.settings["betas"]))] in [
+        list(row) for row in page["about"][0]["table"]["rows"]
+    ]
 
 
 def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import socket
 import sys
 import urllib.error
 import urllib.request
@@ -46,9 +47,15 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) ->
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
             command(list(map(str, args)))
     (tmp_path / "config.json").write_text((alone / "config.json").read_text())
-    (tmp_path / "memory.json").write_text('[{"parameters"')
-    with pytest.raises(InputError, match=r"memory.json: this is not a complete record of a run"):
-        read(tmp_path)
+    for name, text in (("memory.json", '[{"parameters"'), ("metrics.jsonl", '{"step"\n')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=rf"{name}: this is not a complete record of a run"):
+            read(tmp_path)
+        (tmp_path / name).unlink()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(InputError, match=f"--port {port}: cannot listen there .*; give another one"):
+            command([str(alone), "--serve", "--port", port])
 
 
 def test_a_script_element_holds_any_text() -> None:
@@ -61,8 +68,9 @@ def test_the_drawing_library_is_cut_to_what_a_page_draws_with() -> None:
     parts = needed_parts(whole)
     assert len(parts) < len(whole) / 3
     assert whole.startswith(parts[:2000])
-    other = whole.replace('name:"heatmap"', 'name:"another"')
-    assert needed_parts(other) == other, "all of a script in which the parts are not found"
+    for part, another in (('name:"heatmap"', 'name:"another"'), (".register([", ".enroll([")):
+        other = whole.replace(part, another)
+        assert needed_parts(other) == other, "all of a script in which the parts are not found"
 
 
 def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
@@ -77,3 +85,8 @@ def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request)
         assert refused.value.code == status
+    records = (metrics := alone / "metrics.jsonl").read_bytes()
+    metrics.write_bytes(records + b"{\n")
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        urllib.request.urlopen(f"{server}data.json")
+    metrics.write_bytes(records)

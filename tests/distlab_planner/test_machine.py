@@ -140,6 +140,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     for path, told in ((tmp_path, "is a folder; give the path of a file"), (tmp_path / "no/m.json", "no such folder")):
         with pytest.raises(InputError, match=told):
             CalibrateSettings(machine_file=path).check()
+    with pytest.raises(InputError, match=r"m\.json: cannot write there \(No such file or directory\)"):
+        write_machine(CLUSTER, tmp_path / "no/m.json")  # the folder has gone while the machine was measured
 
 
 def test_a_file_that_is_no_machine_s_is_not_overwritten(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_slices_that_are_measured_have_the_parameters_of_the_plan() -> None:
         net = build(LLamaStage, sizes, 1, tp, torch.device("cpu"))
         trained = [parameter.numel() for parameter in net.parameters() if parameter.requires_grad]
         assert trained == [one.numbers for one in sizes.parameters("block", tp)], (sizes, tp)
+    assert SIZES.multiply_adds("block", 2) == SIZES.multiply_adds("block") / 2
 
 
 def test_a_process_needs_what_it_holds_and_the_gradient_of_the_logits_and_what_its_allocator_keeps() -> None:

@@ -95,6 +95,7 @@ def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
     assert one.computing == pytest.approx(2 * two.computing)
     assert two.seconds == pytest.approx(predict(alone).seconds)
     assert least_seconds(replace(alone, threads=1)) == pytest.approx(2 * least_seconds(alone), rel=0.1)
+    assert least_seconds(replace(alone, threads=2)) == pytest.approx(least_seconds(alone))
     on_gpus = Costs(CLUSTER, MODEL, layout(pp=1))
     assert predict(replace(on_gpus, threads=4)) == predict(on_gpus)
 

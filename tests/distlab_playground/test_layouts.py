@@ -9,7 +9,14 @@ import pytest
 from support.planner_machines import CLUSTER, MODEL
 
 from distlab_planner.layouts import RunLayout
+from distlab_planner.search import Found
 from distlab_playground import drawing, layouts
+
+
+def test_a_search_without_a_layout_says_why() -> None:
+    assert layouts.none_fits(Found()).startswith("No layout divides the batch, the heads and the layers")
+    too_large = Found(layouts=3, too_large=3, least_bytes=2.5e9)
+    assert layouts.none_fits(too_large) == "No layout fits; the smallest needs 2.5 GB a rank."
 
 
 def test_the_state_of_a_layout_is_that_of_its_optimizer() -> None:

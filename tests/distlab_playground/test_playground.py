@@ -23,7 +23,7 @@ from support.processes import finish, start_server
 
 from distlab.comm.link import Link
 from distlab.pipeline.plan import Plan, simulate
-from distlab.pipeline.schedules import all_stages, schedule_names
+from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages, schedule_names
 from distlab.reports import style
 from distlab.show_schedule import Request as ScheduleRequest
 from distlab.show_schedule import plan_of
@@ -174,6 +174,13 @@ def test_a_playback_ends_with_the_last_place_and_begins_again() -> None:
 def test_a_guess_is_an_answer_to_each_question() -> None:
     assert missing(None) == missing({"guess": None}) == missing({"loss": 0, "bytes": None}) == "Give an answer first."
     assert missing({"guess": 0}) is missing({"loss": 0, "student": ""}) is None
+
+
+def test_the_bubbles_are_those_of_the_library_s_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, "my/order.py", SCHEDULES["gpipe"])
+    bubbles = schedules.bubbles(2, 4)
+    assert {"gpipe", "dapple", "zb-h1"} <= bubbles.keys()
+    assert not {AUTO, "my/order.py"} & bubbles.keys()
 
 
 def test_the_verdict_names_the_schedules_without_a_bubble_if_there_are_any() -> None:
