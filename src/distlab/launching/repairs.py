@@ -36,8 +36,6 @@ class Repairs:
         """Do what there is to do."""
         self._ranks.kill_stopped()
         self._go_on()
-        if self._ranks.failures:
-            return
         self._collect()
         self._fill()
         self._count()
