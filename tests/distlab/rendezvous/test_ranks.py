@@ -209,7 +209,7 @@ def test_a_rank_0_that_ends_after_another_has_connected() -> None:
 
 def test_a_rank_does_not_join_another_programs_store() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(InputError, match="is not rank 0 of this run; give all ranks of yours another port$"):
+    with pytest.raises(InputError, match=r"is not rank 0 of this run; give all ranks of yours another port$"):
         open_store(1, "localhost", store.port, 1)
 
 
