@@ -301,6 +301,16 @@ def test_both_scripts_resume_each_others_runs(before: str, after: str, tmp_path:
         assert_equal(mine, others)
 
 
+def test_other_replicas_go_on_with_the_outer_momentum(tmp_path: Path) -> None:
+    """With an exchange after every step of SGD, the outer step depends on the global batch alone."""
+    flags = "--sync-every 1 --lr 0.3 --steps 6".split()
+    before = "--world-size 2 --batch-size 2 --save-every 3".split()
+    _, _, losses = train_on(2, SCRIPT, tmp_path / "run", *flags, *before)
+    resume = [*"--world-size 4 --batch-size 1 --resume".split(), str(tmp_path / "run/checkpoints/step-00000003")]
+    _, _, rest = train_on(4, SCRIPT, tmp_path / "again", *flags, *resume)
+    assert rest == pytest.approx(losses[3:], rel=1e-5)
+
+
 def test_it_continues_a_run_of_one_process(tmp_path: Path) -> None:
     """From its weights and moments; the outer momentum starts at zero."""
     flags = "--optimizer adamw --lr 1e-2 --save-every 2".split()
