@@ -36,6 +36,18 @@ ATTEMPTS = [
         "rank 1's share was lost",
         f"if dist.get_rank() == 1:\n    gradients.zero_()\n{MEAN}",
     ),
+    Attempt(
+        "dp-ga",
+        "weights-scaled",
+        "after step 0: the weights model.embed_tokens.weight, like every other parameter, on rank 1 are 3 times what",
+        MEAN,
+        (
+            (
+                "        optimizer.step()\n",
+                "        optimizer.step()\n        for p in net.parameters():\n            p.data *= 1 + 2 * run.rank\n",
+            ),
+        ),
+    ),
     Attempt("dp-ga", "imprecise", "rounded", f"{MEAN}\ngradients.copy_(gradients.bfloat16())"),
     Attempt(
         "dp-ga",
