@@ -356,7 +356,9 @@ def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, tmp_path: Path)
     assert "rank 0 and, after it died, the first rank that was left (after a repair" in caption
     (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())
     (tmp_path / "metrics.jsonl").write_text((hybrid / "metrics.jsonl").read_text() + '{"step": 20, "lo')
+    (tmp_path / "rank0.log").write_text("# began\n0 8.3\n")
     assert read(tmp_path).steps == STEPS, "a rank is writing the last line"
+    assert read(tmp_path).logs["rank 0"] == ["began"]
 
 
 def test_the_curves_of_a_long_run_keep_all_validation_losses(alone: Path) -> None:

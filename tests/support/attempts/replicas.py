@@ -44,7 +44,7 @@ ATTEMPTS = [
         (
             (
                 "        optimizer.step()\n",
-                "        optimizer.step()\n        for p in net.parameters():\n            p.data *= 1 + 2 * run.rank\n",
+                "        optimizer.step()\n        for p in net.parameters():\n            p.data *= 3**run.rank\n",
             ),
         ),
     ),
