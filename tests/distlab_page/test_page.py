@@ -121,7 +121,8 @@ def test_a_verdict_says_which_losses_are_missing_and_how_many_steps_count(alone:
         "Nothing to compare with one process: the runs share no step.",
     )
     lost = [record | {"loss": math.nan} for record in run.metrics]
-    assert contents(replace(run, metrics=lost), run)["verdict"]["is_same"] is False
+    found = contents(replace(run, metrics=lost), run)["verdict"]
+    assert (found["is_same"], "in step 0 and 19 more, the run has no finite loss" in found["text"]) == (False, True)
 
 
 def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: Path, killed: Path) -> None:

@@ -1,4 +1,5 @@
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from distlab_planner.layouts import Choices, RunLayout, default_split, divisors,
 from distlab_planner.model import Model, Sizes
 from distlab_planner.prediction import layout_of
 from distlab_planner.search import find_layouts
+from distlab_planner.step import Step
+from distlab_planner.table import HEADS, Row, table
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 
@@ -144,6 +147,20 @@ def test_flags_leave_out_what_is_the_default() -> None:
     flags = "--dp 1 --pp 1 --tp 1 --batch-size 4 --micro-batches 1 --cp 2 --cp-kind heads"
     assert parts.flags(MODEL) == f"{flags} --cp-order contiguous"
     assert replace(parts, cp_order="zigzag").flags(MODEL) == flags
+
+
+def test_the_table_has_the_prediction_of_each_layout() -> None:
+    step = Step(0.5, 0.1, 0.0, 0.0, 0.0, 0.0, idle=0.4, bubble=0.25, sent_bytes=1.5e6)
+    piped = RunLayout({"pp": 2, "dp": 2}, 4, 4, "zb-h1", "blocks", "optimizer", (3, 3))
+    alone = RunLayout({}, 4, 1, "dapple", "none", "none", (6,))
+    head, *lines = table([Row(layout, step, 0, 3.21e9) for layout in (piped, alone)], 1000)
+    cells = [re.split(r"  +", line) for line in lines]
+    predicted = ["500 ms", "2,000", "25%", "3,210", "1.5", "waiting for other stages"]
+    assert cells[0] == ["1", "2 dp x 2 pp, replicas together", "4", "zb-h1", "blocks", "optimizer", *predicted]
+    predicted[2] = "-"  # without a pipeline
+    assert cells[1] == ["2", "one rank", "1", "-", "-", "-", *predicted]
+    assert re.split(r"  +", head) == [*HEADS]
+    assert all(lines[0].index(cell) == lines[1].index(cell) for cell in predicted if cell != "-")
 
 
 def test_divisors() -> None:

@@ -28,6 +28,7 @@ ATTEMPTS = [
         (('if __name__ == "__main__":\n    main(', "main("),),
     ),
     Attempt("dp-ga", "exception", "failed: SyntaxError: invalid syntax (line ", "gradients +"),
+    Attempt("dp-ga", "exception", "the script must call run.track(", MEAN, (("    run.track(net, optimizer)\n", ""),)),
     Attempt("dp-ga", "exception", "failed: the file needs a function train", MEAN, (("def train(", "def training("),)),
     Attempt("dp-ga", "summed", "added up over the 2 ranks, but not divided by 2", SUM),
     Attempt(
