@@ -254,6 +254,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     without_last, mean = (shares[0] + shares[1]) / 3, torch.stack(shares).mean(0)
     for observed, told in (
         (before - 0.1 * without_last, "are wrong as if, in the gradient used, rank 2's share was lost"),
+        (before.clone(), "are those before the update: the update was undone, or changed other memory"),
         (1.5 * before - 0.1 * mean, "are 1.5 times what they should be"),
         (before - 0.101 * mean, "differ slightly from those of one process"),
     ):

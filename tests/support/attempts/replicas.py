@@ -191,6 +191,13 @@ ATTEMPTS = [
         changes=((HELD, HELD.replace("detach()", "detach().clone()")),),
         only="state_of",
     ),
+    Attempt(
+        "checkpoint",
+        "no-dictionary",
+        "returned list, and should return tensors by name",
+        changes=(("    return tensors\n", "    return list(tensors)\n"),),
+        only="state_of",
+    ),
     Attempt("checkpoint", "no-tensor", "is str, and", changes=((HELD, "str(parameter)"),), only="state_of"),
     Attempt(
         "checkpoint", "outside", "lies outside of it", changes=(("[dim] + start", "[dim] + length"),), only="as_held"
