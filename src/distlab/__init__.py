@@ -2,9 +2,9 @@
 
 The docstring of each package states its purpose and the other packages that it may import; `lint-imports` checks this.
 The layers, from the bottom up: `machine`; `comm`; `axes`; `collectives`, `parallel`, `pipeline`, `checkpoints` and
-`rendezvous`; `reports`; `settings`; `run`; `launching`; `exchange`. `distlab` imports `simplellm`, but none of
+`rendezvous`; `reports`; `settings`; `run`; `tell`; `launching`; `exchange`. `distlab` imports `simplellm`, but none of
 the packages beside it, such as `distlab_planner`. These import it; `subcommands` has their commands, and
-`settings.beside` the prediction of `--machine` and the page of `--page`, by name.
+`settings.optional_packages` the prediction of `--machine` and the page of `--page`, by name.
 
 The modules next to the packages are commands (`python -m distlab.show_schedule`), except `registration`, which makes
 `dist.init_process_group("lab")` known to torch, and `data_parallel`, which has the names that the exercises import.

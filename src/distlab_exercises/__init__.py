@@ -8,5 +8,5 @@ and `comparison` compares these with one process by means of `distlab_compare`. 
 `layers`, `classifier`, `checkpoints`, `attention`, `experts` and `over_mpi` try functions. `exhibits` lists the
 museum's scripts, `finding` has `find`, and `museum` tries a corrected one.
 
-May import `distlab` and `distlab_compare`, but not `distlab_planner`, and no script of a chapter.
+May import `distlab`, `distlab_compare` and `simplellm`, but not `distlab_planner`, and no script of a chapter.
 """

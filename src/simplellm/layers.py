@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from simplellm.options import RopeScaling
 from simplellm.weight_gradients import current, gradient_of, is_by_hand
 
 ROPE_THETA = 1e4  # the base of rotary positions in the models of the lab
-OutputPlace = Callable[[Sequence[int], Tensor], Tensor | None]
 
 
 class Linear(nn.Linear):

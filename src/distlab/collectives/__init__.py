@@ -1,4 +1,4 @@
-"""Handwritten collective operations, their costs, and a simulated world in which they can run.
+"""Handwritten collective operations, and a simulated world in which they can run.
 
 May import `distlab.axes`, `distlab.comm` and `distlab.machine`.
 """

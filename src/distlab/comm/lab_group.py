@@ -33,7 +33,7 @@ import torch.distributed.nn  # now: its functions keep for ever the default grou
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Context, ContextGroup, TransportName, require_one_dtype
+from distlab.comm.context import Context, ContextGroup, TransportName
 from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND, Destination
@@ -42,7 +42,7 @@ from distlab.comm.transports.memory import MemoryTransport
 from distlab.comm.transports.one_host import OneHost
 from distlab.comm.transports.queues import Queues
 from distlab.comm.transports.several_hosts import SeveralHosts
-from distlab.comm.transports.transport import Carried, Members, Transport, ring_bytes
+from distlab.comm.transports.transport import Carried, Members, Transport, kind_of, require_plain, ring_bytes
 from distlab.comm.waits import Wait, group_key
 
 
@@ -105,10 +105,12 @@ class LabGroup(ContextGroup):
     def reopen(self, epoch: int) -> None:
         """Close all transports, and meet again under another epoch of the store.
 
-        All ranks of the group call it together. The group object stays valid; memory that it made before is no longer
-        shared.
+        All ranks of the group call it together, when they have waited for every operation. The group object stays
+        valid; memory that it made before is no longer shared.
         """
-        self.shutdown()
+        for transport in self.transports:
+            transport.close()
+        self.context.begun.pop(self.key, None)  # as in `_open`
         self._epoch = epoch
         self._open()
 
@@ -118,8 +120,8 @@ class LabGroup(ContextGroup):
     # Collectives
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
-        [tensor], op = tensors, _kind_of((opts or dist.AllreduceOptions()).reduceOp)
-        _require_plain(tensor)
+        [tensor], op = tensors, kind_of((opts or dist.AllreduceOptions()).reduceOp)
+        require_plain(tensor)
         wait, sent_bytes = self._collective("all_reduce"), ring_bytes(tensor, self.size())
         return self._begin(wait, lambda by: by.all_reduce(tensor, op), [tensor], sent_bytes)
 
@@ -128,14 +130,14 @@ class LabGroup(ContextGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
         [tensor], source = tensors, (opts or dist.BroadcastOptions()).rootRank
-        _require_plain(tensor)
+        require_plain(tensor)
         wait = self._collective("broadcast", f" of {self.context.describe(self.ranks[source])}")
         sent_bytes = tensor.nbytes * (self.rank() == source)
         return self._begin(wait, lambda by: by.broadcast(tensor, source), [tensor], sent_bytes)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
         """Collect every rank's `input` in `output`, in the order of the ranks."""
-        _require_plain(output, input)
+        require_plain(output, input)
         wait, sent_bytes = self._collective("all_gather"), (self.size() - 1) * input.nbytes
         return self._begin(wait, lambda by: by.all_gather(output, input), [output], sent_bytes)
 
@@ -148,14 +150,14 @@ class LabGroup(ContextGroup):
     def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         """Collect every rank's `input[0]` in `output[0]`, a tensor for each rank."""
         [rows], [own] = map(list, output), input
-        _require_plain(*rows, own)
+        require_plain(*rows, own)
         wait, sent_bytes = self._collective("all_gather"), (self.size() - 1) * own.nbytes
         return self._begin(wait, lambda by: by.all_gather_list(rows, own), rows, sent_bytes)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
         """Add up all ranks' `input`, (ranks * elements); rank r gets the r-th part of the sum in `output`."""
-        _require_plain(output, input)
-        op = _kind_of((opts or dist.ReduceScatterOptions()).reduceOp)
+        require_plain(output, input)
+        op = kind_of((opts or dist.ReduceScatterOptions()).reduceOp)
         is_average = op == ReduceOp.AVG and not self.context.is_over_nccl
         asked, parts = ReduceOp.SUM if is_average else op, input.view(self.size(), -1)
         wait, sent_bytes = self._collective("reduce_scatter"), (self.size() - 1) * output.nbytes
@@ -180,7 +182,7 @@ class LabGroup(ContextGroup):
         opts: Any = None,
     ) -> Pending:
         """Send part r of `input` to rank r, and collect in `output` the parts that all ranks send to this one."""
-        _require_plain(output, input)
+        require_plain(output, input)
         sizes = output_split_sizes, input_split_sizes
         own_bytes = input.nbytes // self.size()
         if input_split_sizes:
@@ -203,20 +205,20 @@ class LabGroup(ContextGroup):
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
         """Combine all ranks' tensors on one of them."""
         [tensor], asked = tensors, opts or dist.ReduceOptions()
-        root, op = asked.rootRank, _kind_of(asked.reduceOp)
-        _require_plain(tensor)
+        root, op = asked.rootRank, kind_of(asked.reduceOp)
+        require_plain(tensor)
         wait, sent_bytes = self._collective("reduce"), tensor.nbytes * (self.rank() != root)
         return self._begin(wait, lambda _: self._plain.reduce(tensor, root, op), [tensor], sent_bytes)
 
     def gather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         [own], root = input, (opts or dist.GatherOptions()).rootRank
-        _require_plain(own, *(tensor for tensors in output for tensor in tensors))
+        require_plain(own, *(tensor for tensors in output for tensor in tensors))
         wait, sent_bytes = self._collective("gather"), own.nbytes * (self.rank() != root)
         return self._begin(wait, lambda _: self._plain.gather(output, own, root), [own], sent_bytes)
 
     def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Pending:
         [own], root = output, (opts or dist.ScatterOptions()).rootRank
-        _require_plain(own, *(tensor for tensors in input for tensor in tensors))
+        require_plain(own, *(tensor for tensors in input for tensor in tensors))
         wait, sent_bytes = self._collective("scatter"), (self.size() - 1) * own.nbytes * (self.rank() == root)
         return self._begin(wait, lambda _: self._plain.scatter(own, input, root), [own], sent_bytes)
 
@@ -236,7 +238,7 @@ class LabGroup(ContextGroup):
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Pending:
         """Start to send a tensor to a rank of the group. Messages between two ranks arrive in order."""
         [tensor] = tensors
-        _require_plain(tensor)
+        require_plain(tensor)
         what, kind, line = name_of("send")
         flow = self._next_message(self.context.rank, self.ranks[dst])
         wait, started = Wait(what, "send", (self.ranks[dst],), line=line, kind=kind), time.perf_counter()
@@ -248,7 +250,7 @@ class LabGroup(ContextGroup):
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> Pending:
         """Start to receive the next message of a rank of the group. Messages of a queue must be waited for in order."""
         [tensor] = tensors
-        _require_plain(tensor)
+        require_plain(tensor)
         what, kind, line = name_of("recv")
         flow = self._next_message(self.ranks[src], self.context.rank)
         wait = Wait(what, "receive", (self.ranks[src],), line=line, kind=kind, flow=flow)
@@ -257,7 +259,7 @@ class LabGroup(ContextGroup):
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Pending:
         """Start to receive the next message of any rank of the group, over gloo."""
         [tensor] = tensors
-        _require_plain(tensor)
+        require_plain(tensor)
         what, kind, line = name_of("recv")
         wait = Wait(f"{what} from any rank", "other", self._members.others, line=line, kind=kind)
         carried = self._plain.recv_anysource(tensor, tag)
@@ -317,17 +319,3 @@ class LabGroup(ContextGroup):
         for one in others:
             last.then(one.wait)
         return last
-
-
-def _require_plain(*tensors: Tensor) -> None:
-    """Raise `ValueError` for tensors of several dtypes, or with gaps, whose content gloo would send."""
-    require_one_dtype(tensors)
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            shape, strides = tuple(tensor.shape), tensor.stride()
-            raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
-
-
-def _kind_of(operation: Any) -> ReduceOp.RedOpType:
-    """Return the kind of an operation: a `ReduceOp` of torch's options equals its kind but is not a dictionary key."""
-    return getattr(operation, "op", operation)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from distlab.pipeline.actions import FACTORS
 from distlab.pipeline.split import Split
 from simplellm.errors import say
 from simplellm.layers import Linear
@@ -30,7 +31,7 @@ def remark_on_weight_gradients(stages: Iterable[nn.Module], programs: Sequence[S
     """Print a remark if a schedule defers weight gradients that linear layers compute at once."""
     modules = [found for stage in stages for found in stage.named_modules()]
     names = [name for name, module in modules if isinstance(module, nn.Linear) and not isinstance(module, Linear)]
-    if not names or all(action.letter != "W" for program in programs for action in program):
+    if not names or all(FACTORS not in action.gives for program in programs for action in program):
         return
     what = f"{names[0]} and {len(names) - 1} others compute" if len(names) > 1 else f"{names[0]} computes"
     say(f"{what} weight gradients in I, which leaves nothing to W; use simplellm.layers.Linear, which defers them")

@@ -14,6 +14,7 @@ from torch import nn
 from distlab.axes.placement import placement_of
 from distlab.comm.together import texts_of_all, together
 from distlab.machine.devices import local_ranks
+from distlab.pipeline.actions import FACTORS, GRADIENTS, WEIGHT_GRADIENTS
 from distlab.run.logs import RunLog
 from distlab.run.model import ModelParts
 from distlab.run.starting import Joined
@@ -53,11 +54,11 @@ def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, j
     """
     rank = joined.grid.rank
     programs = joined.context.recorder.programs or ()
-    letters = {action.letter for program in programs for action in program}
-    is_split = "W" in letters
+    gives = {action.gives for program in programs for action in program}
+    is_split = any(FACTORS in results for results in gives)
     if is_split and rank == 0:
         say("the schedule splits backward passes: blocks and head of these micro-batches stay uncompiled")
-    with_weights = not is_split or not letters.isdisjoint("Bb")
+    with_weights = not is_split or any({GRADIENTS, WEIGHT_GRADIENTS} <= {*results} for results in gives)
     absent = _absent(parts)
     needed: dict[str, PartToCompile] = {}
     for part in parts_to_compile(parts, batch, seq, with_weights):

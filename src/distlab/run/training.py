@@ -172,7 +172,7 @@ class TrainingRun(Run[TrainSettingsT]):
 
             compiler = compile_before_steps(self._parts, args, self.joined, self.records, self.is_first)
         tokens = replicas_in(self.grid.layout) * args.batch_size * args.seq_len
-        for step, batch in self.count_steps(stories, args.steps, tokens, "tokens", self._validate):
+        for step, batch in self.kind_of_steps(self, stories, args.steps, tokens, "tokens", self._validate):
             self.records.values["lr"] = lr = args.learning_rate(step)
             for group in self._optimizer.param_groups if self._optimizer else ():
                 group["lr"] = lr

@@ -16,7 +16,7 @@ from distlab.comm.group import empty, open_queues
 from distlab.comm.lab_group import LabGroup
 
 SECONDS_TO_END = 5.0  # for gloo's threads, on busy cores
-ROUNDS = 20  # what one of them leaves behind shows after a few
+ROUNDS = 50  # what one of them leaves behind shows after a few
 
 
 def held() -> tuple[int, int, int, int]:
@@ -86,6 +86,10 @@ def reopen(rank: int, port: int, transport: TransportName) -> None:
 
         grow(round_trip, 5, ROUNDS)
         use(group)
+        world = dist.group.WORLD
+        assert isinstance(world, LabGroup)
+        world.reopen(1)
+        use(world)
 
 
 def begin_again(rank: int, ports: list[int], transport: TransportName) -> None:

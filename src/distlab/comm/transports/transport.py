@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Context
+from distlab.comm.context import Context, require_one_dtype
 from distlab.comm.pending import Carrier
 
 Op = ReduceOp.RedOpType
@@ -124,3 +124,17 @@ class Transport:
 def ring_bytes(tensor: Tensor, ranks: int) -> int:
     """Return the bytes that each of `ranks` ranks sends in an all-reduce around a ring."""
     return 2 * (ranks - 1) * tensor.nbytes // ranks
+
+
+def require_plain(*tensors: Tensor) -> None:
+    """Raise `ValueError` for tensors of several dtypes, or with gaps, whose content gloo would send."""
+    require_one_dtype(tensors)
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
+
+
+def kind_of(operation: Any) -> ReduceOp.RedOpType:
+    """Return the kind of an operation: a `ReduceOp` of torch's options equals its kind but is not a dictionary key."""
+    return getattr(operation, "op", operation)
