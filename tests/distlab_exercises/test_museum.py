@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.mends import MENDS, Mend
-from support.written_records import record
+from support.written_records import SHAPE, record
 
 from distlab.launch import launch
 from distlab_compare.records import Records
@@ -92,6 +92,15 @@ def test_slices_that_ranks_initialise_are_put_together_unless_they_are_copies(
         assert load_file(initial_weights(records, tmp_path))["mlp"].equal(weight)
 
 
+def test_copies_that_ranks_initialise_have_to_be_equal(tmp_path: Path) -> None:
+    for rank in range(3):
+        record(tmp_path, rank, {"weights.norm": torch.ones(SHAPE) * max(1, rank)})
+    equal, different = (Records(tmp_path, {"layout": {"tp": ranks}, "world_size": ranks}) for ranks in (2, 3))
+    for records, told in ((equal, ""), (different, "before step 0: the copies of norm on rank 0 and rank 2 differ")):
+        with pytest.raises(Wrong, match=told) if told else contextlib.nullcontext():
+            assert load_file(initial_weights(records, tmp_path))["norm"].equal(torch.ones(SHAPE))
+
+
 def test_each_exhibit_has_a_mend_and_wrong_ones() -> None:
     wrong = Counter(mend.exhibit for mend in MENDS if mend.says)
     assert min(wrong[name] for name in EXHIBITS) >= 2
@@ -123,6 +132,13 @@ def test_the_line_is_checked_first_and_then_the_mended_copy(tmp_path: Path, caps
     script.write_text(script.read_text().replace("square, ReduceOp.AVG", "square"))
     assert launch(["find", str(folder)]) == 0
     assert capsys.readouterr().out.endswith("# found: it is the training run of one process\n")
+
+
+def test_the_fault_is_looked_for_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clipping.py").touch()
+    monkeypatch.setattr("distlab_exercises.exhibits.MUSEUM", tmp_path / "museum")  # as where the lab is installed
+    with pytest.raises(InputError, match=r"clipping\.py: does not exist; the museum is in the lab's checkout"):
+        launch(["find", str(tmp_path), "--line", "1"])
 
 
 def test_what_cannot_be_looked_for_is_refused(tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
         """A second for each sequence and each block; the embedding and the head likewise."""
 
         def __init__(self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int, compiler: object) -> None:
+            assert (compiler is not None) == sizes.compiled
             self.seconds = float(rows * max(1, len(net.model.layers)))
 
         def run(self, letters: str, micro_batches: int) -> None: ...
@@ -272,7 +273,8 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
             return dict.fromkeys(("F", "B", "I", "W", "again"), self.seconds)
 
     monkeypatch.setattr(measuring, "Passes", Passes)
-    [found] = measuring.measure_passes(SIZES, [measuring.Slicing(1, 1)], (1, 2), torch.device("cpu"), seconds=0)
-    for part in (found.embedding, found.block, found.head):
-        assert part == PassSeconds(*[(1.0, 2.0)] * 4)
-    assert found.again == (1.0, 2.0)
+    for sizes in (SIZES, replace(SIZES, compiled=True)):
+        [found] = measuring.measure_passes(sizes, [measuring.Slicing(1, 1)], (1, 2), torch.device("cpu"), seconds=0)
+        for part in (found.embedding, found.block, found.head):
+            assert part == PassSeconds(*[(1.0, 2.0)] * 4)
+        assert found.again == (1.0, 2.0)
