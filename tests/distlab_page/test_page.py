@@ -349,6 +349,10 @@ def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, tmp_path: Path)
     page = contents(replace(run, memory=run.memory[:4]))
     assert page["memory"] is None
     assert page["missing"]["memory"] == "The counts of 4 ranks are recorded, but not which ranks these are."
+    for recompute, is_planned in (("blocks", True), ("except-attention", False)):  # not as whole blocks
+        settings = run.settings | {"compile": True, "recompute": recompute}
+        page = contents(replace(run, config=run.config | {"settings": settings}))
+        assert (page["memory"]["plan"] is not None) == is_planned, recompute
     first = run.memory[0] | {"activations": 0}
     assert contents(replace(run, memory=[first, *run.memory[1:]]))["memory"]["bars"]["activations"][0] == 0
     said = {"rank 1": ["rank 0 has exited: ranks 1, 2, 3, 4 and 5 go on with step 7, 0.1 s after that"]}
