@@ -101,12 +101,13 @@ def test_the_replica_whose_messages_cross_the_network_decides() -> None:
 def test_ranks_with_other_parts_of_sequences_average_with_the_replicas() -> None:
     """Replicas of two stages with two parts each: ranks 0, 1, 4 and 5 have the same weights."""
     layout = RunLayout({"dp": 2, "pp": 2, "cp": 2}, 1, 1, "dapple", "none", "none", (2, 2))
-    one, two = (RanksOnHosts(cluster(hosts=4, ranks_per_host=per_host), layout) for per_host in (8, 2))
+    one, two, apart = (RanksOnHosts(cluster(hosts=8, ranks_per_host=per_host), layout) for per_host in (8, 2, 1))
     assert {one.replicas.first(rank) for rank in (0, 1, 4, 5)} == {0}
     assert {one.replicas.first(rank) for rank in (2, 3, 6, 7)} == {2}
     assert one.is_inside(one.replicas)
     assert two.spread(two.replicas) == Spread(on_host=2, hosts=2, leaving=1)
     assert two.is_inside(two.parts)
+    assert not apart.is_inside(apart.parts)
 
 
 def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
