@@ -1,6 +1,7 @@
 """The closed formulas are what the simulated world takes."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,8 @@ def test_ranks_with_other_parts_of_sequences_average_with_the_replicas() -> None
     assert two.spread(two.replicas) == Spread(on_host=2, hosts=2, leaving=1)
     assert two.is_inside(two.parts)
     assert not apart.is_inside(apart.parts)
+    sharing = RanksOnHosts(cluster(hosts=8, ranks_per_host=1), replace(layout, axes={"dp": 2, "pp": 2, "ep": 2}))
+    assert not sharing.is_inside(sharing.sharing_experts)
 
 
 def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
