@@ -123,6 +123,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("5d --dp 1 --pp 1 --cp 2 --tp 2 --cp-kind heads", "--cp-kind heads with --cp 2: each rank gets as many of 3"),
         ("5d --dp 1 --pp 1 --cp 2 --seq-len 3", "--seq-len 3 with --cp 2: give at least 4 tokens"),
         ("cp --document-mask", "--document-mask: this script has a mask of its own; use cp-ring"),
+        ("cp-ring --world-size 4 --cp-kind heads", "--cp-kind heads with --world-size 4: each rank gets as many of 6"),
         ("cp --world-size 3", "--seq-len 256 with --world-size 3: this script cuts sequences into equal parts"),
         ("pp-1f1b --document-mask", "--document-mask: only the first of this script's stages sees the tokens"),
         ("5d --dp 1 --shard optimizer", "--shard optimizer with --dp 1: a single replica has no others to share with"),

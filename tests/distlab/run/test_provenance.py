@@ -1,5 +1,6 @@
 """Which revision of the lab a run was made with."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,11 @@ def test_a_folder_that_git_cannot_read_has_the_installed_version(
     monkeypatch.setattr(provenance, "LAB", tmp_path)
     monkeypatch.setattr(provenance, "version", lambda name: f"{name} 1.0")
     assert provenance.revision.__wrapped__() == "distributed-llm-lab 1.0"
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_processor_is_called_by_its_name() -> None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = {line.partition(": ")[2] for line in lines if line.startswith("model name")}
+    assert not names or provenance.processor() in names
