@@ -149,6 +149,29 @@ def test_flags_leave_out_what_is_the_default() -> None:
     assert replace(parts, cp_order="zigzag").flags(MODEL) == flags
 
 
+@pytest.mark.parametrize(
+    ("schedule", "split", "follows"),
+    [
+        ("dapple", (2, 2), [False, False]),
+        ("zb-v", (1, 1, 1, 1), [False, False, True, True]),
+        ("zb-v", (0, 1, 1, 1), [False, False, True, False]),
+    ],
+)
+def test_a_stage_follows_the_blocks_of_its_own_worker(
+    schedule: str, split: tuple[int, ...], follows: list[bool]
+) -> None:
+    layout = RunLayout({"pp": 2}, 2, 2, schedule, "none", "none", split)
+    assert [layout.follows_own_blocks(stage) for stage in range(len(split))] == follows
+
+
+def test_the_flag_with_which_whole_blocks_are_not_compiled_is_named() -> None:
+    plain = RunLayout({"dp": 2}, 2, 1, "dapple", "none", "none", (4,))
+    assert plain.not_compiled is None
+    named = {replace(plain, axes={axis: 2}).not_compiled for axis in ("tp", "cp")}
+    named |= {replace(plain, shard="weights").not_compiled, replace(plain, recompute="except-attention").not_compiled}
+    assert named == {"--tp 2", "--cp 2", "--shard weights", "--recompute except-attention"}
+
+
 def test_the_table_has_the_prediction_of_each_layout() -> None:
     step = Step(0.5, 0.1, 0.0, 0.0, 0.0, 0.0, idle=0.4, bubble=0.25, sent_bytes=1.5e6)
     piped = RunLayout({"pp": 2, "dp": 2}, 4, 4, "zb-h1", "blocks", "optimizer", (3, 3))

@@ -33,6 +33,8 @@ from distlab_playground.lessons import (
     printed,
     ratio,
     read_answers,
+    same,
+    scaled,
     sent,
 )
 from simplellm.errors import InputError
@@ -71,6 +73,7 @@ def test_numbers_are_read_from_the_records(tmp_path: Path) -> None:
     assert both("a", "gradients", "loss")(runs) == 1
     assert ratio(held("b", "activations"), held("a", "activations"))(runs) == 3
     assert difference(loss("a"), loss("b"))(runs) == 0.5
+    assert [same(loss("a"), scaled(loss("a"), factor))(runs) for factor in (1, 1 + 5e-6, 1 + 5e-5)] == [1, 1, 0]
     with pytest.raises(InputError, match="a: rank 0 sent no weights"):
         sent("a", "weights")(runs)
     with pytest.raises(InputError, match="its output has no"):
