@@ -98,6 +98,9 @@ def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
     assert least_seconds(replace(alone, threads=2)) == pytest.approx(least_seconds(alone))
     on_gpus = Costs(CLUSTER, MODEL, layout(pp=1))
     assert predict(replace(on_gpus, threads=4)) == predict(on_gpus)
+    for name in ("naive", "dapple"):
+        turns = Costs(cluster(cores_per_host=2, device="cpu", inside=Link(0.0, 1e15)), WIDE, layout(name))
+        assert 0.5 < least_seconds(turns) / predict(turns).seconds <= 1, "an action has the cores of idle workers"
 
 
 def test_a_message_costs_its_ends_time() -> None:
