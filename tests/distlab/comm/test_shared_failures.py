@@ -96,11 +96,17 @@ def send_with_gaps(rank: int, port: int) -> None:
         buffer = empty(6000, torch.empty(0)).view(-1, 2)
         assert shares(buffer)
         whole = torch.empty(2, 3000)
+        rows = list(whole) if rank == 0 else None
         calls: list[Callable[[Tensor], object]] = [
             dist.all_reduce,
             lambda column: dist.broadcast(column, 0),
             lambda column: all_gather_single(whole, column),
+            lambda column: dist.all_gather(list(whole), column),
             lambda column: reduce_scatter_single(column, whole),
+            lambda column: dist.all_to_all_single(torch.empty(3000), column),
+            lambda column: dist.reduce(column, 0),
+            lambda column: dist.gather(column, rows, 0),
+            lambda column: dist.scatter(column, rows, 0),
             lambda column: dist.send(column, 1 - rank),
             lambda column: dist.recv(column, 1 - rank),
         ]
