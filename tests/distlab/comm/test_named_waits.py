@@ -31,6 +31,7 @@ def shout(tensor):
 shout(torch.ones(2000))
 """
 CALLS = {
+    "send(tensor, 1)": "send to rank 1",
     "recv(tensor, 1)": "recv from rank 1",
     "recv(tensor)": "recv from any rank",
     "all_reduce(tensor)": "all_reduce from ranks 1 and 2",
