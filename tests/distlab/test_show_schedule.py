@@ -30,6 +30,10 @@ def test_workers_with_several_stages_are_said() -> None:
     assert title.startswith("# interleaved, 2 workers with 3 stages each, 4 micro-batches, recomputed; ticks: ")
 
 
+def test_a_share_of_a_pass_may_be_rounded() -> None:
+    assert [*show(Request("zb-h1", backward=3, weight_share=0.3333333))][1:]
+
+
 def test_ticks_of_passes_and_messages_as_asked_for() -> None:
     request = Request("naive", stages=2, micro_batches=1, forward=2, backward=3, transfer=1)
     assert list(show(request))[1:4] == [

@@ -101,7 +101,7 @@ def diagnose(
             sending = f"{describe(rank)} is sending {wait.what} to {list_ranks(wait.peers)}, where it has not arrived"
             why = f"it was {too_long}, or the network between them is slow"
             return Diagnosis(picture, f"{sending}, and the others wait: {why}")
-    what = next(iter(waits.values())).what if waits else "each other"
+    what = next(iter(waits.values())).what
     stuck = f"all ranks take part in {what}, but it does not finish: is the network between them up?"
     return Diagnosis(picture, stuck)
 

@@ -25,7 +25,7 @@ from simplellm.tokenizers import SHIPPED_MODEL
 
 pytestmark = pytest.mark.quick
 
-SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
+SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 1, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
 
 
 def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
     resume = ["0", "--resume", str(tmp_path / "run"), "--optimizer", "adamw"]
     for settings in (TrainSettings(), DataParallelSettings(), HybridSettings()):
         given = parse(settings, "", resume)
-        assert (given.num_kv_heads, given.hidden_dim, given.dmodel, given.seq_len) == (2, 40, 32, 30)
+        assert (given.num_kv_heads, given.hidden_dim, given.dmodel, given.seq_len) == (1, 40, 32, 30)
     write_model(tmp_path / "long", replace(read, options=net.options | {"ctx_size": 1000}))
     long = parse(TrainSettings(), "", ["0", "--resume", str(tmp_path / "long")])
     assert long.seq_len == TrainSettings().seq_len
@@ -76,9 +76,10 @@ def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monke
     assert read.parameters.keys() == parameters.keys()
     assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
     assert (read.step, read.document_mask) == (3, True)
-    for name, value in (("position", {"document": 1}), ("layout", {"dp": 0}), ("data", {"seed": 0}), ("settings", [])):
+    wrong = {"position": {"document": 1}, "layout": {"dp": 0}, "data": {"seed": 0}, "settings": []}
+    for name, value in (wrong | {"model": net.options | {"rope_scaling": {"factor": 0}}}).items():
         saving.save(tmp_path / name, tensors, record | {name: value}, tokenizer, keep=1)
-        with pytest.raises(InputError, match=f"its {name} cannot be"):
+        with pytest.raises(InputError, match=f"its {name} cannot be|factor 0 of scaled positions"):
             read_model(tmp_path / name)
 
 

@@ -73,6 +73,8 @@ def test_a_rank_alone_sends_nothing_and_counts_nothing() -> None:
 def use_another_backend(rank: int, port: int) -> list[str]:
     store = dist.TCPStore("localhost", port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with pytest.raises(ValueError, match="init_process_group"):
+        context_of()
     buffer, row = empty(5, torch.empty(0)), (0, 1)
     assert buffer.tolist() == [0] * 5
     assert not shares(buffer)

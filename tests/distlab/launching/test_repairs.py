@@ -18,6 +18,7 @@ from distlab.rendezvous.survivors import (
     Answer,
     Arbiter,
     News,
+    NewsError,
     Position,
     Survivor,
     common_position,
@@ -96,8 +97,13 @@ def test_a_spare_waits_for_those_of_other_slices_and_other_ranks_for_no_news(mon
         Survivor(store, 3).await_news(ConnectionError())  # it was taken for dead
     counted = threading.Timer(0.5, arbiter.tell, [[0, 1, 2, 3], {}, {1: 2, 2: 3}])
     counted.start()
-    assert Survivor(store, 3, newcomer=2).await_news(ConnectionError()).epoch == 2
+    survivor = Survivor(store, 3, newcomer=2)
+    news = survivor.await_news(ConnectionError())
+    assert news.epoch == 2
     counted.join(10)
+    arbiter.tell([0, 1, 3], {2: "died"})
+    with pytest.raises(NewsError):
+        survivor.agree(news, Answer(Position(0, TAKE), 0), 5)
 
 
 def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +172,8 @@ def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
         store[f"{READY}/newcomer{number}"] = ""
         repairs.look()
         assert News.from_json(store[NEWS]).alive == alive
+    partner = "has slices of the same layers as rank 3 and was ended"
+    assert News.from_json(store[NEWS]).gone == {"2": partner, "3": "died"}
     assert ranks.spares == [1, 2, 3, 4]
 
 

@@ -294,7 +294,7 @@ def test_ranks_listen_at_one_interface_and_on_one_host_at_loopback(
     """Unless the user has set another one; `own_address` is that on the route to rank 0."""
     monkeypatch.setattr(network, "own_address", lambda _: own_address)
     monkeypatch.setattr(network, "interface_of", {"192.0.2.7": "eth7"}.get)
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "eth7"), (2, "lo")])
     chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
     for theirs in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}):
         with monkeypatch.context() as patch:

@@ -10,10 +10,12 @@ from support.processes import free_port, process_group, run_ranks
 from torch import nn
 
 from distlab.axes.grid import Grid
+from distlab.axes.layout import coordinate
 from distlab.axes.placement import DimSlice, Placement, place
 from distlab.checkpoints import format, saving
 from distlab.parallel.clipping import clip, sum_norm
 from distlab.parallel.data import Bucket, GradientBuckets
+from distlab_compare.saved import by_step
 
 
 class Rows(torch.autograd.Function):
@@ -70,6 +72,12 @@ def test_trains_as_one_process_and_resumes_without_the_axis(layout: dict[str, in
     assert min(norms) > 0.5, "all gradients are clipped"
     for own in run_ranks(Grid(0, layout).size, run_rank, layout, tmp_path / "run", free_port()):
         assert own == pytest.approx(norms[:3], rel=1e-5)
+    saved = by_step(tmp_path / "run")[3]
+    for number in range(3):
+        wrong = torch.zeros(6, 6, dtype=torch.bool)
+        wrong[2 * number] = True
+        [writer] = saved.writers("rows", wrong)
+        assert coordinate(layout, writer, "xp") == number
     resumed, after = run(Grid(0, {}), range(3, 5), tmp_path / "run", resumed=True)
     assert resumed == pytest.approx(norms[3:], rel=1e-5)
     assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(after, parameters, strict=True))

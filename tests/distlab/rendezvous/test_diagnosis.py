@@ -150,6 +150,7 @@ def test_a_rank_that_has_begun_a_collective_and_not_done_its_share_is_waited_for
 
 def test_where_all_do_their_part_it_is_the_network() -> None:
     found = explain(*(collective(rank, "the loss", 7, 8) for rank in ALL))
+    assert found.sentence.startswith("all ranks take part in the loss, ")
     assert "the network" in found.sentence
     assert not is_deadlock(found)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,15 @@ def join_all(settings: list[Settings], size: list[int] | None = None, seats: lis
 
 def test_equal_settings_agree_on_what_rank_0_decided() -> None:
     assert join_all([{"steps": 3}] * 3) == ["agreed on sample"] * 3
+
+
+def test_a_short_wait_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+    setter = threading.Timer(0.1, store.set, ["key", "value"])
+    setter.start()
+    assert SharedStore("rank 0", 60, store=store).wait("key", "rank 1 to join") == "value"
+    setter.join(10)
+    assert capfd.readouterr().out == ""
 
 
 def test_different_settings_end_every_rank_with_the_flag_and_both_values() -> None:
@@ -105,12 +115,12 @@ def test_a_store_is_called_after_the_process_that_holds_it(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "here")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", is_its_store)
-    store = ranks_store(0.1, dist.HashStore())
-    with pytest.raises(StoreError, match=f"^{holder} exited"):
-        store.ask(lose)
+    lost: Any = SimpleNamespace(check=lose)
+    with pytest.raises(StoreError, match=f"^{holder} exited while this process waited for rank 1 to join: "):
+        ranks_store(0.1, lost).wait("key", "rank 1 to join")
 
 
-def lose() -> None:
+def lose(_: object) -> None:
     raise dist.DistError("Connection reset by peer")
 
 
