@@ -33,6 +33,7 @@ RUNS = {
     "--dmodel 96 --num-heads 4 --seq-len 64 --steps 60",
     "a small model, 2 stages, dapple": "pp-zb --schedule dapple --world-size 2 --batch-size 12 --micro-batches 12 "
     "--dmodel 96 --num-heads 4 --seq-len 64 --steps 60",
+    "dp-buckets, 2 ranks": "dp-buckets --world-size 2 --batch-size 1 --steps 12",
     "dp-buckets, 3 ranks": "dp-buckets --world-size 3 --batch-size 1 --steps 12",
     "dp-zero, 2 ranks": "dp-zero --world-size 2 --batch-size 1 --steps 10",
     "pp-zbv, 2 workers": "pp-zbv --world-size 2 --batch-size 4 --micro-batches 4 --steps 8",
