@@ -14,6 +14,7 @@ from distlab.parallel.gradient_compression import PowerSGD, TopK
 
 SHAPES = [(12, 20), (7,), (16, 3, 2), (3, 5)]  # the factors of the last one would be larger
 RANKS, STEPS, WIDTH = 3, 6, 2
+LINE = torch.outer(torch.arange(12.0), torch.arange(20.0))  # a matrix of rank 1
 
 
 def gradients(rank: int, step: int) -> Tensor:
@@ -72,6 +73,9 @@ def compress(rank: int, port: int) -> dict[str, Any]:
             own.start(bucket).wait()
             ours.append(bucket.flat.clone())
             sent.append(context_of().ledger.sent_bytes["gradients"] - before)
+        noise = (1, -1, 0)[rank] * torch.randn(LINE.shape, generator=torch.Generator().manual_seed(3))
+        line = Bucket(1, [torch.zeros(LINE.shape)], (LINE + noise).flatten(), all_ranks("dp"))
+        PowerSGD(WIDTH).start(line).wait()
         largest, top, top_sent = TopK(0.1), torch.zeros_like(ours[0]), 0
         for step in range(STEPS):
             bucket, before = new_bucket(gradients(rank, step)), context_of().ledger.sent_bytes["gradients"]
@@ -86,6 +90,7 @@ def compress(rank: int, port: int) -> dict[str, Any]:
             "theirs": theirs[1:],
             "ours": ours,
             "sent": sent,
+            "line": line.views[0],
             "top": top,
             "top_sent": top_sent,
             "top_error": largest.state()[f"rank{rank}.topk.bucket0.error"],
@@ -101,6 +106,7 @@ def test_powersgd_is_torchs_and_nothing_is_lost() -> None:
         for ours, theirs in zip(result["ours"], result["theirs"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
         assert all(torch.equal(a, b) for a, b in zip(result["ours"], ended[0]["ours"], strict=True))
+        torch.testing.assert_close(result["line"], RANKS * LINE, rtol=0, atol=1e-3)
         assert torch.equal(result["top"], ended[0]["top"]), "all ranks have the same sums"
         torch.testing.assert_close(result["whole"], means[0], msg="with a share of 1, nothing is left out")
         assert 0 < result["single"].count_nonzero() <= RANKS, "at least one value of each rank"
