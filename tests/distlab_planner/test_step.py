@@ -103,6 +103,13 @@ def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
         assert 0.5 < least_seconds(turns) / predict(turns).seconds <= 1, "an action has the cores of idle workers"
 
 
+def test_an_all_reduce_takes_as_long_as_its_halves_between_parts_of_sequences() -> None:
+    whole = layout(pp=1, tp=2)
+    slices, parts = (Costs(CLUSTER, MODEL, replace(whole, sequence_parallel=flag)) for flag in (False, True))
+    for letter in "FB":
+        assert parts.exchanged(letter, 0) == pytest.approx(slices.exchanged(letter, 0), rel=0.05)
+
+
 def test_a_message_costs_its_ends_time() -> None:
     """Three stages with a micro-batch: the way there and back has four messages, each with two ends."""
     plain = cluster(slowdown=(1.0,), cores_per_host=8)
