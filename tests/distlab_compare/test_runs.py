@@ -21,7 +21,7 @@ from distlab.checkpoints.saving import save
 from distlab.run.recording import file_of
 from distlab.run.steps import STOP_AFTER
 from distlab_compare.command import Request, Run, compare, one_process_flags
-from distlab_compare.records import Records
+from distlab_compare.records import Records, TensorPart
 from distlab_compare.runs import Pair
 from distlab_compare.saved import Saved, first_divergence
 from simplellm.errors import InputError
@@ -369,6 +369,7 @@ def test_elements_that_no_rank_has_recorded_are_told(tmp_path: Path) -> None:
     record(tmp_path, 1, {"weights.weight": 2 * torch.ones(SHAPE)}, start=2, rows=2, step=1)
     both = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 2}).whole(1, "weights", "weight")
     assert both[:, 0].tolist() == [1, 1, 1, 2], "of those that both have recorded, the first rank's count"
+    assert TensorPart(torch.empty(0), [*SHAPE], []).of(both).tolist() == [], "of a rank that holds none of them"
     run = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 1})
     with pytest.raises(InputError, match="no rank has recorded all of weight in step 0"):
         run.whole(0, "weights", "weight")
