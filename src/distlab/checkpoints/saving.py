@@ -178,7 +178,7 @@ def state_of(parameters: Parameters, optimizer: Optimizer, rank: int, is_per_ran
     from distlab.checkpoints.slices import as_held
 
     tensors: dict[str, Any] = {f"{RANDOM}{rank}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         tensors[f"{RANDOM}{rank}.cuda"] = torch.cuda.get_rng_state()
     prefix = _optimizer_prefix(rank, is_per_rank)
     for name, parameter in parameters.items():

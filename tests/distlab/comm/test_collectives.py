@@ -118,6 +118,9 @@ class Compared:
             reduce_scatter_single(self.own.fill_(-1), self.whole, op, self.group)
             self.same(self.own, combine(to_this, op))
             self.same(self.whole, torch.stack(self.grid[self.rank]))
+        if self.dtype == torch.int64:
+            reduce_scatter_single(self.own.fill_(-1), self.whole, ReduceOp.BAND, self.group)
+            self.same(self.own, functools.reduce(torch.bitwise_and, to_this))
         dist.reduce_scatter(self.own.fill_(-1), list(self.whole), group=self.group)
         self.same(self.own, combine(to_this, ReduceOp.SUM))
 

@@ -15,7 +15,7 @@ import pytest
 from support.processes import wait_for
 
 from distlab.launching.forks import fork_ranks
-from distlab.launching.nodes import NodeRendezvous
+from distlab.launching.nodes import ElsewhereError, NodeRendezvous
 from distlab.launching.processes import RankFailure, Ranks
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
 from distlab.machine.processes import NEWCOMER
@@ -126,6 +126,19 @@ if os.environ["RANK"] == "3":
 """
     assert run(program, tmp_path, rounds, max_restarts=1) == {}
     assert (tmp_path / "starts").read_text() == "xx"
+
+
+def test_a_run_that_has_ended_on_another_machine_ends_the_ranks_here(tmp_path: Path) -> None:
+    rounds = Rounds()
+
+    def check_others() -> None:
+        if (tmp_path / "begun").exists():
+            raise ElsewhereError("on another machine, node 0, rank 1 failed")
+
+    rounds.check_others = check_others  # type: ignore[method-assign]
+    with pytest.raises(ElsewhereError):
+        run("(folder / 'begun').touch()\ntime.sleep(10)\n(folder / 'ended').touch()", tmp_path, rounds)
+    assert not (tmp_path / "ended").exists()
 
 
 def test_half_a_record_is_none(tmp_path: Path) -> None:
