@@ -112,7 +112,7 @@ def kind_of(options: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> str
     further = " and a shared expert" * options["shared_expert"] + " and biases" * is_biased
     its = f"{options['router_scores']} scores{further}{', balanced by corrections,' * is_corrected}"
     sentence = (
-        "do not export: transformers has softmax scores without corrections (--balance-rate 0), as in Mixtral and, "
-        "with --qk-norm, in Qwen3-MoE; "
+        "do not export: transformers has softmax scores without corrections, as in Mixtral and, with normalized "
+        "queries and keys, in Qwen3-MoE; or sigmoid scores with a shared expert, as in GLM-4-MoE"
     )
-    raise InputError(f"experts with {its} {sentence}or sigmoid scores with --shared-expert, as in GLM-4-MoE")
+    raise InputError(f"experts with {its} {sentence}")
