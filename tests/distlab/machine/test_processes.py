@@ -1,5 +1,7 @@
 """Processes whose threads sit in calls into torch: not waited for, and no reason to abort at the end."""
 
+import contextlib
+import resource
 import socket
 import subprocess
 import sys
@@ -10,7 +12,9 @@ from pathlib import Path
 import pytest
 from support.processes import run
 
+from distlab.machine.processes import LEAST_OPEN_FILES, require_open_files
 from distlab.machine.supervision import open_sockets, shut_down, within
+from simplellm.errors import InputError
 
 # Threads that are always about to come back from torch. With `sys.exit`, ten of twelve such processes aborted: so
 # there are three of them, forked after the imports.
@@ -114,3 +118,14 @@ def test_only_connections_that_were_there_are_shut_down() -> None:
     its_peer.send(b"still there")
     assert later.recv(20) == b"still there"
     assert stays.recv(20) == peer.recv(20) == b""
+
+
+@pytest.mark.parametrize("most", [LEAST_OPEN_FILES - 1, LEAST_OPEN_FILES, resource.RLIM_INFINITY])
+def test_a_limit_on_open_files_that_is_too_low_for_a_rank_is_refused(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    refused = pytest.raises(InputError, match=f"^a process may have {most} open files, and a rank needs {most + 1}; ")
+    with refused if most == LEAST_OPEN_FILES - 1 else contextlib.nullcontext():
+        require_open_files()
