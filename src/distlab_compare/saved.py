@@ -1,5 +1,6 @@
 """The first checkpoint in which two runs diverge; a checkpoint has each tensor once, whichever ranks held it."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -118,7 +119,8 @@ def _sentence(step: int, what: str, wrong: Sequence[str], keys: Mapping[str, str
     factor = shares.fit(mine, [others])
     is_scaled = factor is not None and abs(factor[0] - 1) > 1e-3
     told = f"are {factor[0]:.4g} times what they should be" if factor and is_scaled else "differ"
-    return f"after {step} steps: {what} {wrong[0]}{more}{ranks} {told} ({100 * away:.3g} % away)"
+    told += f" ({100 * away:.3g} % away)" if math.isfinite(away) else ": there, not all of them are finite"
+    return f"after {step} steps: {what} {wrong[0]}{more}{ranks} {told}"
 
 
 def _changed(name: str, own: Saved, right: Saved, own_before: Saved, right_before: Saved) -> str:

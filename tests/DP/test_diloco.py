@@ -309,6 +309,7 @@ def test_other_replicas_go_on_with_the_outer_momentum(tmp_path: Path) -> None:
     resume = [*"--world-size 4 --batch-size 1 --resume".split(), str(tmp_path / "run/checkpoints/step-00000003")]
     _, _, rest = train_on(4, SCRIPT, tmp_path / "again", *flags, *resume)
     assert rest == pytest.approx(losses[3:], rel=1e-5)
+    assert rest[2] < rest[0] - 0.1
 
 
 def test_it_continues_a_run_of_one_process(tmp_path: Path) -> None:

@@ -233,16 +233,14 @@ def test_contiguous_parts_of_sequences_are_unequal_work_by_the_pairs_of_position
         assert axes.get_title().startswith(share)
 
 
-def test_the_parts_of_a_diagram_fill_its_width_and_are_hardly_outside(recorded: Path, drawn: list[Any]) -> None:
+def test_the_parts_of_a_diagram_fill_its_width(recorded: Path, drawn: list[Any]) -> None:
     for name in ("layout", "splits", "replicas", "averaging", "stages", "block", "sequence_parts", "topologies"):
         DRAWN[name](Path("a.png"), recorded)
         drawn[-1].canvas.draw()
         for axes in drawn[-1].axes:
             texts = [text for text in axes.texts if text.get_text()]
             parts = Bbox.union([part.get_window_extent() for part in (*texts, *axes.patches)])
-            view = axes.get_window_extent()
-            assert 0.75 * view.width < parts.width < 1.5 * view.width, name
-            assert parts.height < 1.05 * view.height, name
+            assert parts.width > 0.75 * axes.get_window_extent().width, name
 
 
 def test_the_last_stages_have_the_layers_that_do_not_divide(drawn: list[Any]) -> None:

@@ -85,8 +85,13 @@ def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request)
         assert refused.value.code == status
+
+
+def test_the_server_says_that_a_record_is_incomplete(server: str, alone: Path) -> None:
     records = (metrics := alone / "metrics.jsonl").read_bytes()
     metrics.write_bytes(records + b"{\n")
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        urllib.request.urlopen(f"{server}data.json")
-    metrics.write_bytes(records)
+    try:
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{server}data.json")
+    finally:
+        metrics.write_bytes(records)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.chapters import load
-from support.processes import LAB, free_port, run_ranks
+from support.processes import LAB, free_port, run, run_ranks
 from support.terminals import fork_python, terminals
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -146,3 +146,9 @@ def test_evaluate_weighs_every_sample_alike() -> None:
     assert evaluate(model, train_set, batch_size=50) == pytest.approx(model(points, labels)[1].item(), rel=1e-5)
     first_two = model(points[:20], labels[:20])[1].item()
     assert evaluate(model, train_set, batch_size=10, max_batches=2) == pytest.approx(first_two, rel=1e-5)
+
+
+def test_a_run_ends_quietly_when_its_reader_does() -> None:
+    command = f"{sys.executable} {LAB / 'primer/mlp.py'} --niters 2"
+    ended = run("bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}", PYTHONPATH=str(LAB / "src"))
+    assert (ended.status, ended.err) == (1, "")

@@ -110,7 +110,7 @@ class LabGroup(ContextGroup):
         """
         for transport in self.transports:
             transport.close()
-        self.context.begun.pop(self.key, None)  # as in `_open`
+        self.context.begun.pop(self.key, None)  # all ranks count again, as they do messages
         self._epoch = epoch
         self._open()
 

@@ -63,7 +63,7 @@ def texts_of_all(text: str, what: str, group: dist.ProcessGroup | None = None) -
         lengths = torch.zeros(ranks, dtype=torch.int64, device=device)
         lengths[rank] = len(content)
         dist.all_reduce(lengths, group=group)
-        texts = torch.zeros(ranks, int(lengths.max()), dtype=torch.int64, device=device)
+        texts = torch.zeros(ranks, max(1, int(lengths.max())), dtype=torch.int64, device=device)
         texts[rank, : len(content)] = torch.tensor([*content], dtype=torch.int64)
         dist.all_reduce(texts, group=group)
     return [bytes(row[:length]).decode() for row, length in zip(texts.tolist(), lengths.tolist(), strict=True)]

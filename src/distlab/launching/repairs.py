@@ -36,6 +36,8 @@ class Repairs:
         """Do what there is to do."""
         self._ranks.kill_stopped()
         self._go_on()
+        if self._ranks.failures:  # which cannot be repaired
+            return
         self._collect()
         self._fill()
         self._count()

@@ -45,9 +45,8 @@ def create(made: Any, options: Options | None) -> LabGroup:
     world = dist.group.WORLD
     if isinstance(world, ContextGroup):
         context, ranks, transport = world.context, made.global_ranks_in_group, options.transport if options else None
-        others = tuple(rank for rank in ranks if rank != context.rank)
-        unnamed = Wait("new_group", "other", others, line=line_of_script()), 0.0
-        with context.waits.during((context.waits.waiting or unnamed)[0]):
+        waiting, others = context.waits.waiting, tuple(rank for rank in ranks if rank != context.rank)
+        with context.waits.during(waiting[0] if waiting else Wait("new_group", "other", others, line=line_of_script())):
             return LabGroup(context, made.store, ranks, context.group_timeout, transport)
     try:
         return WorldGroup(first_context(made, options), made.store)

@@ -95,13 +95,15 @@ class NoticeBoard:
     def _notice(self, wait: Wait | None) -> Notice:
         return Notice(self._rank, wait, dict(self._context.begun), held_back=self._context.held_back())
 
-    def _without_store(self, state: str, wait: Wait) -> Diagnosis:
+    def _without_store(self, state: str, wait: Wait) -> Diagnosis | None:
         """Return a partial diagnosis if the notices cannot be read: the process that holds them exited or stopped."""
         describe = self._context.describe
         if self._heard:
             return Diagnosis([], self._heard, is_partial=True)
         if self._is_rank_0s and self._rank > 0:
             return Diagnosis([], f"{describe(0)} {state}", is_partial=True)
+        if not wait.peers:  # as in making a group of one rank
+            return None
         who = describe(wait.peers[0]) if len(wait.peers) == 1 else f"one of {list_ranks(wait.peers)}"
         return Diagnosis([], f"{who} does not answer, nor does the store that the ranks share", is_partial=True)
 

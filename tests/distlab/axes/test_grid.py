@@ -137,6 +137,7 @@ def make_groups_without_rank_1(rank: int, port: int, end: Barrier) -> tuple[str,
     join(rank, 4, port, options=Options(transport="gloo")).waits.timeout_seconds = 1
     world, said = world_group(), ("", 0.0, "")
     assert world is not None
+    end.wait(20)
     if rank != 1:
         with pytest.raises(TrafficError, match=r" s for new_group, test_grid\.py line \d+: no answer"):
             dist.new_group(range(4))

@@ -125,6 +125,17 @@ def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.Captu
     assert capfd.readouterr().err == sentence
 
 
+def test_no_spare_is_started_for_a_run_that_cannot_be_repaired() -> None:
+    ranks, store = FakeRanks(), Store()
+    repairs = Repairs(SimpleNamespace(layout={"dp": 2}), spares=1)  # type: ignore[arg-type]
+    repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
+    store.update({f"{READY}/0": "", f"{READY}/1": ""})
+    del ranks.processes[0]
+    ranks.failures[0], ranks.ended = SimpleNamespace(cause="failed", cannot_be_repaired=True), [0]
+    repairs.look()
+    assert ranks.spares == []
+
+
 def after_a_death(ranks: FakeRanks, store: Store, spares: int = 2) -> Repairs:
     """Two replicas of two slices, of which rank 3 has died."""
     ranks.processes |= {2: object(), 3: object()}

@@ -82,10 +82,10 @@ def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
     assert sentence == "rank 0 does not answer, nor does the store that the ranks share"
 
 
-def board_of_rank_1(store: dist.Store) -> notices.NoticeBoard:
+def board_of_rank_1(store: dist.Store, is_rank_0s: bool = True) -> notices.NoticeBoard:
     waits = SimpleNamespace(waits_for=lambda _: None, timeout_seconds=5, timeout_name="--timeout")
     context = SimpleNamespace(rank=1, world_size=2, describe="rank {}".format, waits=waits, begun={}, held_back=dict)
-    return notices.NoticeBoard(store, context, is_rank_0s=True)  # type: ignore[arg-type]
+    return notices.NoticeBoard(store, context, is_rank_0s)  # type: ignore[arg-type]
 
 
 def lost_wait() -> TrafficError:
@@ -105,16 +105,30 @@ def test_a_failure_counts_more_than_the_answer_of_the_same_rank() -> None:
     assert time.monotonic() - started < notices.SECONDS_FOR_OTHERS
 
 
-def test_a_wait_for_what_is_no_rank_is_not_explained_and_a_board_that_is_asked_closes_at_once() -> None:
+def test_a_board_that_is_asked_closes_at_once() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     own = dist.PrefixStore("notices", store)
     own.set("asked", "")
     board = board_of_rank_1(store)
     assert wait_for(lambda: own.check(["answers/1"]))
     started = time.monotonic()
-    assert board.explain(TrafficError("", TimeoutError())) is None
     board.close()
     assert time.monotonic() - started < notices.SECONDS_FOR_THE_STORE
+
+
+def test_a_wait_that_is_for_no_other_rank_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    board = board_of_rank_1(store)
+    assert board.explain(TrafficError("", TimeoutError())) is None
+    board.close()
+
+    def lose(*_: object) -> int:
+        raise StoreError("lost", TimeoutError())
+
+    monkeypatch.setattr(SharedStore, "add", lose)
+    board = board_of_rank_1(store, is_rank_0s=False)
+    assert board.explain(TrafficError("", TimeoutError(), Wait("new_group", "other", ()))) is None
+    board.close()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Which revision of the lab a run was made with."""
 
+import platform
 import sys
 from pathlib import Path
 
@@ -23,4 +24,4 @@ def test_a_folder_that_git_cannot_read_has_the_installed_version(
 def test_the_processor_is_called_by_its_name() -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = {line.partition(": ")[2] for line in lines if line.startswith("model name")}
-    assert not names or provenance.processor() in names
+    assert provenance.processor() in (names or {platform.machine()})
