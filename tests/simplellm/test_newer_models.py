@@ -251,7 +251,8 @@ def test_a_vocabulary_that_is_too_small(tokenizer_json: Path, tmp_path: Path) ->
 
 def test_a_tokenizer_json_is_a_tokenizer(tokenizer_json: Path, tmp_path: Path) -> None:
     folder = make(tmp_path / "theirs", SMALL, tokenizer_json)
-    for path in (folder / "tokenizer.json", read_llama(folder).tokenizer):
+    (indented := folder / "indented.json").write_bytes(b"\n " + (folder / "tokenizer.json").read_bytes())
+    for path in (folder / "tokenizer.json", read_llama(folder).tokenizer, indented):
         tokenizer = SPTokenizer(path)
         assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, -1)
         for text in (story(1), "Ünïcödé 🙂 \u2581 text", f"a literal {SPECIAL[1]} here", " spaces  ", ""):

@@ -138,7 +138,7 @@ def test_a_killed_launcher_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: P
         sentence = "# the launcher of another machine, node 0, has exited or can no longer be reached"
         assert end.err.splitlines()[-1] == sentence
         finish(nodes[0], 5)
-        assert not pids(hosts[0]) + pids(hosts[1]), "no orphans"
+        assert wait_for(lambda: not pids(hosts[0]) + pids(hosts[1]), 5), "no orphans"
     finally:
         kill_all(*hosts)
 
