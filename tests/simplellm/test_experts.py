@@ -66,6 +66,16 @@ def test_is_its_formula(sizes: Mixture) -> None:
     assert (net.load[0] == 0) == (sizes.experts > sizes.per_token)
 
 
+@pytest.mark.quick
+def test_a_model_is_built_again_from_its_options() -> None:
+    sizes: dict[str, Any] = {"dmodel": 32, "num_heads": 4, "n_layers": 1, "ctx_size": 9, "experts": 3, "seed": 1}
+    others = {"experts_per_token": 1, "shared_expert": True, "router_scores": "sigmoid", "qk_norm": True}
+    net = LLama(CausalLLama, 50, **sizes, **others)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert torch.equal(LLama(CausalLLama, **net.options, seed=1)(ids), net(ids))
+
+
 def test_a_capacity_drops_the_last_rows_of_each_sequence() -> None:
     """Nothing is added for them, and the weights of a token's other experts stay; validation drops none."""
     net, x = mixture_of(Mixture(4, 2)), torch.randn(3, 8, DMODEL, dtype=torch.float64)

@@ -179,6 +179,15 @@ def test_auto_takes_the_generator_if_names_cannot_be_looked_up(monkeypatch: pyte
     assert problem == "no answer within 0.5 seconds"
 
 
+def test_an_error_without_a_message_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
+    assert hub.hub_problem(seconds=10) == "TimeoutError"
+
+
 def test_auto_takes_the_generator_at_once_if_offline(tmp_path: Path) -> None:
     source, why, seconds = chosen(tmp_path, HF_HUB_OFFLINE="1")
     assert source == "sample"

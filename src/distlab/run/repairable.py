@@ -129,7 +129,6 @@ class RepairableSteps(UndoableSteps[BatchT]):
         self._source = iter(self._batches)
         run.records.count, run.first_step = repair.received["count"], at.updates
         self._origin = run.records.count - at.updates * self._per_step
-        run.records.continue_at(at.step + (at.phase > EVALUATE), run.is_first)
         return at
 
     def _go_back(self, timed: int) -> Position:
