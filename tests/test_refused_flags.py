@@ -177,6 +177,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("hybrid --outer diloco --shard optimizer", "--outer diloco with --shard optimizer"),
         ("hybrid --outer diloco --run-on", "--outer diloco with --run-on"),
         ("hybrid --run-on --report-every 2", "--report-every 2 with --run-on"),
+        ("dp-ga --run-on --report-every 2", "--report-every 2 with --run-on"),
         ("hybrid --outer diloco --pp 1 --tp 2 --compress int4", "--compress int4 with --tp 2: "),
         # Scripts that train no Llama.
         ("dist --shapes 8x8x8,8x0x8", "--shapes 8x0x8: "),

@@ -1,5 +1,6 @@
 """Every pipeline chapter gives the training run of one process: losses, gradients, parameters, under plain SGD."""
 
+import json
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,11 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(together(parameters), expected_parameters)
     assert_equal(together(gradients), expected_gradients)
+    *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    activations_bytes = 6 * 24 * 32 * 4 if world_size > 1 else 0
+    assert last["sent_bytes"].get("activations", 0) == activations_bytes
+    is_last = "zb-v" in flags  # the first worker has the last stage, too
+    assert last["sent_bytes"].get("gradients of activations", 0) == activations_bytes * is_last
 
 
 def test_a_stage_lets_go_of_a_micro_batch_after_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

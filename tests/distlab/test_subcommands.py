@@ -63,7 +63,9 @@ def test_a_topology_may_follow_the_word_launch(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as end:
         launch(["launch", "primer", "--help"])
     assert end.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: ./launch.sh primer ")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: ./launch.sh primer ")
+    assert re.search(r"--resume DIR .*(\s.*){1,3}\(default: a new run\)", shown), "not None"
 
 
 def test_help_of_a_lesson_lists_the_flags_of_the_scripts_that_run_instead(capsys: pytest.CaptureFixture[str]) -> None:

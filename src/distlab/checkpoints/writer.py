@@ -48,7 +48,6 @@ class ShardWriter(StorageWriter):
     """
 
     def __init__(self, folder: Path, what: str) -> None:
-        super().__init__()
         self._folder, self._what = folder, what
         self.files: dict[str, dict[str, Any]] = {}
 

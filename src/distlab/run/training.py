@@ -142,7 +142,7 @@ class TrainingRun(Run[TrainSettingsT]):
 
             options = {**self.data_options(), "batch_size": args.eval_sequences, "split": "validation"}
             sequences = next(TinyStories(SPTokenizer(args.tokenizer), **options)).to(self.device)
-            self.validator = Validator(parts, sequences, rows=max(1, args.batch_size // args.micro_batches))
+            self.validator = Validator(parts, sequences, rows=args.batch_size // args.micro_batches)
 
     def _sizes(self) -> dict[str, Any]:
         """Return the sizes of a model that is not the lab's Llama, as a checkpoint records them."""

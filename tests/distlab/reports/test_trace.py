@@ -248,6 +248,7 @@ def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path)
     programs = [[Forward(0, int(name[1])) for name in own] for own in passes.values()]
     ranks = [RankTrace(own) for own in events]
     trace = Trace(ranks, {"dp": 3, "pp": 1}, programs, pipelines=3, alive=[*passes])
+    assert [(repair.kind, repair.start) for repair in trace.repairs()] == [(REPAIR, 2), (REPAIR, 6)]
     panel = repair_panel(trace, trace.repairs()[0])
     computed = [(bar.row, bar.label) for bar in panel.bars if bar.label.startswith("F")]
     assert computed == [(0, "F0"), (0, "F1*"), (2, "F1*"), (2, "F2")]
