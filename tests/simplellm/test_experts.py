@@ -68,8 +68,8 @@ def test_is_its_formula(sizes: Mixture) -> None:
 
 @pytest.mark.quick
 def test_a_model_is_built_again_from_its_options() -> None:
-    sizes: dict[str, Any] = {"dmodel": 32, "num_heads": 4, "n_layers": 1, "ctx_size": 9, "experts": 3, "seed": 1}
-    others = {"experts_per_token": 1, "shared_expert": True, "router_scores": "sigmoid", "qk_norm": True}
+    sizes: dict[str, Any] = {"dmodel": 32, "num_heads": 4, "n_layers": 1, "ctx_size": 9, "experts": 5, "seed": 1}
+    others = {"experts_per_token": 3, "shared_expert": True, "router_scores": "sigmoid", "qk_norm": True}
     net = LLama(CausalLLama, 50, **sizes, **others)
     ids = torch.arange(9)[None]
     with torch.no_grad():
