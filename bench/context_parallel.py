@@ -17,10 +17,10 @@ from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn
 from distlab.axes.grid import all_ranks
 from distlab.parallel.context_parallel import ContextParallel
 from distlab.parallel.data import flatten_gradients
-from distlab.parallel.options import Kind, Order
+from distlab.parallel.options import CPKind, CPOrder
 from simplellm import command_line
 
-WAYS: dict[str, tuple[Kind, Order]] = {
+WAYS: dict[str, tuple[CPKind, CPOrder]] = {
     "ring, zigzag": ("ring", "zigzag"),
     "ring, contiguous": ("ring", "contiguous"),
     "gather": ("gather", "zigzag"),
@@ -49,7 +49,7 @@ def whole(seq_len: int) -> Step:
     return backward_step(net, loss_of(net))
 
 
-def shared(seq_len: int, kind: Kind, order: Order) -> Step:
+def shared(seq_len: int, kind: CPKind, order: CPOrder) -> Step:
     """A step of all ranks, with the average of the gradients."""
     net, context = build(seq_len), ContextParallel(all_ranks("cp"), kind, order)
     gradients = flatten_gradients(net)

@@ -41,7 +41,7 @@ from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.machine.processes import leave
 from distlab.parallel.data import Bucket, GradientBuckets
-from distlab.reports.memory import KINDS, MemoryReport
+from distlab.reports.memory import MEMORY_KINDS, MemoryReport
 from distlab.settings.common import require_positive, shown_as
 from simplellm import command_line
 from simplellm.errors import require
@@ -200,7 +200,7 @@ def compare_memory(name: str, size: Size, settings: Settings) -> list[str]:
     report = MemoryReport(optimizer)
     with report.counting():
         step(ids)
-    counts = report.counts(context_of().recorder)[: len(KINDS)]
+    counts = report.counts(context_of().recorder)[: len(MEMORY_KINDS)]
     if device.type == "cpu":
         return [memory_row(name, counts, None)]
     torch.cuda.reset_peak_memory_stats(device)
@@ -283,7 +283,7 @@ def measure(settings: Settings) -> None:
 
     quotient, step = "median (quartiles)", ("ms a step", "tokens/s")
     variants = ["model", "variant", *step, "share of the peak", f"speed of ours to this one: {quotient}"]
-    counted = [f"{kind}, GB" for kind in KINDS]
+    counted = [f"{kind}, GB" for kind in MEMORY_KINDS]
     memory = ["model", *counted, "counted together, GB", "peak allocated, GB", "peak to counted"]
     ranks = ["model", "ranks", *step, f"speed of {settings.ranks} ranks to one: {quotient}"]
     shared = [name for name in chosen if name not in TOO_LARGE_TO_SHARE]

@@ -33,7 +33,7 @@ from torch import Tensor
 from distlab.machine.heap import set_up_heap
 from distlab.machine.processes import end_with_parent
 from distlab.parallel.expert_parallel import equal_loads
-from distlab.pipeline.actions import KINDS, Action
+from distlab.pipeline.actions import ACTION_KINDS, Action
 from distlab.reports.memory import read_largest
 from distlab.run.logs import peak_memory_bytes
 from distlab.run.main import training_run
@@ -137,7 +137,7 @@ def fall_asleep(costs: Costs) -> None:
         time.sleep(max(0.0, until - time.perf_counter()))
         return computed
 
-    for kind, run in {kind: kind.run for kind in KINDS.values()}.items():
+    for kind, run in {kind: kind.run for kind in ACTION_KINDS.values()}.items():
         kind.run = functools.partialmethod(slowly, run=run)  # type: ignore[assignment]
 
 

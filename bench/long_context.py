@@ -13,7 +13,7 @@ from typing import get_args
 from lab_runs import LAB, Run, run
 from tables import print_head, print_row
 
-from distlab.parallel.options import Kind
+from distlab.parallel.options import CPKind
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import read_machine
@@ -41,12 +41,12 @@ class Settings:
     """the longest context is found to this number of tokens"""
 
 
-def run_with(ranks: int, seq_len: int, kind: Kind = "ring") -> Run:
+def run_with(ranks: int, seq_len: int, kind: CPKind = "ring") -> Run:
     """Train for two steps."""
     return run(f"cp-ring --world-size {ranks} --seq-len {seq_len} --cp-kind {kind} --batch-size 1 --steps 2")
 
 
-def costs(ranks: int, seq_len: int, kind: Kind = "ring") -> Costs:
+def costs(ranks: int, seq_len: int, kind: CPKind = "ring") -> Costs:
     """Return what the planner knows of such a run."""
     model = Model(Sizes(288, 6, 6, 4 * 288, seq_len, SPTokenizer().vocab_size), n_layers=6)
     return Costs(MACHINE, model, RunLayout({"cp": ranks}, 1, 1, "dapple", "none", "none", (6,), kind))
@@ -65,7 +65,7 @@ def sent(settings: Settings) -> None:
     print()
     print_head("ranks:", "way", "sent by a rank in a step, bytes:", "by the formula:")
     for ranks in settings.ranks:
-        for kind in get_args(Kind):
+        for kind in get_args(CPKind):
             known = costs(ranks, 1024, kind)
             if ranks == 1 or (kind == "heads" and known.model.sizes.num_heads % ranks):
                 continue

@@ -27,7 +27,6 @@ from distlab.run.terminal import say
 from distlab.settings.common import RunSettings, WorldSize, require_positive
 from distlab_planner.collective_model import (
     LIBRARY,
-    NUMBER_BYTES,
     CostModel,
     TimedWork,
     bytes_of_a_message,
@@ -36,6 +35,7 @@ from distlab_planner.collective_model import (
     whole_numbers,
 )
 from distlab_planner.collective_probes import costs_for, fit_costs, measure
+from distlab_planner.model import NUMBER_BYTES
 from simplellm.errors import InputError
 
 SHARED = "shared"  # memory: no topology, because every rank reads and writes all the others' memory

@@ -30,7 +30,7 @@ from distlab.settings.folders import CONFIG, is_run
 from distlab.settings.resume_policy import ResumePolicy, marked
 from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
-from distlab_compare.records import Records
+from distlab_compare.records import Recordings
 from distlab_compare.runs import Pair
 from distlab_compare.saved import by_step, first_divergence
 from simplellm import command_line
@@ -40,7 +40,6 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # relative errors of a right t
 RECORD = "--record-gradients 3"  # to suggest
 ONE_PROCESS = "one-process"  # folder, in that of the run
 OF_TRAINING = ResumePolicy.MODEL, ResumePolicy.FIXED, ResumePolicy.DEFAULT
-KINDS: tuple[type[Any], ...] = TrainSettings, ExpertSettings
 AXES = "world_size", "dp", "pp", "cp", "ep", "tp"
 
 
@@ -60,7 +59,7 @@ class Request:
     """relative error up to which two tensors count as equal"""
 
 
-class Run:
+class RecordedRun:
     """A run's folder, and what it has kept of its training."""
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +67,7 @@ class Run:
         require(is_run(folder), f"{there}; give the folder that a run's last lines name")
         self.folder, self.config = folder, json.loads((folder / CONFIG).read_text())
         self.settings: dict[str, Any] = self.config["settings"]
-        self.records = Records(folder, self.config)
+        self.records = Recordings(folder, self.config)
 
     @property
     def layout(self) -> str:
@@ -103,15 +102,15 @@ def compare(request: Request) -> int:
     require(has_one, "compare needs a second run: give RUN_B or --with-one-process, and not both")
     has_script = request.script is None or request.with_one_process
     require(has_script, f"--script {request.script} is for --with-one-process; leave it out")
-    own = Run(request.run_a)
-    right = Run(request.run_b) if request.run_b else run_as_one_process(own, request.script)
+    own = RecordedRun(request.run_a)
+    right = RecordedRun(request.run_b) if request.run_b else run_as_one_process(own, request.script)
     require_same_training(own, right)
     status, lines = _compared(own, right, tolerance or max(own.tolerance, right.tolerance))
     print("\n".join(lines))
     return status
 
 
-def _compared(own: Run, right: Run, tolerance: float) -> tuple[int, list[str]]:
+def _compared(own: RecordedRun, right: RecordedRun, tolerance: float) -> tuple[int, list[str]]:
     """Return the exit status, and lines about the first difference."""
     names = f"{own.folder} ({own.layout}) and {right.folder} ({right.layout})"
     if own.records.steps and right.records.steps:
@@ -148,9 +147,9 @@ def _shown(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def require_same_training(own: Run, right: Run) -> None:
+def require_same_training(own: RecordedRun, right: RecordedRun) -> None:
     """Raise `InputError` unless two runs should be equal: the same model, data, seed, global batch and recipe."""
-    names = dict.fromkeys(name for kind in KINDS for name in marked(kind(), *OF_TRAINING))
+    names = dict.fromkeys(name for some in (TrainSettings(), ExpertSettings()) for name in marked(some, *OF_TRAINING))
     told = [
         f"{as_flag(name)} {own.settings[name]} and {right.settings[name]}"
         for name in names
@@ -170,7 +169,7 @@ def require_same_training(own: Run, right: Run) -> None:
     require(not told, f"{own.folder} and {right.folder} are different trainings: {'; '.join(told)}; {advice}")
 
 
-def require_same_parameters(own: Run, right: Run, step: int) -> None:
+def require_same_parameters(own: RecordedRun, right: RecordedRun, step: int) -> None:
     """Raise `InputError` unless two runs have parameters of the same names and shapes."""
     named = [run.records.names(step, "weights") for run in (own, right)]
     for run, mine, others in ((own, named[0], named[1]), (right, named[1], named[0])):
@@ -183,7 +182,7 @@ def require_same_parameters(own: Run, right: Run, step: int) -> None:
         require(shapes[0] == shapes[1], told)
 
 
-def run_as_one_process(own: Run, script: Path | None) -> Run:
+def run_as_one_process(own: RecordedRun, script: Path | None) -> RecordedRun:
     """Run the training of a run again as one process, on the same batches, for as many steps as it has kept."""
     has_records, saved = bool(own.records.steps), by_step(own.folder)
     told = f"{own.folder}: has neither gradients nor checkpoints to compare; run it with {RECORD}"
@@ -204,10 +203,10 @@ def run_as_one_process(own: Run, script: Path | None) -> Run:
         output.seek(0)
         last = next((line.strip("# \n") for line in reversed(output.readlines()) if line.strip()), "it said nothing")
     require(ended.returncode == 0, f"{flags[0]} does not run as one process: {last}; give another --script")
-    return Run(out)
+    return RecordedRun(out)
 
 
-def one_process_flags(own: Run, script: Path | None) -> list[str]:
+def one_process_flags(own: RecordedRun, script: Path | None) -> list[str]:
     """Return a script and the flags with which it runs the training of a run as one process.
 
     Each micro-batch of each replica is a micro-batch of its own, in the same order.
@@ -238,7 +237,7 @@ def one_process_flags(own: Run, script: Path | None) -> list[str]:
     return flags
 
 
-def _training_values(own: Run, defaults: RunSettings) -> dict[str, Any]:
+def _training_values(own: RecordedRun, defaults: RunSettings) -> dict[str, Any]:
     """Return the settings of a run that decide its training: those of the lab, and those of a user's own script."""
     names = [*marked(defaults, *OF_TRAINING), "steps", "num_kv_heads", "data", "tokenizer", "device", "timeout"]
     for kind in type(defaults).__mro__:

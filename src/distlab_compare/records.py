@@ -73,8 +73,8 @@ class RankStep:
         return TensorPart(self._file.get_tensor(key), *self._parts[key])
 
 
-class Records:
-    """The records of a run, of all its ranks.
+class Recordings:
+    """The recordings of all ranks of a run.
 
     Args:
         run: the run's folder.

@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
 from distlab_compare.differences import LATER, ROUNDING, UNSURE, Difference, differs_by, tell
-from distlab_compare.records import Records, TensorPart
+from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.shares import Mistake
 
 BEGINNINGS = {  # of sentences, by what differs
@@ -55,8 +55,8 @@ class Pair:
 
     def __init__(
         self,
-        run: Records,
-        other: Records,
+        run: Recordings,
+        other: Recordings,
         tolerance: float,
         losses: tuple[Mapping[int, float], Mapping[int, float]] = ({}, {}),
         micro_batches: int = 1,

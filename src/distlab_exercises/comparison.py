@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
-from distlab_compare.records import Records, TensorPart
+from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.runs import Pair
 from distlab_compare.shares import Mistake
 from distlab_exercises.catalogue import Trial
@@ -28,7 +28,7 @@ class Comparison(Pair):
     """
 
     def __init__(
-        self, trial: Trial, run: Records, one: Records, facts: Facts, lr: float, reports: list[Report]
+        self, trial: Trial, run: Recordings, one: Recordings, facts: Facts, lr: float, reports: list[Report]
     ) -> None:
         super().__init__(run, one, shares.TOLERANCE, micro_batches=trial.micro_batches)
         self.trial, self.facts, self.lr, self.reports = trial, facts, lr, reports
@@ -239,7 +239,7 @@ class Comparison(Pair):
         return found
 
 
-def _weights_of(run: Records, rank: int) -> dict[str, TensorPart]:
+def _weights_of(run: Recordings, rank: int) -> dict[str, TensorPart]:
     """Return a rank's parts of the initial weights, by name."""
     records = run.ranks(0)[rank]
     return {name: records.part("weights", name) for name in records.names("weights")}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from distlab.settings.folders import RECORDED
 from distlab_compare import shares
-from distlab_compare.records import Records
+from distlab_compare.records import Recordings
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.exhibits import Exhibit
 from distlab_exercises.ranks import Report, Submission
@@ -55,7 +55,7 @@ def run_exhibit(submission: Submission, exhibit: Exhibit, **others: Any) -> tupl
     return reports, losses + later_losses
 
 
-def initial_weights(records: Records, folder: Path) -> Path:
+def initial_weights(records: Recordings, folder: Path) -> Path:
     """Return a file with the weights of the whole model at the start, put together from the ranks' slices.
 
     Raises:

@@ -14,7 +14,7 @@ from distlab_exercises.skeleton import write_out
 from simplellm.errors import InputError, require
 
 OF_THE_LAB = re.compile(r"(distlab\w*|simplellm)(\.\w+)*")  # a name in one of its packages
-KINDS = {".ipynb": "a notebook", ".zip": "an archive", ".pdf": "a document", ".txt": "a text", ".md": "a text"}
+OTHER_FILES = {".ipynb": "a notebook", ".zip": "an archive", ".pdf": "a document", ".txt": "a text", ".md": "a text"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def handed_in(folder: Path) -> Iterator[HandedIn]:
             continue
         student = shown(parts[0]) if len(parts) > 1 else ""
         if path.suffix != ".py":
-            kind = KINDS.get(path.suffix, "no Python file")
+            kind = OTHER_FILES.get(path.suffix, "no Python file")
             yield HandedIn(path, student, None, f"{shown(path)}: is {kind}; a .py file can be checked")
             continue
         try:

@@ -21,7 +21,7 @@ from distlab.run.recording import Recording
 from distlab.run.training import TrainingRun
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.training import TrainSettings
-from distlab_compare.records import Records
+from distlab_compare.records import Recordings
 from distlab_exercises.catalogue import USUAL, Exercise, OneProcess, Trial
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.loading import load, settings_for
@@ -125,7 +125,7 @@ def _with_other_weights(*args: Any, **options: Any) -> nn.Module:
     return net
 
 
-def expected_of(trial: Trial, how: OneProcess = USUAL, start: Path | None = None) -> tuple[Records, Facts]:
+def expected_of(trial: Trial, how: OneProcess = USUAL, start: Path | None = None) -> tuple[Recordings, Facts]:
     """Return what `one_process` records, and its report; computed once for all files that are checked."""
     return _expected_of(trial.batch_size, trial.replicas, trial.micro_batches, how, start)
 
@@ -133,13 +133,13 @@ def expected_of(trial: Trial, how: OneProcess = USUAL, start: Path | None = None
 @functools.cache
 def _expected_of(
     batch_size: int, replicas: int, micro_batches: int, how: OneProcess, start: Path | None
-) -> tuple[Records, Facts]:
+) -> tuple[Recordings, Facts]:
     with tempfile.TemporaryDirectory(prefix="lab-check-") as name:
         submission = Submission(Path(__file__), Path(name))
         [report] = submission.run_ranks(1, one_process, batch_size, replicas, micro_batches, how, start)
         if report.state != "ended":
             raise RuntimeError(f"one process failed: {report.sentences} {report.line}")
-        records = Records(Path(name), {"layout": {}, "world_size": 1})
+        records = Recordings(Path(name), {"layout": {}, "world_size": 1})
         for step in records.steps:
             records.ranks(step)  # opens its file, which can then be read although its folder is gone
         return records, report.facts
@@ -216,9 +216,9 @@ def run_script(
     return reports, [json.loads(line)["loss"] for line in lines]
 
 
-def recorded(submission: Submission, trial: Trial) -> Records:
+def recorded(submission: Submission, trial: Trial) -> Recordings:
     """Return the gradients and weights of a script's ranks."""
-    return Records(submission.folder / "run", {"layout": trial.layout, "world_size": trial.world_size})
+    return Recordings(submission.folder / "run", {"layout": trial.layout, "world_size": trial.world_size})
 
 
 def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, trial: Trial) -> None:

@@ -15,7 +15,7 @@ from distlab.collectives.algorithms import ALL_REDUCES, broadcast_naive, broadca
 from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm.link import Link
 from distlab.parallel.context_parallel import positions_of
-from distlab.parallel.options import Order
+from distlab.parallel.options import CPOrder
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.auto import Limit
 from distlab.pipeline.plan import simulate
@@ -226,7 +226,7 @@ def sequence_parts(png: Png, /, ranks: int = 4) -> None:
     require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
     figure, grid = style.subplots(4.4, 1, 2)
     chunks = 2 * ranks
-    for axes, order in zip(grid, get_args(Order), strict=True):
+    for axes, order in zip(grid, get_args(CPOrder), strict=True):
         owners = {int(chunk): rank for rank in range(ranks) for chunk in positions_of(rank, ranks, chunks, order)}
         work = Counter[int]()  # by rank; within a chunk, half of the pairs
         for query, key in itertools.product(range(chunks), repeat=2):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from distlab.reports import style
-from distlab.reports.memory import KINDS, ONLY_SOME, read_largest
+from distlab.reports.memory import MEMORY_KINDS, ONLY_SOME, read_largest
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
 from distlab_figures.diagrams import Png
 from distlab_figures.records import (
@@ -44,7 +44,7 @@ HOLDINGS = (
     style.YELLOW,
     style.PURPLE,
     style.SKY,
-)  # of `KINDS`; the same colors as the passes that create them
+)  # of `MEMORY_KINDS`; the same colors as the passes that create them
 
 
 def losses(
@@ -138,7 +138,7 @@ def holdings(png: Png, runs: NamedRuns, /) -> None:
     figure, axes = style.subplots(3.8)
     below = [0.0] * len(names)
     kinds: dict[str, Any] = {}
-    for kind, color, sizes in zip(KINDS, HOLDINGS, zip(*counts, strict=True), strict=True):
+    for kind, color, sizes in zip(MEMORY_KINDS, HOLDINGS, zip(*counts, strict=True), strict=True):
         heights = [size / 1e6 for size in sizes]
         if kind in ONLY_SOME and not any(heights):
             continue

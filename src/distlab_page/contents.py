@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from distlab.axes.layout import WORDS, coordinate, replica_of, replicas_in
+from distlab.axes.layout import AXIS_WORDS, coordinate, replica_of, replicas_in
 from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS, SCHEDULES, all_stages, stages_per_worker
@@ -144,7 +144,7 @@ def layout(run: Records) -> Json:
     }
     named = [f"{size} {words.get(axis, axis)}" for axis, size in axes.items() if size > 1]
     sizes = {"columns": axes.get("pp", 1), "rows": replicas_in(axes), "inner": axes.get("cp", 1) * axes.get("tp", 1)}
-    head = ("rank", *(f"{WORDS.get(axis) or axis}" for axis in axes), "layers", *(["end"] if dead else []))
+    head = ("rank", *(f"{AXIS_WORDS.get(axis) or axis}" for axis in axes), "layers", *(["end"] if dead else []))
     ends = [["died" if r["died"] else ""] * bool(dead) for r in ranks]
     rows = [
         (r["rank"], *(coordinate(axes, r["rank"], axis) for axis in axes), r["layers"], *end)

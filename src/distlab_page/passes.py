@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distlab.comm.recorder import COMPUTE, PART, SEND, STEP, WAIT, Event
-from distlab.pipeline.actions import KINDS, labels
+from distlab.pipeline.actions import ACTION_KINDS, labels
 from distlab.pipeline.engine import Engine, Graph
 from distlab.reports import style
 from distlab.reports.trace import Trace
@@ -99,7 +99,7 @@ def _bars(trace: Trace, rank: int, step: Event) -> list[Event]:
 
 def _kind(event: Event) -> str:
     """Return a bar's kind: an action's letter, or "compute", "part", "wait"."""
-    if event.kind == COMPUTE and event.name[0] in KINDS:
+    if event.kind == COMPUTE and event.name[0] in ACTION_KINDS:
         return event.name[0]
     return {WAIT: "wait", PART: "part", STEP: "compute"}.get(event.kind, "compute")
 
@@ -114,7 +114,7 @@ def _look(kind: str) -> Json:
     if kind in others:
         words, color = others[kind]
         return {"words": words, "color": color}
-    return {"words": f"{kind}: {KINDS[kind].in_words()}", "color": KINDS[kind].color}
+    return {"words": f"{kind}: {ACTION_KINDS[kind].in_words()}", "color": ACTION_KINDS[kind].color}
 
 
 def _ms(seconds: float) -> float:

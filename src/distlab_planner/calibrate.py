@@ -122,7 +122,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
         hosts=run.world_size // local,
         ranks_per_host=local,
         cores_per_host=at_once,
-        memory_bytes_per_host=memory_bytes(device),
+        memory_bytes_per_host=device_memory_bytes(device),
         inside=links[0],
         between=links[len(peers) - 1],
         multiply_adds_per_second=speeds[in_float32],
@@ -183,7 +183,7 @@ def with_tiny_run(machine: Machine, device: torch.device, *more: str) -> Machine
     return replace(machine, step_seconds=measuring.lower_quartile(besides), process_bytes=process_bytes)
 
 
-def memory_bytes(device: torch.device) -> float:
+def device_memory_bytes(device: torch.device) -> float:
     """Return the memory of this host, or of its GPUs together."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())

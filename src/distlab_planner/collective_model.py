@@ -19,10 +19,10 @@ from distlab import collectives as by_hand
 from distlab.collectives.simulation import SimulatedEndpoint, SimulatedWorld
 from distlab.comm.endpoint import Endpoint
 from distlab.comm.link import Link
+from distlab_planner.model import NUMBER_BYTES
 
 TimedWork = Callable[[], object]
 LIBRARY = "library"
-NUMBER_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)

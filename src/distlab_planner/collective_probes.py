@@ -15,7 +15,8 @@ from torch import Tensor
 from distlab.collectives.algorithms import shift
 from distlab.comm.endpoint import Endpoint
 from distlab.comm.link import Link
-from distlab_planner.collective_model import NUMBER_BYTES, CostModel, TimedWork
+from distlab_planner.collective_model import CostModel, TimedWork
+from distlab_planner.model import NUMBER_BYTES
 
 FITTED_BYTES = 1_000_000, 4_000_000, 16_000_000
 ADDED_BYTES = 100_000_000  # takes long enough that all ranks add at once, although they leave the barrier one by one

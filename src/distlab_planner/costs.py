@@ -8,6 +8,7 @@ from typing import Any
 
 from distlab.axes.layout import Layout, layout_size
 from distlab.comm.link import Link
+from distlab.parallel.options import SHARDED_BUCKET_BYTES
 from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab_planner.activations import Activations
@@ -17,7 +18,6 @@ from distlab_planner.machine import KIND_OF, Device, Machine, Measured, PassKind
 from distlab_planner.model import NUMBER_BYTES, Model, ModelPart, share
 from distlab_planner.traffic import RankGroup, RanksOnHosts
 
-SHARDED_BUCKET_BYTES = 5_000_000  # `BUCKET_BYTES // 5` of `distlab.parallel.sharded`
 SHARE_OF = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward pass's multiply-adds
 
 

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from distlab.parallel.options import SHARDED_BUCKET_BYTES
 from distlab.pipeline.actions import Action, stages_of
-from distlab_planner.costs import SHARDED_BUCKET_BYTES, Costs
+from distlab_planner.costs import Costs
 from distlab_planner.model import NUMBER_BYTES, PARTS, Parameter
 
 Flat = list[tuple[int, Parameter]]  # parameters side by side, each with its number, in the order of a backward pass

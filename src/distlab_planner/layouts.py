@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from distlab.axes.layout import Layout, layout_size, neighbors_of, replicas_in, stride
-from distlab.parallel.options import Kind, Order, check_division, check_sharing, padded_length
+from distlab.parallel.options import CPKind, CPOrder, check_division, check_sharing, padded_length
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (
     AUTO,
@@ -28,7 +28,7 @@ from simplellm.options import BLOCK_BY_BLOCK, Recompute
 Shard = Literal["none", "optimizer", "gradients", "weights"]
 SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "weights")
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-CP_KINDS: tuple[Kind, ...] = ("ring", "gather", "heads")
+CP_KINDS: tuple[CPKind, ...] = ("ring", "gather", "heads")
 WHOLE_BLOCKS = "of compiled passes, the planner knows those of whole blocks; leave one of the two out"
 SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpipe with one worker only keeps more
 
@@ -44,8 +44,8 @@ class RunLayout:
     recompute: Recompute
     shard: Shard
     split: Split  # layers of each stage
-    cp_kind: Kind = "ring"
-    cp_order: Order = "zigzag"
+    cp_kind: CPKind = "ring"
+    cp_order: CPOrder = "zigzag"
     residual: Dtype = "float32"  # of the stream between norms and layers
     sequence_parallel: bool = False  # slices hold parts of the sequences between attention and feed-forward layers
 
@@ -169,7 +169,7 @@ class Choices:
 
     # Their sizes; for "cp" and "ep", an empty one stands for 1. Those of "dp" are of all replicas.
     axes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    cp_kinds: Sequence[Kind] = ()
+    cp_kinds: Sequence[CPKind] = ()
     micro_batches: Sequence[int] = ()
     schedules: Sequence[str] = ()
     recompute: Sequence[Recompute] = ()
@@ -253,7 +253,7 @@ def default_split(model: Model, stages: int) -> Split:
     return balance(model.n_layers, stages, model.sizes.parts)
 
 
-def _divides(model: Model, tp: int, cp: int, kind: Kind) -> bool:
+def _divides(model: Model, tp: int, cp: int, kind: CPKind) -> bool:
     sizes = model.sizes
     is_padded = padded_length(sizes.seq_len, cp, RunLayout.cp_order) > sizes.seq_len
     try:

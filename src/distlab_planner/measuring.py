@@ -18,7 +18,7 @@ from distlab.comm.link import Link
 from distlab.comm.names import CONTROL, named
 from distlab.parallel.expert_parallel import equal_loads
 from distlab.parallel.tp_group import shard_sizes
-from distlab.pipeline.actions import KINDS
+from distlab.pipeline.actions import ACTION_KINDS
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.rehearsal import now, rehearse
 from distlab_planner.collective_probes import seconds_in_turn
@@ -72,7 +72,7 @@ class Passes:
         `before` is called before each of them, and not timed.
         """
         parts = [MicroBatch(self._stage, self._ids) for _ in range(micro_batches)]
-        actions = [KINDS[letter](self._index, number) for letter in letters for number in range(micro_batches)]
+        actions = [ACTION_KINDS[letter](self._index, number) for letter in letters for number in range(micro_batches)]
         rehearsal = rehearse(actions, lambda action: parts[action.micro_batch], self._stages, self._width)
         seconds = dict.fromkeys(letters, 0.0)
         before()

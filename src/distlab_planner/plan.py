@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from distlab.launching.command import lab_command
 from distlab.machine.cores import asked_threads
-from distlab.parallel.options import Kind
+from distlab.parallel.options import CPKind
 from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.run.commands import launcher
 from distlab.run.terminal import counted
@@ -73,7 +73,7 @@ class PlanRequest(ModelFlags, RanksToPlan):  # `--help` lists the flags of the l
     """ranks that share each sequence to choose from"""
     ep: tuple[int, ...] = (1,)
     """replicas that share the experts to choose from"""
-    cp_kind: Annotated[tuple[Kind, ...], shown_as("|".join(CP_KINDS), ALL)] = ()
+    cp_kind: Annotated[tuple[CPKind, ...], shown_as("|".join(CP_KINDS), ALL)] = ()
     """ways to share sequences to choose from"""
     micro_batches: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
     """numbers of micro-batches to choose from"""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distlab.parallel.options import Kind, Order, padded_length
+from distlab.parallel.options import CPKind, CPOrder, padded_length
 from distlab_planner.model import NUMBER_BYTES, Sizes
 
 
@@ -20,8 +20,8 @@ class SharedAttention:
     sizes: Sizes
     rows: int
     ranks: int = 1
-    kind: Kind = "ring"
-    order: Order = "zigzag"
+    kind: CPKind = "ring"
+    order: CPOrder = "zigzag"
     tp: int = 1
 
     @property

@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 
-from distlab.pipeline.actions import KINDS, Action, ActionCosts, stages_of
+from distlab.pipeline.actions import ACTION_KINDS, Action, ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, Span
 from distlab.pipeline.schedules import AUTO, SCHEDULES
 from distlab_page.contents import NO_BUBBLE, simulated
@@ -69,11 +69,11 @@ def _typed_line(worker: int, line: str) -> list[Action]:
         require(found is not None, f"worker {worker}, {word}: {A_LINE}")
         assert found is not None
         letter, number, primes = found.groups()
-        known = ", ".join(f"{kind} ({KINDS[kind].in_words()})" for kind in KINDS if kind.isalpha())
-        require(letter in KINDS, f"worker {worker}, {word}: no such action; there are {known}")
+        known = ", ".join(f"{kind} ({ACTION_KINDS[kind].in_words()})" for kind in ACTION_KINDS if kind.isalpha())
+        require(letter in ACTION_KINDS, f"worker {worker}, {word}: no such action; there are {known}")
         one = f"worker {worker}, {word}: it holds {len(stages)} stages"
         require(len(primes) < len(stages), f"{one}; name them before a colon, as in 0 3: F0 F0' B0' B0")
-        actions.append(KINDS[letter](stages[len(primes)], int(number)))
+        actions.append(ACTION_KINDS[letter](stages[len(primes)], int(number)))
     return actions
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from simplellm.errors import InputError
-from simplellm.hub_kinds import KINDS, kind_of
+from simplellm.hub_kinds import MODEL_KINDS, kind_of
 from simplellm.hub_tokenizer import original
 from simplellm.saved_model import SavedModel
 from simplellm.tokenizer_json import as_tokenizer_json
@@ -47,8 +47,8 @@ def export(model: SavedModel, folder: Path) -> None:
             _write(place / "tokenizer_config.json", tokenizer_config(tokenizer, model.options["ctx_size"]))
             if not is_json(content):
                 shutil.copyfile(model.tokenizer, place / "tokenizer.model")
-            stored = {name: tensor for name, tensor in model.parameters.items() if KINDS[kind].stores(name)}
-            weights = {KINDS[kind].hub_name(name): tensor.contiguous() for name, tensor in stored.items()}
+            stored = {name: tensor for name, tensor in model.parameters.items() if MODEL_KINDS[kind].stores(name)}
+            weights = {MODEL_KINDS[kind].hub_name(name): tensor.contiguous() for name, tensor in stored.items()}
             save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
             # safetensors makes its file unreadable for other users; an export is meant to be shared.
             (place / "model.safetensors").chmod((place / "config.json").stat().st_mode)
@@ -88,7 +88,7 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
 
 def hub_config(options: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return the model's sizes as the fields of transformers' configuration of a kind of models."""
-    kind, theta, scaling = KINDS[model_type], options["rope_theta"], options.get("rope_scaling")
+    kind, theta, scaling = MODEL_KINDS[model_type], options["rope_theta"], options.get("rope_scaling")
     rope = {"rope_type": "llama3" if scaling else "default", **(scaling or {}), "rope_theta": theta}
     rope |= {key: value for key, value in kind.fixed.items() if key == "partial_rotary_factor"}
     config = {

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
         return self.has_corrections or not name.endswith(CORRECTION)
 
 
-KINDS = {
+MODEL_KINDS = {
     "llama": Kind("Llama", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4}),
     "mixtral": Kind(
         "Mixtral",
@@ -105,7 +105,7 @@ def kind_of(options: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> str
         return "llama"
     is_biased = bool(options.get("attention_bias") or options.get("mlp_bias"))
     is_corrected = any(bool(p.any()) for name, p in parameters.items() if name.endswith(CORRECTION))
-    for name, kind in KINDS.items():
+    for name, kind in MODEL_KINDS.items():
         is_alike = all(options.get(option, False) == value for option, value in kind.options.items())
         if kind.experts and is_alike and not is_biased and (kind.has_corrections or not is_corrected):
             return name

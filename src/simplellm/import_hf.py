@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from simplellm.errors import InputError
-from simplellm.hub_kinds import KINDS, Kind
+from simplellm.hub_kinds import MODEL_KINDS, Kind
 from simplellm.hub_tokenizer import standalone
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import RopeScaling
@@ -111,10 +111,10 @@ def _kind(path: Path, config: dict[str, Any]) -> Kind:
         InputError: it has features that the lab's Llama does not have, or fields that are not understood.
     """
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in KINDS:
+    if not isinstance(name, str) or name not in MODEL_KINDS:
         wanted = 'only a "llama" can be imported, and with experts a "mixtral", a "qwen3_moe" and a "glm4_moe"'
         raise _refuse(path, "model_type", name, wanted)
-    kind, rope = KINDS[name], config.get("rope_parameters")
+    kind, rope = MODEL_KINDS[name], config.get("rope_parameters")
     for key, value in kind.fixed.items():
         found = config.get(key, rope.get(key) if isinstance(rope, dict) else None)
         if found != value and (found or value):

@@ -26,7 +26,7 @@ from torch import Tensor
 from distlab.axes.grid import Axis
 from distlab.parallel import clipping, expert_parallel
 from distlab.parallel.clipping import NormSum
-from distlab_compare.records import Records
+from distlab_compare.records import Recordings
 
 PLAIN, ALL_AXES = "EP/intro_EP.py", "hybrid/intro_5d.py"
 MODEL = (
@@ -191,8 +191,8 @@ def test_faults_show(
         assert_same_run(run_beside("--dp 2 --pp 1 --ep 2", "--steps 3", tmp_path), alone[""], 1e-4)
 
 
-def gradients_and_weights(run: Run) -> Records:
-    return Records(run.out, json.loads((run.out / "config.json").read_text()))
+def gradients_and_weights(run: Run) -> Recordings:
+    return Recordings(run.out, json.loads((run.out / "config.json").read_text()))
 
 
 def test_resumes_with_other_numbers_of_ranks(tmp_path: Path) -> None:

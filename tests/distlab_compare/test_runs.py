@@ -20,11 +20,13 @@ from distlab.checkpoints.format import Checkpoint
 from distlab.checkpoints.saving import save
 from distlab.run.recording import file_of
 from distlab.run.steps import STOP_AFTER
-from distlab_compare.command import Request, Run, compare, one_process_flags
-from distlab_compare.records import Records, TensorPart
+from distlab_compare.command import RecordedRun, Request, compare, one_process_flags
+from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.runs import Pair
 from distlab_compare.saved import Saved, first_divergence
 from simplellm.errors import InputError
+
+ONE_PROCESS = {"layout": {}, "world_size": 1}
 
 
 def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_path: Path) -> None:
@@ -34,8 +36,8 @@ def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_pat
         record(tmp_path / "run", rank, {"gradient.weight": shares[0]}, start=2 * (rank % 2), rows=2)
     kept = {f"share.{replica}.weight": share / 2 for replica, share in enumerate(shares)}
     record(tmp_path / "one", 0, {"gradient.weight": shares.mean(0), **kept})
-    run = Records(tmp_path / "run", {"layout": {"dp": 2, "tp": 2}, "world_size": 4})
-    one = Records(tmp_path / "one", {"layout": {}, "world_size": 1})
+    run = Recordings(tmp_path / "run", {"layout": {"dp": 2, "tp": 2}, "world_size": 4})
+    one = Recordings(tmp_path / "one", ONE_PROCESS)
     divergence = Pair(run, one, tolerance=1e-4).first_divergence()
     assert divergence is not None
     told = "step 0: the gradient of weight on all ranks looks as if rank 1's share was lost; the others count 2 times"
@@ -49,8 +51,8 @@ def test_shares_of_other_parts_of_the_batch_name_no_mistake(tmp_path: Path) -> N
         record(tmp_path / "run", rank, {"gradient.weight": first})
     shares = {f"share.{number}.weight": share / 4 for number, share in enumerate((first, second, second, first))}
     record(tmp_path / "one", 0, {"gradient.weight": (first + second) / 2, **shares})
-    run = Records(tmp_path / "run", {"layout": {"dp": 2}, "world_size": 2})
-    one = Records(tmp_path / "one", {"layout": {}, "world_size": 1})
+    run = Recordings(tmp_path / "run", {"layout": {"dp": 2}, "world_size": 2})
+    one = Recordings(tmp_path / "one", ONE_PROCESS)
     for micro_batches, name in ((1, "other"), (2, "other-weights")):
         divergence = Pair(run, one, tolerance=1e-4, micro_batches=micro_batches).first_divergence()
         assert divergence is not None
@@ -65,14 +67,14 @@ def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_eac
     config = {"settings": settings, "layout": {"dp": 2, "pp": 3}, "world_size": 6, "data": "sample"}
     config |= {"script": str(LAB / "hybrid/intro_hybrid.py"), "resume": "runs/before"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    script, *flags = one_process_flags(Run(tmp_path), None)
+    script, *flags = one_process_flags(RecordedRun(tmp_path), None)
     assert script == str(LAB / "primer/intro.py")
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     wanted = {"--batch-size": "12", "--micro-batches": "6", "--n-layers": "4", "--seed": "7"}
     assert given == {**wanted, "--resume": "runs/before", "--data": "sample"}
     config["settings"] = settings | {"experts": 4, "betas": [0.8, 0.95]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    script, *flags = one_process_flags(Run(tmp_path), None)
+    script, *flags = one_process_flags(RecordedRun(tmp_path), None)
     assert script == str(LAB / "hybrid/intro_5d.py")
     assert "--experts 4" in " ".join(flags)
     assert "--betas 0.8 0.95" in " ".join(flags)
@@ -117,7 +119,7 @@ def test_one_process_has_the_settings_of_a_script_s_own(tmp_path: Path) -> None:
     settings = {"has_bias": False, "is_wide": True, "width": 16, "batch_size": 2}
     config = {"settings": settings, "layout": {}, "world_size": 1, "script": str(script)}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = " ".join(one_process_flags(Run(tmp_path), script)[1:])
+    flags = " ".join(one_process_flags(RecordedRun(tmp_path), script)[1:])
     assert all(f"{flag} --" in f"{flags} --" for flag in ("--no-has-bias", "--is-wide", "--width 16")), flags
 
 
@@ -152,7 +154,7 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
         path,
         metadata={"parts": json.dumps({"gradient.weight": ([3], [([0], [3])])})},
     )
-    run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
+    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
     divergence = Pair(run, one, tolerance=1e-4).first_divergence()
     assert divergence is not None
     assert divergence.sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
@@ -174,7 +176,7 @@ def test_a_wrong_gradient_is_described_without_shares(
     for name, second in (("run", wrong(right, before)), ("one", right)):
         for step, gradient in enumerate((before, second)):
             record(tmp_path / name, 0, {"gradient.weight": gradient}, step=step)
-    run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
+    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
     divergence = Pair(run, one, tolerance=1e-4).first_divergence()
     assert divergence is not None
     assert divergence.sentences[0].startswith(f"step 1: the gradient of weight on rank 0 {told}")
@@ -188,8 +190,8 @@ def test_rounding_of_small_elements_is_that_of_their_tensor(tmp_path: Path) -> N
     for rank in range(2):
         record(tmp_path / "run", rank, {"gradient.weight": right + 1e-5}, start=2 * rank, rows=2)
         record(tmp_path / "run", rank, {"weights.weight": right}, start=2 * rank, rows=2, step=1)
-    run = Records(tmp_path / "run", {"layout": {"tp": 2}, "world_size": 2})
-    one = Records(tmp_path / "one", {"layout": {}, "world_size": 1})
+    run = Recordings(tmp_path / "run", {"layout": {"tp": 2}, "world_size": 2})
+    one = Recordings(tmp_path / "one", ONE_PROCESS)
     assert Pair(run, one, tolerance=1e-4).first_divergence() is None
     assert Pair(run, one, tolerance=1e-6).first_divergence() is not None
 
@@ -203,7 +205,7 @@ def test_an_element_whose_gradient_was_rounding_once_may_have_any_weight_from_th
         for step, gradient in enumerate((rounding, torch.ones(SHAPE))):
             record(tmp_path / name, 0, {"gradient.weight": gradient, "weights.weight": weights[step]}, step=step)
         record(tmp_path / name, 0, {"weights.weight": weights[2]}, step=2)
-    run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
+    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
     assert Pair(run, one, tolerance=1e-4, has_moments=True).first_divergence() is None
     divergence = Pair(run, one, tolerance=1e-4).first_divergence()
     assert divergence is not None
@@ -214,8 +216,8 @@ def test_steps_of_a_layout_with_more_ranks_are_not_those_of_a_resumed_run(tmp_pa
     for step, ranks in enumerate((3, 2, 2)):
         for rank in range(ranks):
             record(tmp_path, rank, {"weights.weight": torch.ones(SHAPE)}, step=step)
-    assert Records(tmp_path, {"layout": {"dp": 2}, "world_size": 2}).steps == [1, 2]
-    assert Records(tmp_path, {"layout": {"dp": 3}, "world_size": 3}).steps == [0]
+    assert Recordings(tmp_path, {"layout": {"dp": 2}, "world_size": 2}).steps == [1, 2]
+    assert Recordings(tmp_path, {"layout": {"dp": 3}, "world_size": 3}).steps == [0]
 
 
 def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +238,7 @@ def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(tmp_p
         record(tmp_path / "one", 0, {"gradient.weight": torch.ones(SHAPE)}, step=step)
         record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.full(SHAPE, 1 + 5e-4)}, step=step)
         record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.ones(SHAPE)}, step=1 - step)
-    first, second, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run0", "run1", "one"))
+    first, second, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run0", "run1", "one"))
     divergence = Pair(first, one, tolerance=1e-4, has_moments=True).first_divergence()
     assert divergence is not None
     assert divergence.step == 0
@@ -268,7 +270,7 @@ def test_the_first_difference_of_a_step_is_told(
     for name, first, change in (("run", start, update), ("one", START, 0.1 * START)):
         record(tmp_path / name, 0, {"gradient.weight": START, "weights.weight": first})
         record(tmp_path / name, 0, {"weights.weight": first - change}, step=1)
-    run, one = (Records(tmp_path / name, {"layout": {}, "world_size": 1}) for name in ("run", "one"))
+    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
     divergence = Pair(run, one, tolerance=1e-4, losses=({0: loss}, {0: 1.0})).first_divergence()
     assert divergence is not None
     assert divergence.step == 0
@@ -369,10 +371,10 @@ def test_elements_that_no_rank_has_recorded_are_told(tmp_path: Path) -> None:
     record(tmp_path, 0, {"weights.weight": torch.ones(SHAPE)}, rows=2)
     record(tmp_path, 0, {"weights.weight": torch.ones(SHAPE)}, rows=3, step=1)
     record(tmp_path, 1, {"weights.weight": 2 * torch.ones(SHAPE)}, start=2, rows=2, step=1)
-    both = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 2}).whole(1, "weights", "weight")
+    both = Recordings(tmp_path, {"layout": {"tp": 2}, "world_size": 2}).whole(1, "weights", "weight")
     assert both[:, 0].tolist() == [1, 1, 1, 2], "of those that both have recorded, the first rank's count"
     assert TensorPart(torch.empty(0), [*SHAPE], []).of(both).tolist() == [], "of a rank that holds none of them"
-    run = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 1})
+    run = Recordings(tmp_path, {"layout": {"tp": 2}, "world_size": 1})
     with pytest.raises(InputError, match="no rank has recorded all of weight in step 0"):
         run.whole(0, "weights", "weight")
     with pytest.raises(InputError, match="no rank has recorded bias in step 0"):
@@ -387,7 +389,7 @@ def test_metrics_end_with_the_last_complete_line_and_others_are_told(tmp_path: P
     (tmp_path / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
     lines = '{"step": 0, "loss": 2.5}\n{"step": 1, "loss": null}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo'
     (tmp_path / "metrics.jsonl").write_text(lines)
-    assert Run(tmp_path).losses == {0: 2.5, 2: 1.5}
+    assert RecordedRun(tmp_path).losses == {0: 2.5, 2: 1.5}
     (tmp_path / "metrics.jsonl").write_bytes(b"\x80\n")
     with pytest.raises(InputError, match=r"metrics\.jsonl: these are not the metrics of a run"):
-        _ = Run(tmp_path).losses
+        _ = RecordedRun(tmp_path).losses

@@ -14,7 +14,7 @@ from support.mends import MENDS, Mend
 from support.written_records import SHAPE, record
 
 from distlab.launch import launch
-from distlab_compare.records import Records
+from distlab_compare.records import Recordings
 from distlab_exercises.checker import prepare, verdict_of
 from distlab_exercises.exhibits import EXHIBITS
 from distlab_exercises.museum import initial_weights, run_exhibit
@@ -87,7 +87,7 @@ def test_slices_that_ranks_initialise_are_put_together_unless_they_are_copies(
     weight = torch.tensor([*first, *second], dtype=torch.float32)
     for rank in range(2):
         record(tmp_path, rank, {"weights.mlp": weight}, start=2 * rank, rows=2)
-    records = Records(tmp_path, {"layout": {"tp": 2}, "world_size": 2})
+    records = Recordings(tmp_path, {"layout": {"tp": 2}, "world_size": 2})
     with pytest.raises(Wrong, match=told) if told else contextlib.nullcontext():
         assert load_file(initial_weights(records, tmp_path))["mlp"].equal(weight)
 
@@ -95,7 +95,7 @@ def test_slices_that_ranks_initialise_are_put_together_unless_they_are_copies(
 def test_copies_that_ranks_initialise_have_to_be_equal(tmp_path: Path) -> None:
     for rank in range(3):
         record(tmp_path, rank, {"weights.norm": torch.ones(SHAPE) * max(1, rank)})
-    equal, different = (Records(tmp_path, {"layout": {"tp": ranks}, "world_size": ranks}) for ranks in (2, 3))
+    equal, different = (Recordings(tmp_path, {"layout": {"tp": ranks}, "world_size": ranks}) for ranks in (2, 3))
     for records, told in ((equal, ""), (different, "before step 0: the copies of norm on rank 0 and rank 2 differ")):
         with pytest.raises(Wrong, match=told) if told else contextlib.nullcontext():
             assert load_file(initial_weights(records, tmp_path))["norm"].equal(torch.ones(SHAPE))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.processes import alive, wait_for
 
 from distlab.settings.common import RunSettings
-from distlab_compare.records import Records
+from distlab_compare.records import Recordings
 from distlab_compare.shares import name_loss, name_ratios, name_weights
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.collectives import name_difference
@@ -206,7 +206,7 @@ def test_a_rank_that_moves_on_does_not_stand_still(tmp_path: Path) -> None:
 def test_whose_sequences_a_rank_has_is_told(own: list[list[int]], told: str, tmp_path: Path) -> None:
     facts = {"losses": [1.0], "tokens": [[[[1, 2], [3, 4]], [[5, 6], [7, 8]]]]}
     reports = [Report(rank, "ended", facts={"tokens": [tokens]}) for rank, tokens in enumerate(([[1, 2], [3, 4]], own))]
-    run, one = (Records(tmp_path, {"layout": layout, "world_size": n}) for layout, n in (({"dp": 2}, 2), ({}, 1)))
+    run, one = (Recordings(tmp_path, {"layout": layout, "world_size": n}) for layout, n in (({"dp": 2}, 2), ({}, 1)))
     with pytest.raises(Wrong) as found:
         Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, reports).expect_right_data()
     assert found.value.sentences == (f"step 0: rank 1 has {told}, not its own",)

@@ -21,7 +21,7 @@ from distlab.comm.recorder import COMPUTE, PART, STEP, Event
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
-from distlab.reports.memory import KINDS
+from distlab.reports.memory import MEMORY_KINDS
 from distlab.reports.style import SERIES
 from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
@@ -61,7 +61,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for spans in plan.spans
     ]
     write_chrome(Trace(ranks, {"pp": 4}, programs), folder / "trace.json")
-    (folder / "memory.json").write_text(json.dumps([dict.fromkeys(KINDS, 10**7)]))
+    (folder / "memory.json").write_text(json.dumps([dict.fromkeys(MEMORY_KINDS, 10**7)]))
     columns = itertools.product(
         ("broadcast", "reduce", "all-reduce"), ("naive", "tree", "ring", "library", "shared"), (10**3, 10**7)
     )
@@ -270,7 +270,7 @@ def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
     folders = [tmp_path / "a" / "lr=1", tmp_path / "b" / "lr=1", tmp_path / "c"]
     for index, folder in enumerate(folders):
         folder.mkdir(parents=True)
-        counts = [dict.fromkeys(KINDS, (index + 1) * 10**6)]
+        counts = [dict.fromkeys(MEMORY_KINDS, (index + 1) * 10**6)]
         (folder / "memory.json").write_text(json.dumps(counts))
     holdings(tmp_path / "a.png", [str(folder) for folder in folders])
     labels = [label.get_text() for label in drawn[0].axes[0].get_xticklabels()]
@@ -282,7 +282,9 @@ def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
 
 def test_the_bytes_per_weight_are_those_of_all_weights(tmp_path: Path, drawn: list[Any]) -> None:
     """A rank that holds a quarter of the weights, with their gradients and Adam's state, and has gathered half."""
-    (tmp_path / "memory.json").write_text(json.dumps([dict(zip(KINDS, (400, 400, 800, 0, 800, 0), strict=True))]))
+    (tmp_path / "memory.json").write_text(
+        json.dumps([dict(zip(MEMORY_KINDS, (400, 400, 800, 0, 800, 0), strict=True))])
+    )
     figures.sharding(tmp_path / "a.png", [f"weights-4={tmp_path}"])
     assert [points for points in curves(drawn[0]) if points[0] == [4]] == [([4], [4.0]), ([4], [6.0])]
 

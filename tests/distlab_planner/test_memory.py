@@ -12,7 +12,7 @@ from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.axes.layout import coordinate
 from distlab.machine.saved_activations import SavedActivations
-from distlab.parallel.options import Kind
+from distlab.parallel.options import CPKind
 from distlab.pipeline.actions import Result
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.stages import build_stage
@@ -137,7 +137,7 @@ def test_a_process_needs_what_it_holds_and_the_gradient_of_the_logits_and_what_i
 
 
 @pytest.mark.parametrize("kind", CP_KINDS)
-def test_a_slice_of_shared_attention_is_that_of_a_model_half_as_wide(kind: Kind) -> None:
+def test_a_slice_of_shared_attention_is_that_of_a_model_half_as_wide(kind: CPKind) -> None:
     """Of two key heads, each slice has one, which its ranks cannot share among them."""
     half = replace(SIZES, dmodel=SIZES.dmodel // 2, num_heads=SIZES.num_heads // 2, num_kv_heads=1)
     own = SharedAttention(SIZES, ROWS, ranks=2, kind=kind, tp=2)

@@ -13,20 +13,20 @@ from support.page_numbers import computed
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.comm.link import Link
-from distlab.parallel import data
+from distlab.parallel.options import BUCKET_BYTES, SHARDED_BUCKET_BYTES
 from distlab.pipeline import plan
 from distlab.pipeline.actions import ActionCosts, Backward, Forward
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.settings.common import parse
-from distlab_planner.costs import SHARDED_BUCKET_BYTES, Costs
+from distlab_planner.costs import Costs
 from distlab_planner.layouts import RECOMPUTE, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
 from distlab_planner.memory import held
 from distlab_planner.model import Model
 from distlab_planner.sent import LOSS_BYTES, sent_bytes, sent_in_step
 from distlab_planner.sequences import SharedAttention
-from distlab_planner.step import BUCKET_BYTES, Step, least_seconds, predict
+from distlab_planner.step import Step, least_seconds, predict
 
 NAMES = [name for name in SCHEDULES if name != "auto"]
 
@@ -196,7 +196,7 @@ def test_gradients_are_averaged_bucket_by_bucket_behind_the_last_backward_pass(s
     machine = cluster(hosts=2, ranks_per_host=1, multiply_adds_per_second=1e11)
     costs = Costs(machine, WIDE, layout(pp=1, dp=2))
     last, size_bytes = costs.seconds(Backward(0, 3)), 4 * costs.weights(0)
-    buckets = round(size_bytes / data.BUCKET_BYTES)
+    buckets = round(size_bytes / BUCKET_BYTES)
     assert buckets > 4
     link = Link(0.0, size_bytes / (last * share))  # a ring of two: each sends half, twice
     step = predict(replace(costs, machine=replace(machine, between=link)))
@@ -204,10 +204,6 @@ def test_gradients_are_averaged_bucket_by_bucket_behind_the_last_backward_pass(s
     ends = max(last / buckets + last * share, last + each)
     assert step.averaging == pytest.approx(ends - last + link.seconds(LOSS_BYTES), rel=1e-6)
     assert (step.bound == "averaging gradients") == (share > 1)
-
-
-def test_buckets_are_those_of_runs() -> None:
-    assert BUCKET_BYTES == data.BUCKET_BYTES
 
 
 def test_the_loss_is_among_the_collectives() -> None:

@@ -11,7 +11,7 @@ from support.small_models import saved_model
 
 from simplellm.errors import InputError
 from simplellm.export import export
-from simplellm.hub_kinds import KINDS
+from simplellm.hub_kinds import MODEL_KINDS
 from simplellm.import_hf import read_llama
 from simplellm.saved_model import SavedModel
 from simplellm.stories import story
@@ -75,13 +75,13 @@ def test_missing_fields_have_transformers_values(options: dict[str, Any], tmp_pa
     assert_same_logits(read_llama(tmp_path).build(), AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_the_values_of_missing_fields_are_those_of_transformers_configurations(kind: str) -> None:
     from transformers import AutoConfig
 
     theirs = AutoConfig.for_model(kind).to_dict()
     theirs |= {"rope_theta": theirs["rope_parameters"]["rope_theta"]}
-    assert KINDS[kind].defaults.items() <= theirs.items()
+    assert MODEL_KINDS[kind].defaults.items() <= theirs.items()
 
 
 @pytest.mark.parametrize(("options", "positions"), [({}, 131072), ({"qk_norm": True}, 32768), (LIKE_DEEPSEEK, 131072)])

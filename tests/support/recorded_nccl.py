@@ -19,7 +19,7 @@ from distlab.comm.context import Context, context_of
 from distlab.comm.lab_group import LabGroup
 from distlab.machine.devices import Place
 from distlab.machine.torch_patches import group_of_one, without_compiler
-from distlab.pipeline.actions import KINDS, Action
+from distlab.pipeline.actions import ACTION_KINDS, Action
 from distlab.reports import memory
 from distlab.run.run import Run
 from distlab.run.training import TrainingRun
@@ -180,7 +180,7 @@ def store_with_accounts(size: int) -> dist.HashStore:
     """Return a store with the account of each rank, for which rank 0 waits at the end of a run."""
     store = dist.HashStore()
     for rank in range(size):
-        store.set(f"account/{rank}", json.dumps({"rank": rank, "memory": [0] * (len(memory.KINDS) + 2)}))
+        store.set(f"account/{rank}", json.dumps({"rank": rank, "memory": [0] * (len(memory.MEMORY_KINDS) + 2)}))
     return store
 
 
@@ -196,7 +196,7 @@ def recorded_nccl(rank: int, size: int) -> Iterator[RecordedNCCL]:
         patch("torch.distributed.ProcessGroupNCCL", nccl)
         patch("distlab.comm.lab_group.LabGroup.__init__", nccl.noting_ranks(LabGroup.__init__))
         patch("distlab.comm.lab_group.LabGroup._register_backend", register)
-        for kind in KINDS.values():
+        for kind in ACTION_KINDS.values():
             patched.enter_context(mock.patch.object(kind, "run", nccl.noting_loads(kind.run)))
         patch("torch.allclose", lambda *_, **__: True)
         patch("torch.cuda.Event", Event)

@@ -11,7 +11,7 @@ Neighbors = Literal["stages", "replicas"]  # what ranks with neighboring numbers
 
 # The axes of the lab's scripts, each with the word for a rank's number along it in messages, in the order in which
 # messages name them; None for axes that messages do not name. Any other axis works the same, without a word.
-WORDS: Mapping[str, str | None] = {"pp": "stage", "cp": "part", "dp": "replica", "ep": None, "tp": None}
+AXIS_WORDS: Mapping[str, str | None] = {"pp": "stage", "cp": "part", "dp": "replica", "ep": None, "tp": None}
 REPLICAS, STAGES, SLICES = "dp", "pp", "tp"  # ranks along them hold copies of the model, its layers, slices of these
 EXPERTS = "ep"  # replicas that share the experts: the number of replicas is the product of both axes
 
@@ -90,10 +90,10 @@ def describe_rank(layout: Layout, rank: int, stages: Sequence[Sequence[int]] = (
     """
     sizes = layout | ({REPLICAS: replicas_in(layout)} if REPLICAS in layout else {})
     several = [name for name, size in sizes.items() if size > 1]
-    words = {name: WORDS[name] for name in WORDS if name in several and WORDS[name]}
+    words = {name: AXIS_WORDS[name] for name in AXIS_WORDS if name in several and AXIS_WORDS[name]}
     numbers = {name: f"{word} {coordinate(layout, rank, name)}" for name, word in words.items()}
     if REPLICAS in numbers:
-        numbers[REPLICAS] = f"{WORDS[REPLICAS]} {replica_of(layout, rank)}"
+        numbers[REPLICAS] = f"{AXIS_WORDS[REPLICAS]} {replica_of(layout, rank)}"
     if STAGES in numbers and stages:
         numbers[STAGES] = name_stages(stages[coordinate(layout, rank, STAGES)])
     if len(several) == 1 and several != [STAGES]:  # along a single axis, the rank's number is enough

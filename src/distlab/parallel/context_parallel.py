@@ -26,7 +26,7 @@ from torch import Tensor
 from distlab.axes.grid import Axis
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
-from distlab.parallel.options import Kind, Order, padded_length
+from distlab.parallel.options import CPKind, CPOrder, padded_length
 from distlab.parallel.ring_attention import KeyBlock, Ring, ring_attention
 from distlab.parallel.tp_group import linear_map
 from distlab.parallel.vocabulary import vocabulary_parallel_next_token_loss
@@ -82,8 +82,8 @@ class ContextParallel:
     """
 
     axis: Axis
-    kind: Kind = "ring"
-    order: Order = "zigzag"
+    kind: CPKind = "ring"
+    order: CPOrder = "zigzag"
     document_end: int | None = None
 
     def part(self, ids: Tensor) -> Part:
@@ -157,7 +157,7 @@ class ContextParallel:
         return blocks
 
 
-def positions_of(rank: int, ranks: int, seq: int, order: Order) -> Tensor:
+def positions_of(rank: int, ranks: int, seq: int, order: CPOrder) -> Tensor:
     """Return the positions of a rank, ascending; `seq` is divisible by `ranks`, with "zigzag" by twice as many."""
     if order == "contiguous":
         return torch.arange(seq).chunk(ranks)[rank]
@@ -165,7 +165,7 @@ def positions_of(rank: int, ranks: int, seq: int, order: Order) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def visible(own: int, source: int, length: int, order: Order) -> tuple[slice, slice] | None:
+def visible(own: int, source: int, length: int, order: CPOrder) -> tuple[slice, slice] | None:
     """Return a rank's queries that attend to keys of a source, and these keys, of `length` each; None if none do.
 
     With zigzag chunks, all queries see a lower rank's first half, and the second half of the queries sees all keys of a

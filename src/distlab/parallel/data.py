@@ -20,9 +20,8 @@ from distlab.axes.grid import Axis, all_ranks
 from distlab.axes.placement import holders
 from distlab.comm.group import empty
 from distlab.comm.names import named
+from distlab.parallel.options import BUCKET_BYTES
 from distlab.parallel.same_model import broadcast_weights, check_same_model
-
-BUCKET_BYTES = 25_000_000
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 

@@ -24,7 +24,7 @@ from distlab.axes.placement import Placement, place
 from distlab.comm.group import all_gather_single
 from distlab.comm.names import named
 from distlab.parallel.context_parallel import positions_of
-from distlab.parallel.options import Order
+from distlab.parallel.options import CPOrder
 from distlab.parallel.tp_group import linear_map
 from simplellm.feed_forward import MixtureOfExperts, Permute, inverse_of
 from simplellm.recomputation import kept
@@ -85,7 +85,7 @@ class ChoicesOfSequences:
         order: which positions each of them has.
     """
 
-    def __init__(self, axis: Axis, order: Order) -> None:
+    def __init__(self, axis: Axis, order: CPOrder) -> None:
         self._axis, self._order, self.ranks = axis, order, axis.size
 
     def positions(self, count: int, rank: int | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Words of the command line: styles of tensor parallelism, sharding, compression, sharing sequences, repair."""
+"""Words of the command line: styles of tensor parallelism, sharding, compression, sharing sequences, repair; sizes."""
 
 from typing import Literal
 
@@ -7,9 +7,11 @@ from simplellm.errors import InputError, require
 Style = Literal["naive", "megatron"]
 Sharded = Literal["optimizer", "gradients", "weights"]
 Compression = Literal["none", "bf16", "int8", "int4"]
-Kind = Literal["ring", "gather", "heads"]  # how queries get the keys and values of the ranks that share a sequence
-Order = Literal["zigzag", "contiguous"]  # which positions each of these ranks holds
+CPKind = Literal["ring", "gather", "heads"]  # how queries get the keys and values of the ranks that share a sequence
+CPOrder = Literal["zigzag", "contiguous"]  # which positions each of these ranks holds
 RepairMode = Literal["off", "on", "exact"]
+BUCKET_BYTES = 25_000_000  # of gradients
+SHARDED_BUCKET_BYTES = BUCKET_BYTES // 5  # of sharded gradients, of which two buckets are whole at once
 BLOCK = 256  # values of a compressed vector that share a scale
 LARGEST = {"int8": 127, "int4": 7}  # integers go from minus this to this
 
@@ -23,13 +25,13 @@ def check_division(num_heads: int, num_kv_heads: int | None, ranks: int) -> None
             raise InputError(f"{what}; give a multiple of {ranks}{fewer}")
 
 
-def padded_length(seq: int, ranks: int, order: Order) -> int:
+def padded_length(seq: int, ranks: int, order: CPOrder) -> int:
     """Return the length to which a sequence is padded, so that the ranks that share it hold chunks of equal length."""
     chunks = 1 if ranks == 1 else ranks * (2 if order == "zigzag" else 1)
     return -(-seq // chunks) * chunks
 
 
-def check_sharing(seq_len: int, heads: int, ranks: int, kind: Kind, flag: str = "--cp") -> None:
+def check_sharing(seq_len: int, heads: int, ranks: int, kind: CPKind, flag: str = "--cp") -> None:
     """Raise `InputError` unless `ranks`, which `flag` sets, can share sequences, with `heads` on each of them."""
     least, given = 2 * ranks, f"{flag} {ranks}"
     require(ranks == 1 or seq_len >= least, f"--seq-len {seq_len} with {given}: give at least {least} tokens")

@@ -25,9 +25,9 @@ from distlab.axes.placement import own_slice
 from distlab.axes.shards import ReplicaShards
 from distlab.comm.group import empty, shares
 from distlab.comm.pending import Pending
-from distlab.parallel.data import BUCKET_BYTES, Bucket, GradientBuckets, split_into_buckets
+from distlab.parallel.data import Bucket, GradientBuckets, split_into_buckets
 from distlab.parallel.flat_parameters import Gathered, GradientShard
-from distlab.parallel.options import Sharded
+from distlab.parallel.options import BUCKET_BYTES, SHARDED_BUCKET_BYTES, Sharded
 from distlab.parallel.same_model import broadcast_weights, check_same_model
 from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_gradient
 
@@ -84,7 +84,7 @@ class ShardedDP(ReplicaShards):
         super().__init__()
         self.model, self.shard = model, shard
         over = over or all_ranks("dp")
-        bucket_bytes = bucket_bytes or (BUCKET_BYTES if shard == "optimizer" else BUCKET_BYTES // 5)
+        bucket_bytes = bucket_bytes or (BUCKET_BYTES if shard == "optimizer" else SHARDED_BUCKET_BYTES)
         self._gathered, whole, rounded = Gathered(), set(keep), set(rounded)
         names = {parameter: name for name, parameter in model.named_parameters()}
 

@@ -77,10 +77,10 @@ class Action(ABC):
     micro_batch: int
 
     def __init_subclass__(cls) -> None:
-        other = KINDS.get(cls.letter, cls)
+        other = ACTION_KINDS.get(cls.letter, cls)
         if other.__qualname__ != cls.__qualname__:
             raise TypeError(f"{cls.__name__} needs a letter of its own: {cls.letter} is {other.__name__}")
-        KINDS[cls.letter] = cls
+        ACTION_KINDS[cls.letter] = cls
 
     def __str__(self) -> str:
         return f"{self.letter}{self.micro_batch}"
@@ -118,7 +118,7 @@ class Action(ABC):
         raise NotImplementedError
 
 
-KINDS: dict[str, type[Action]] = {}  # by letter
+ACTION_KINDS: dict[str, type[Action]] = {}  # by letter
 
 
 class Forward(Action):

@@ -30,7 +30,7 @@ from distlab.pipeline.actions import (
     stages_of,
 )
 from distlab.pipeline.engine import NEVER, Engine, Graph, InOrder
-from distlab.pipeline.plan import simulate
+from distlab.pipeline.plan import ROUNDING, simulate
 from simplellm.errors import InputError, require
 
 # The work of a stage on a micro-batch: its passes, in order, the forward pass first. A pass is one action, or several
@@ -46,7 +46,6 @@ SENDS_GRADIENTS, SENDS_ACTIVATIONS, SENDS_NOTHING = range(3)
 TRIES = 200  # simulations of a small pipeline
 MOST_ACTIONS = 40_000  # in all simulations together, which take a second or two; but every rule is tried
 ERROR = 0.15  # largest relative error of the deliberately wrong times
-ROUNDING = 1e-9
 BYTES = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 RULES: tuple[Urgency, ...] = (
@@ -138,7 +137,7 @@ def find_programs(
     )  # a lower bound: each worker computes without a pause once its first input has arrived
     found: tuple[float, list[list[int]]] = math.inf, []
     for times, transfer, rule in itertools.islice(_guesses(right, costs.transfer), tries):
-        guess = Engine(graph, _seconds_by(times, passes, costs), _messages(transfer), _Greedy(pool, rule))
+        guess = Engine(graph, _seconds_by(times, passes, costs), _messages(transfer), _GreedyPasses(pool, rule))
         lines: list[list[int]] = [[] for _ in held]
         for index in guess.begun:
             lines[graph.workers[index]].append(index)
@@ -266,7 +265,7 @@ def _sent_by(kinds: Sequence[type[Action]]) -> int:
     return SENDS_GRADIENTS if GRADIENTS in given else SENDS_ACTIVATIONS if ACTIVATIONS in given else SENDS_NOTHING
 
 
-class _Greedy:
+class _GreedyPasses:
     """Each worker runs the most urgent of the passes that can start first, if there is room for their activations.
 
     Among equally urgent passes, it runs the one of the stage nearest to the loss.

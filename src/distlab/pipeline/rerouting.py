@@ -110,7 +110,7 @@ def _play(graph: Graph, costs: ActionCosts, room: Sequence[int]) -> list[list[Ac
     """Return the workers' actions in the order in which they run them."""
     # A message for which there is no room may block one behind it that would make room, if a link leads to two stages.
     for limits in (room, [len(line) for line in graph.lines]):
-        played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0), _Greedy(graph, limits))
+        played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0), _GreedyActions(graph, limits))
         if len(played.begun) == len(graph.actions):
             break
     lines: list[list[Action]] = [[] for _ in graph.lines]
@@ -119,7 +119,7 @@ def _play(graph: Graph, costs: ActionCosts, room: Sequence[int]) -> list[list[Ac
     return lines
 
 
-class _Greedy:
+class _GreedyActions:
     """Each worker runs the most urgent of the actions that can start first, if there is room for their activations."""
 
     def __init__(self, graph: Graph, room: Sequence[int]) -> None:

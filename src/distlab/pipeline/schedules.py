@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from distlab.pipeline.actions import (
+    ACTION_KINDS,
     GRAPH,
-    KINDS,
     Action,
     ActionCosts,
     Backward,
@@ -379,7 +379,7 @@ def _write_out(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> list
     micro_batches: Counter[tuple[type[Action], int]] = Counter()
     pending: list[Action] = []  # each "I" whose "W" has not followed yet
     for letter in [letter for phase, times in phases for letter in phase.split() * times]:
-        kind = KINDS[letter[0]]
+        kind = ACTION_KINDS[letter[0]]
         if kind is BackwardWeight and len(stages) > 1 and len(letter) == 1:
             stage, micro_batch = pending[0].stage, pending[0].micro_batch
         else:

@@ -12,7 +12,7 @@ from distlab.comm.recorder import Recorder
 from distlab.machine.saved_activations import SavedActivations
 from simplellm.errors import InputError
 
-KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered", "activations")
+MEMORY_KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered", "activations")
 # The kinds that only some runs have: the copy that `--run-on` keeps; at the peak, blocks that are temporarily whole
 # (see distlab.parallel.sharded).
 ONLY_SOME = ("copy to undo", "gathered")
@@ -54,20 +54,20 @@ class MemoryReport:
             return []
         saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in recorder.kept_bytes)])
         own = count_bytes(self._optimizer, saved_bytes, self._sharded, self.copied_bytes(), self._parameters)
-        own[KINDS.index("optimizer state")] += self._outer_bytes
+        own[MEMORY_KINDS.index("optimizer state")] += self._outer_bytes
         further = max(own[-1], self._saved.usual_peak_bytes), self._rows_bytes() if self._rows_bytes else 0
         return [*own, *further]
 
 
 def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:
     """Write the counts as JSON: for each rank, an object with the bytes by kind."""
-    kinds = (*KINDS, WITHOUT) if _has_recomputation(by_rank) else KINDS
+    kinds = (*MEMORY_KINDS, WITHOUT) if _has_recomputation(by_rank) else MEMORY_KINDS
     path.write_text(json.dumps([dict(zip(kinds, counts, strict=False)) for counts in by_rank], indent=2) + "\n")
 
 
 def _has_recomputation(by_rank: Sequence[Sequence[int]]) -> bool:
     """Return whether recomputation has avoided keeping some activations."""
-    return any(counts[len(KINDS)] > counts[len(KINDS) - 1] for counts in by_rank)
+    return any(counts[len(MEMORY_KINDS)] > counts[len(MEMORY_KINDS) - 1] for counts in by_rank)
 
 
 def count_bytes(
@@ -77,7 +77,7 @@ def count_bytes(
     copied_bytes: int = 0,
     parameters: Collection[torch.Tensor] | None = None,
 ) -> list[int]:
-    """Return the bytes of each of `KINDS` on this rank; `parameters` are by default the optimizer's."""
+    """Return the bytes of each of `MEMORY_KINDS` on this rank; `parameters` are by default the optimizer's."""
     parameters = _parameters(optimizer) if parameters is None else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     values = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
@@ -97,7 +97,7 @@ def as_table(by_rank: Sequence[Sequence[int]], numbers: Sequence[int] | None = N
 
     `numbers` are those of the ranks; by default, from 0.
     """
-    columns = (*KINDS, "without --recompute", ROWS)[: len(by_rank[0])]
+    columns = (*MEMORY_KINDS, "without --recompute", ROWS)[: len(by_rank[0])]
     unused = {kind for i, kind in enumerate(columns) if kind in (*ONLY_SOME, ROWS) and not any(c[i] for c in by_rank)}
     if not _has_recomputation(by_rank):
         unused.add("without --recompute")
@@ -120,6 +120,6 @@ def read_largest(run: Path) -> list[int]:
     """Return the counts of the rank that holds the most; `InputError` if they cannot be read."""
     try:
         by_rank = json.loads((run / "memory.json").read_text())
-        return max(([{**dict.fromkeys(ONLY_SOME, 0), **rank}[kind] for kind in KINDS] for rank in by_rank), key=sum)
+        return max(([(dict.fromkeys(ONLY_SOME, 0) | rank)[kind] for kind in MEMORY_KINDS] for rank in by_rank), key=sum)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{run}: there are no memory counts of a run ({error})") from error

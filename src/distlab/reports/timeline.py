@@ -8,7 +8,7 @@ from typing import Any
 
 from distlab.axes.layout import REPLICAS, coordinate, layout_size
 from distlab.comm.recorder import COMPUTE, DEATH, PART, REPAIR, STEP, WAIT, Event
-from distlab.pipeline.actions import KINDS, stages_of
+from distlab.pipeline.actions import ACTION_KINDS, stages_of
 from distlab.pipeline.plan import Plan
 from distlab.reports import style
 from distlab.reports.trace import Trace
@@ -116,7 +116,7 @@ def draw(png: Path, panels: Sequence[Panel]) -> None:
     for axes, panel in zip(grid[:, 0], panels, strict=True):
         _draw_panel(axes, panel)
     drawn = {_kind(bar.label) for panel in panels for bar in panel.bars}
-    kinds = [kind for kind in (*KINDS, *COLORS) if kind in drawn]
+    kinds = [kind for kind in (*ACTION_KINDS, *COLORS) if kind in drawn]
     has_stars = any(bar.label.endswith("*") for panel in panels for bar in panel.bars)
     stars = {"*: work of a dead rank": style.swatch(action_color("F0*"))} if has_stars else {}
     style.legend(figure, _explain(kinds) | stars)
@@ -160,7 +160,7 @@ def draw_schedules(png: Path, traces: Sequence[tuple[str, Trace]]) -> None:
         axes.grid(visible=False, axis="y")
     has_several = any(len(stages_of(program)) > 1 for _, trace in traces for program in trace.programs or ())
     grid[-1, 0].set(xlabel="ms" + "; the second stage of a worker is lighter" * has_several, xlim=0)
-    style.legend(figure, _explain([kind for kind in KINDS if kind in kinds]))
+    style.legend(figure, _explain([kind for kind in ACTION_KINDS if kind in kinds]))
     style.save(figure, png)
 
 
@@ -190,7 +190,7 @@ def action_color(label: str) -> tuple[float, ...]:
     """Return the color of an action's kind, lighter for each further stage of a worker; darker with a star."""
     plain = label.rstrip("*")
     further_stages = len(plain) - len(plain.rstrip("'"))
-    color = style.lighter(KINDS[_kind(label)].color, 0.55**further_stages)
+    color = style.lighter(ACTION_KINDS[_kind(label)].color, 0.55**further_stages)
     return tuple(0.6 * part for part in color) if plain != label else color
 
 
@@ -211,7 +211,5 @@ def _explain(kinds: Sequence[str]) -> dict[str, Any]:
     alike: dict[Any, list[str]] = {}
     for kind in kinds:
         alike.setdefault(_color(kind), []).append(kind)
-    return {
-        f"{', '.join(own)}: {KINDS[own[0]].in_words()}" if own[0] in KINDS else own[0]: style.swatch(color)
-        for color, own in alike.items()
-    }
+    words = {kind: f": {ACTION_KINDS[kind].in_words()}" if kind in ACTION_KINDS else "" for kind in kinds}
+    return {f"{', '.join(own)}{words[own[0]]}": style.swatch(color) for color, own in alike.items()}

@@ -18,7 +18,7 @@ from typing import Any
 
 from distlab.axes.layout import EXPERTS, REPLICAS, STAGES, Layout, coordinate, describe_rank, ranks_along
 from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, PART, REPAIR, RING_STEP, SEND, STEP, WAIT, Event
-from distlab.pipeline.actions import KINDS, ActionCosts, Programs, labels, stages_of
+from distlab.pipeline.actions import ACTION_KINDS, ActionCosts, Programs, labels, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from simplellm.errors import InputError
 
@@ -264,7 +264,7 @@ def read_chrome(path: Path) -> Trace:
             elif event["ph"] == "C":
                 rank.kept_bytes.append((event["ts"] / MICROSECONDS, event["args"]["bytes"]))
         lines = about["programs"]
-        programs = lines and [[KINDS[letter](*place) for letter, *place in line] for line in lines]
+        programs = lines and [[ACTION_KINDS[letter](*place) for letter, *place in line] for line in lines]
         trace = Trace(
             ranks, about["layout"], programs, about["run_on"], about.get("pipelines", 1), about.get("alive", ())
         )

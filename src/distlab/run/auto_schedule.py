@@ -12,7 +12,7 @@ from distlab.comm.group import open_queues
 from distlab.comm.names import CONTROL, counted_as, named
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.expert_parallel import equal_loads
-from distlab.pipeline.actions import KINDS, Action, ActionCosts
+from distlab.pipeline.actions import ACTION_KINDS, Action, ActionCosts
 from distlab.pipeline.activations import MicroBatch, PartOf, Stage, StageLoss
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.rehearsal import now, rehearse
@@ -44,7 +44,7 @@ def find_schedule(
     programs = all_stages(args.schedule, *sizes, costs, args.limit, again)
     if run.rank == 0:
         plan, kinds = simulate(programs, costs), COLUMNS if again else COLUMNS.replace("R", "")
-        of_kinds = {kind: sum(costs.seconds(KINDS[kind](stage, 0)) for stage in nets) for kind in kinds}
+        of_kinds = {kind: sum(costs.seconds(ACTION_KINDS[kind](stage, 0)) for stage in nets) for kind in kinds}
         ms = ", ".join(f"{kind} {seconds * 1e3:.1f}" for kind, seconds in of_kinds.items())
         kept = ", ".join(f"{size / 1e6:.4g}" for size in plan.peak_bytes)
         say(f"auto: rank 0 takes {ms} ms for a micro-batch, a message {costs.transfer * 1e3:.1f} ms")
@@ -122,7 +122,7 @@ def _rehearse(here: MicroBatch, index: int, stages: int, width: int, recompute: 
     seconds, sizes, peak = {kind: list[float]() for kind in letters.upper()}, dict[str, int](), 0
     with torch.random.fork_rng({p.device for p in net.parameters() if p.is_cuda}):
         for _ in range(1 + REHEARSALS):  # the first one, which loads kernels and allocates memory, does not count
-            for action, taken in rehearse([KINDS[one](index, 0) for one in letters], lambda _: here, stages, width):
+            for action, taken in rehearse([ACTION_KINDS[a](index, 0) for a in letters], lambda _: here, stages, width):
                 seconds[action.letter.upper()].append(taken)
                 sizes[action.letter.upper()] = kept.now_bytes
             # The memory that I needs temporarily counts only on top of an input, not of all that F keeps.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from distlab.parallel.options import Kind, Order, check_sharing, padded_length
+from distlab.parallel.options import CPKind, CPOrder, check_sharing, padded_length
 from distlab.settings.common import WorldSize
 from distlab.settings.training import TrainSettings
 from simplellm.errors import require
@@ -12,9 +12,9 @@ from simplellm.errors import require
 class SharedSequences:
     """The settings by which ranks share sequences."""
 
-    cp_kind: Kind = "ring"
+    cp_kind: CPKind = "ring"
     """how queries get the keys and values of other ranks"""
-    cp_order: Order = "zigzag"
+    cp_order: CPOrder = "zigzag"
     """which positions a rank holds: two chunks that give all ranks the same work, or one"""
 
 

@@ -14,7 +14,7 @@ from distlab.axes.grid import Axis, Grid, all_ranks
 from distlab.comm.context import Options, TransportName, context_of
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.context_parallel import ContextParallel, positions_of, visible
-from distlab.parallel.options import Kind, Order
+from distlab.parallel.options import CPKind, CPOrder
 from distlab.parallel.ring_attention import KeyBlock, Ring, ring_attention
 from simplellm.attention import attend_to_earlier
 from simplellm.documents import within_documents
@@ -23,8 +23,8 @@ from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 
 END, VOCAB = 7, 50
-KINDS: tuple[Kind, ...] = get_args(Kind)
-ORDERS: tuple[Order, ...] = get_args(Order)
+KINDS: tuple[CPKind, ...] = get_args(CPKind)
+ORDERS: tuple[CPOrder, ...] = get_args(CPOrder)
 
 
 def sequences(seq: int, seed: int = 0) -> Tensor:
@@ -164,7 +164,7 @@ def test_a_token_changes_nothing_before_it_and_no_other_document() -> None:
     run_ranks(3, probe, 3, free_port())
 
 
-def count_bytes(rank: int, ranks: int, kind: Kind, port: int) -> dict[str, int]:
+def count_bytes(rank: int, ranks: int, kind: CPKind, port: int) -> dict[str, int]:
     batch, seq, heads, key_heads, head_dim = 2, 8 * ranks, 12, 4, 6
     with process_group(rank, ranks, port) as context:
         part = ContextParallel(all_ranks("cp"), kind).part(torch.zeros(batch, seq, dtype=torch.long))
@@ -178,7 +178,7 @@ def count_bytes(rank: int, ranks: int, kind: Kind, port: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_are_those_of_the_formulas(ranks: int, kind: Kind) -> None:
+def test_bytes_are_those_of_the_formulas(ranks: int, kind: CPKind) -> None:
     batch, seq, heads, key_heads, head_dim, element = 2, 8 * ranks, 12, 4, 6, 4
     whole = 2 * batch * seq * key_heads * head_dim * element  # all keys and values of a layer
     once = whole * (ranks - 1) // ranks
@@ -193,7 +193,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int, kind: Kind) -> None:
 
 
 def test_zigzag_gives_all_ranks_the_same_work() -> None:
-    most: dict[Order, list[float]] = {"contiguous": [1.5, 1.75], "zigzag": [1, 1]}  # over the mean
+    most: dict[CPOrder, list[float]] = {"contiguous": [1.5, 1.75], "zigzag": [1, 1]}  # over the mean
     for order, expected in most.items():
         for ranks, most_work in zip((2, 4), expected, strict=True):
             work = [sum(2 * p + 1 for p in positions_of(r, ranks, 2 * ranks, order).tolist()) for r in range(ranks)]

@@ -17,8 +17,8 @@ from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
 from distlab.comm.recorder import STEP
 from distlab.pipeline.actions import (
+    ACTION_KINDS,
     GRADIENTS,
-    KINDS,
     WEIGHT_GRADIENTS,
     Action,
     ActionCosts,
@@ -210,7 +210,7 @@ def test_costs_and_what_is_kept_are_those_that_the_actions_say() -> None:
 
 
 def actions(stage: int, names: str) -> list[Action]:
-    return [KINDS[name[0]](stage, int(name[1:])) for name in names.split()]
+    return [ACTION_KINDS[name[0]](stage, int(name[1:])) for name in names.split()]
 
 
 @pytest.mark.parametrize(
@@ -297,4 +297,4 @@ def test_a_letter_belongs_to_one_kind_of_action() -> None:
         class Another(Forward):
             pass
 
-    assert KINDS["F"] is Forward
+    assert ACTION_KINDS["F"] is Forward

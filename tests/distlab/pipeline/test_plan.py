@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.pipeline.actions import (
+    ACTION_KINDS,
     ACTIVATIONS,
     GRADIENTS,
     GRAPH,
-    KINDS,
     Action,
     ActionCosts,
     Backward,
@@ -43,7 +43,7 @@ SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (3, 8), (5, 2), (4, 12)]
 
 def passes(stage: int, text: str) -> list[Action]:
     """ "F0 B0" as a stage's actions."""
-    return [KINDS[name[0]](stage, int(name[1:])) for name in text.split()]
+    return [ACTION_KINDS[name[0]](stage, int(name[1:])) for name in text.split()]
 
 
 def results(stage: int, text: str) -> list[Result]:
