@@ -24,8 +24,8 @@ def test_a_prefixed_rank_writes_whole_lines_and_says_whose_they_are() -> None:
     assert terminal.getvalue() == ""
     output.write("lo\n# a remark\nres")
     assert terminal.getvalue() == "# rank 2: hello\n# rank 2: a remark\n"
-    output.write("t\n")
-    assert terminal.getvalue().endswith("# rank 2: rest\n")
+    output.write("t\n# rank 2 waits\n")
+    assert terminal.getvalue().endswith("# rank 2: rest\n# rank 2 waits\n")
 
 
 def test_the_log_holds_everything_also_what_came_before_its_file(tmp_path: Path) -> None:
