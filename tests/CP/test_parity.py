@@ -10,6 +10,7 @@ from support.processes import LAB
 from support.terminals import terminals
 
 from distlab.exchange import read_saved
+from distlab.reports.trace import read_chrome
 
 PLAIN, RING = "CP/intro_CP.py", "CP/intro_CP_ring.py"
 MODEL = (
@@ -44,6 +45,8 @@ def test_is_the_run_of_one_process(
     for rank in range(ranks):
         assert_equal(parameters[rank], expected_parameters, ROUNDING)
         assert_equal(gradients[rank], expected_gradients, ROUNDING)
+        if "--trace" in flags:
+            assert [*read_chrome(tmp_path / "trace.json").seconds_in_ring(rank)] == [*range(ranks)]
 
 
 def test_a_mask_changes_the_losses(one_process: OneProcess) -> None:

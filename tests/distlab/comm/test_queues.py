@@ -280,15 +280,15 @@ def pass_along(rank: int, port: int) -> list[list[int]]:
             for row in rows:
                 open_queues(row, 4 * most, torch.empty(0))
             by_queue.clear()
-            for elements in (1, PAGE, 20_000, 30_000, 7):
+            for elements in (1, PAGE, PAGE + 1, 20_000, 30_000, 7):
                 there_and_back(elements)
             used.append(sorted(by_queue))
-        assert context.ledger.sent_bytes["send"] == 3 * [1, 2, 1][rank] * 4 * (1 + PAGE + 20_000 + 30_000 + 7)
+        assert context.ledger.sent_bytes["send"] == 3 * [1, 2, 1][rank] * 4 * (1 + PAGE + PAGE + 1 + 20_000 + 30_000 + 7)
     return used
 
 
 def test_open_queues_carry_the_messages_that_they_have_room_for() -> None:
-    one_way, all_but_one = [1, 7, PAGE], [1, 7, PAGE, 20_000]
+    one_way, all_but_one = [1, 7, PAGE], [1, 7, PAGE, PAGE + 1, 20_000]
     one_page = one_way
     first, middle, last = run_ranks(3, pass_along, free_port())
     # The first row has a link from rank 2 to rank 0, which is not used, and none back; the second makes these alone.

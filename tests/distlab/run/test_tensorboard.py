@@ -9,7 +9,7 @@ import pytest
 from support.chapters import train_on
 
 from distlab.comm.context import context_of
-from distlab.run.logs import RunLog, tensorboard_writer
+from distlab.run.logs import RunLog
 from simplellm.errors import InputError
 
 
@@ -51,4 +51,5 @@ def test_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(InputError, match="pip install tensorboard"):
-        tensorboard_writer()
+        RunLog(tmp_path, context_of(), tensorboard=True)
+    RunLog(tmp_path, context_of(), rank=1, tensorboard=True)  # which writes nothing
