@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from distlab.axes.placement import placement_of
 from distlab.comm.together import texts_of_all, together
 from distlab.machine.devices import local_ranks
 from distlab.pipeline.actions import FACTORS, GRADIENTS, WEIGHT_GRADIENTS
@@ -59,10 +58,9 @@ def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, j
     if is_split and rank == 0:
         say("the schedule splits backward passes: blocks and head of these micro-batches stay uncompiled")
     with_weights = not is_split or any({GRADIENTS, WEIGHT_GRADIENTS} <= {*results} for results in gives)
-    absent = _absent(parts)
     needed: dict[str, PartToCompile] = {}
     for part in parts_to_compile(parts, batch, seq, with_weights):
-        with _as_if_gathered(part[1], absent):
+        with _as_if_gathered(part[1]):
             needed[hashlib.sha256(str(key_of(*part)).encode()).hexdigest()[:16]] = part
     of_ranks = [json.loads(keys) for keys in texts_of_all(json.dumps([*needed]), "what each rank compiles")]
     here = local_ranks(joined.places, rank)
@@ -70,7 +68,7 @@ def compile_model(compiler: Compiler, parts: ModelParts, batch: int, seq: int, j
     first = {key: ranks[place % len(ranks)] for place, (key, ranks) in enumerate(users.items())}
     for is_first in (True, False):
         own = [part for key, part in needed.items() if (first[key] == rank) == is_first]
-        together("the ranks that compile", partial(_prepare, compiler, own, absent))
+        together("the ranks that compile", partial(_prepare, compiler, own))
 
 
 def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool = True) -> Iterator[PartToCompile]:
@@ -93,21 +91,11 @@ def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool
             yield loss_to_compile(batch, seq, vocab_size, head.weight.device)
 
 
-def _absent(parts: ModelParts) -> set[nn.Parameter]:
-    """Return the weights that are whole only while a block computes: the optimizer has shards of them."""
-    return {
-        parts.stages[stage].get_parameter(name)
-        for stage, part in parts.sharded.items()
-        for name, own in part.own_parameters().items()
-        if part.shard == "weights" and placement_of(own).flat is not None
-    }
-
-
 @contextlib.contextmanager
-def _as_if_gathered(arguments: tuple[Any, ...], absent: set[nn.Parameter]) -> Iterator[None]:
-    """Inside, those of the absent weights that the arguments have are there, with the shapes of gathered ones."""
+def _as_if_gathered(arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, weights that the ranks gather for a block (one number, expanded to their shape, until then) are there."""
     modules = [module for module in arguments if isinstance(module, nn.Module)]
-    before = {p: p.data for module in modules for p in module.parameters() if p in absent}
+    before = {p: p.data for module in modules for p in module.parameters() if 0 in p.stride()}
     for p in before:
         p.data = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     try:
@@ -117,12 +105,12 @@ def _as_if_gathered(arguments: tuple[Any, ...], absent: set[nn.Parameter]) -> It
             p.data = data
 
 
-def _prepare(compiler: Compiler, parts: Sequence[PartToCompile], absent: set[nn.Parameter]) -> None:
+def _prepare(compiler: Compiler, parts: Sequence[PartToCompile]) -> None:
     from torch._dynamo.exc import TorchDynamoException
 
     for function, arguments in parts:
         try:
-            with _as_if_gathered(arguments, absent):
+            with _as_if_gathered(arguments):
                 compiler.prepare(function, *arguments)
         except TorchDynamoException as error:
             told = next((line for line in f"{error}".splitlines() if "rror" in line), f"{error}".partition("\n")[0])
