@@ -45,6 +45,9 @@ def test_is_the_run_of_one_process(
     for rank in range(ranks):
         assert_equal(parameters[rank], expected_parameters, ROUNDING)
         assert_equal(gradients[rank], expected_gradients, ROUNDING)
+        if script == PLAIN and ranks > 1:
+            sent = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
+            assert {*sent} == {"keys and values", "gradients of keys and values", "gradients", "loss"}
         if "--trace" in flags:
             assert [*read_chrome(tmp_path / "trace.json").seconds_in_ring(rank)] == [*range(ranks)]
 

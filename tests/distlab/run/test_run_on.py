@@ -29,10 +29,10 @@ ZB_V = "--world-size 2 --schedule zb-v --micro-batches 3".split()
 REPLICAS = "--dp 2 --pp 2 --schedule zb-h2 --micro-batches 3".split()
 
 
-def numbers(out: Path) -> list[tuple[int, float, float | None, int]]:
-    """What does not depend on time in a run's records."""
+def numbers(out: Path) -> list[tuple[int, list[str], float, float | None, int]]:
+    """What does not depend on time in a run's records, and the names of all values."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], r["loss"], r.get("validation_loss"), r["tokens"]) for r in records]
+    return [(r["step"], sorted(r), r["loss"], r.get("validation_loss"), r["tokens"]) for r in records]
 
 
 def assert_same(own: Any, expected: Any) -> None:
