@@ -154,6 +154,12 @@ def test_layers_are_split_by_what_both_passes_take() -> None:
     assert Costs(machine, MODEL, layout()).balanced_split() == (3, 1)
 
 
+@pytest.mark.parametrize("split", [(3, 1), (1, 3)])
+def test_the_activities_are_those_of_the_worker_with_the_most_layers(split: tuple[int, ...]) -> None:
+    costs = Costs(CLUSTER, MODEL, replace(layout(), split=split))
+    assert predict(costs) == predict(costs, worker=split.index(3)) != predict(costs, worker=split.index(1))
+
+
 def test_threads_of_a_rank_that_computes_alone() -> None:
     machine = cluster(cores_per_host=2, device="cpu")
     one = predict(Costs(replace(machine, cores_per_host=1), MODEL, layout(pp=1))).computing
