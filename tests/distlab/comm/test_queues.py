@@ -272,7 +272,7 @@ def pass_along(rank: int, port: int) -> list[list[int]]:
             dist.send(torch.full_like(received, rank - 1.0), rank - 1)
         assert received.unique().tolist() == [rank]
 
-    used = []
+    used, sizes = [], (1, PAGE, PAGE + 1, 20_000, 30_000, 7)
     with process_group(rank, 3, port) as context, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(SharedQueue, "send", counted)
         there, back = (0, 1, 2), (2, 1, 0)
@@ -280,10 +280,10 @@ def pass_along(rank: int, port: int) -> list[list[int]]:
             for row in rows:
                 open_queues(row, 4 * most, torch.empty(0))
             by_queue.clear()
-            for elements in (1, PAGE, PAGE + 1, 20_000, 30_000, 7):
+            for elements in sizes:
                 there_and_back(elements)
             used.append(sorted(by_queue))
-        assert context.ledger.sent_bytes["send"] == 3 * [1, 2, 1][rank] * 4 * (1 + PAGE + PAGE + 1 + 20_000 + 30_000 + 7)
+        assert context.ledger.sent_bytes["send"] == 3 * [1, 2, 1][rank] * 4 * sum(sizes)
     return used
 
 
