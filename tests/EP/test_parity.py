@@ -99,7 +99,8 @@ def assert_same_run(own: Run, expected: Run, tolerance: float = 1e-13) -> None:
 def test_the_plain_form(ranks: int, alone: dict[str, Run], tmp_path: Path) -> None:
     flags = f"--world-size {ranks} --batch-size {12 // ranks} --micro-batches {1 + (ranks == 3)}".split()
     flags += LIMITED.split() * (ranks == 3)
-    assert_same_run(Run(ranks, PLAIN, tmp_path, *flags), alone[LIMITED if ranks == 3 else ""])
+    assert_same_run(run := Run(ranks, PLAIN, tmp_path, *flags), alone[LIMITED if ranks == 3 else ""])
+    assert {*run.records[-1]["sent_bytes"]} >= {"rows of experts", "counts of rows", "gradients", "loss"}
 
 
 def run_beside(layout: str, flags: str, out: Path, exact: bool = True) -> Run:
