@@ -111,9 +111,8 @@ def about(run: Records) -> Json:
             f"{value}{' cores' * (name == 'cores')}"
             for name, value in machine.items()
             if name not in ("python", "torch")
-        )
-        or None,
-        "software": ", ".join(f"{name} {machine[name]}" for name in ("python", "torch") if name in machine) or None,
+        ),
+        "software": ", ".join(f"{name} {machine[name]}" for name in ("python", "torch") if name in machine),
         "revision of the lab": config.get("revision"),
     }
     settings = table("All settings", ("setting", "value"), ((name, _plain(v)) for name, v in run.settings.items()))

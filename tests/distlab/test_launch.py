@@ -73,6 +73,7 @@ def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> No
         log = (tmp_path / f"rank{rank}.log").read_text().splitlines()
         assert [line.split()[:2] for line in log if not line.startswith("#")] == [step[:2] for step in steps]
     summary = "\n".join(line for line in lines if line.startswith("#"))
+    assert "warning" not in summary
     for part in ("tokens/s", "computed for", "waited", "of gradients in", "peak memory of rank 0"):
         assert part in summary
     assert "changed nothing" not in summary

@@ -271,3 +271,5 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
         "loss",
     ]
     assert name_loss(1.0, 0.0, n, m).name == "loss"
+    assert "average" not in name_loss(16.0, 8.0, n, m).sentence
+    assert "by their number, 2, or average over the 2 replicas" in name_loss(16.0, 8.0, 2, 2).sentence

@@ -118,6 +118,7 @@ def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     machine: dict[str, Any] = {"all_reduces": entries, "slowdown": (1.0, 1.25)}
     inside = placement(4, 4, **machine)
     assert inside.all_reduce(RankGroup(2, 1), 1e6) == CollectiveSeconds(near(2e-3), near(2e-3 / 1.25), True)
+    assert inside.all_reduce(RankGroup(2, 1), 1e3).seconds == near(1e-3), "less takes as long as the least"
     # Four ranks send three times as many messages; those of a tensor of 1 MB are as long as two ranks' of 0.5 MB.
     assert inside.all_reduce(RankGroup(4, 1), 1e6).seconds == near(3 * (1 + 4 / 9) * 1e-3)
     shared = inside.all_reduce(RankGroup(2, 1), 1e6, "shared")

@@ -49,8 +49,7 @@ def add_in_order(rows: Sequence[Tensor], total: Tensor) -> None:
 
 def copy_from(parts: Sequence[Tensor], source: int, rank: int) -> None:
     """Copy the source's tensor into this rank's."""
-    if source != rank:
-        parts[rank].copy_(parts[source])
+    parts[rank].copy_(parts[source])
 
 
 def add_row(parts: Sequence[Tensor], row: int, total: Tensor) -> None:
