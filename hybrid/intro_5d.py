@@ -94,8 +94,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     routes: Routes | None = None
     if args.routes:
         tokens = args.batch_size * args.seq_len
-        writes = slices.rank == parts.rank == 0
-        routes = Routes(nets.values(), *args.routes, replicas, tokens, args.seq_len, choices, writes, slices.size)
+        routes = Routes(nets.values(), *args.routes, replicas, slices, choices, tokens, args.seq_len)
 
     # --shard
     sharded: dict[int, ShardedDP] = {}

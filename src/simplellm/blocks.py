@@ -42,12 +42,7 @@ class Attention(nn.Module):
         self.k_norm = qk_norm(self.head_dim) if qk_norm else None
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        attend: Attend = attend_to_earlier,
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, attend: Attend = attend_to_earlier
     ) -> Tensor:
         """(batch, seq, dmodel) -> the same; `cos` and `sin` are the seq rows of the tables for these positions."""
         if cache is None and attend is attend_to_earlier:
@@ -55,12 +50,7 @@ class Attention(nn.Module):
         return self.compute(x, cos, sin, cache, attend)
 
     def compute(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        attend: Attend = attend_to_earlier,
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, attend: Attend = attend_to_earlier
     ) -> Tensor:
         """Attention."""
         batch, seq, _ = x.shape
@@ -105,24 +95,14 @@ class Block(nn.Module):
         self.mlp = _experts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        attend: Attend = attend_to_earlier,
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, attend: Attend = attend_to_earlier
     ) -> Tensor:
         if cache is None and attend is attend_to_earlier and isinstance(self.mlp, MLP):
             return through_compiler(Block.compute, self, x, cos, sin)
         return self.compute(x, cos, sin, cache, attend)
 
     def compute(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        cache: "LayerCache | None" = None,
-        attend: Attend = attend_to_earlier,
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, attend: Attend = attend_to_earlier
     ) -> Tensor:
         """A block."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attend)

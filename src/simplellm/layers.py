@@ -56,11 +56,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        defer: Callable[[Tensor, Tensor], None] | None,
-        in_place: bool,
+        ctx: Any, x: Tensor, weight: Tensor, defer: Callable[[Tensor, Tensor], None] | None, in_place: bool
     ) -> Tensor:
         ctx.leaf, ctx.defer, ctx.in_place = weight, defer, in_place
         ctx.save_for_backward(x, weight)

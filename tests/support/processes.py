@@ -86,10 +86,10 @@ def before_forks() -> None:
     import distlab.run.checkpointer
     import distlab.run.main  # noqa: F401
     import simplellm.absent_weights  # noqa: F401
-    from distlab.run.joining import PACKAGES, code_of_packages
+    from distlab.run.joining import code_of_packages
     from distlab.run.provenance import revision
 
-    code_of_packages(PACKAGES)
+    code_of_packages()
     revision()
     parse(TrainSettings(), "", ["--data", "sample"])
     next(open_source("sample", "train", 0).documents(0))

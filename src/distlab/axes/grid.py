@@ -66,9 +66,9 @@ class Axis:
             # Every rank must take part in creating every group, including those that it is not in.
             timeout = context.group_timeout if context else None
             self._group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
-        from distlab.comm.group import connect  # here, because one process has no use for it
+        from distlab.comm.group import connect_nccl  # here, because one process has no use for it
 
-        connect(self._group)
+        connect_nccl(self._group)
 
     def __str__(self) -> str:
         return " x ".join(self.names)

@@ -82,7 +82,7 @@ def close_queues(row: Sequence[int], group: Group = None) -> None:
             found.queues.close_queue(link)
 
 
-def connect(group: Group) -> None:
+def connect_nccl(group: Group) -> None:
     """Over NCCL, connect the ranks now rather than in the first step.
 
     NCCL connects ranks in their first collective, which may have to wait until the GPU is idle. Within a step, the GPU
@@ -94,11 +94,11 @@ def connect(group: Group) -> None:
             dist.all_reduce(torch.zeros(1, device=found.context.device), group=group)
 
 
-def device_of(group: Group = None) -> torch.device:
+def device_of() -> torch.device:
     """Return the device from which a tensor is sent without a copy: this rank's GPU over NCCL, else host memory."""
-    context = context_if_any(group)
+    context = context_if_any()
     if context is None:
-        return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        return torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
     return context.device if context.is_over_nccl else torch.device("cpu")
 
 

@@ -285,11 +285,7 @@ class LabGroup(ContextGroup):
         return Wait(f"{what}{of}", "collective", self._members.others, begun[self.key] - 1, line, kind)
 
     def _begin(
-        self,
-        wait: Wait,
-        ask: Callable[[Transport], Carried | None],
-        tensors: list[Tensor],
-        sent_bytes: int | None,
+        self, wait: Wait, ask: Callable[[Transport], Carried | None], tensors: list[Tensor], sent_bytes: int | None
     ) -> Pending:
         """Start the operation in the first transport that accepts it.
 

@@ -86,21 +86,21 @@ class ChoicesOfSequences:
     """
 
     def __init__(self, axis: Axis, order: CPOrder) -> None:
-        self._axis, self._order, self.ranks = axis, order, axis.size
+        self.axis, self._order = axis, order
 
     def positions(self, count: int, rank: int | None = None) -> Tensor:
         """Return the positions of a rank, by default this one, if each rank has `count` of them: (count,)."""
-        size, rank = self._axis.size, self._axis.rank if rank is None else rank
+        size, rank = self.axis.size, self.axis.rank if rank is None else rank
         return positions_of(rank, size, size * count, self._order)
 
     def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, positions, per_token) -> those of whole sequences, (batch, seq, per_token); this rank's positions."""
-        size, count = self._axis.size, ids.shape[1]
+        size, count = self.axis.size, ids.shape[1]
         if size == 1:
             return ids, self.positions(count).to(ids.device)
         gathered = ids.new_empty(size, *ids.shape)
         with named("the choices of experts", "choices of experts"):
-            all_gather_single(gathered, ids.contiguous(), self._axis.group)
+            all_gather_single(gathered, ids.contiguous(), self.axis.group)
         whole = ids.new_empty(len(ids), size * count, ids.shape[2])
         for rank, part in enumerate(gathered):
             whole[:, self.positions(count, rank).to(ids.device)] = part
@@ -110,7 +110,7 @@ class ChoicesOfSequences:
 def limit_experts(nets: Iterable[nn.Module], capacity: float, choices: ChoicesOfSequences) -> None:
     """Give the experts of models a capacity; see `MixtureOfExperts`."""
     for mixture in mixtures_in(nets):
-        mixture.capacity, mixture.gather_places = capacity, choices.gather if choices.ranks > 1 else None
+        mixture.capacity, mixture.gather_places = capacity, choices.gather if choices.axis.size > 1 else None
 
 
 def exchange_rows(

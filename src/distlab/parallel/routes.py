@@ -36,11 +36,10 @@ class Routes:
         way: whether to record or to replay.
         folder: of the routes.
         replicas: the ranks that have other sequences, all that the step has together.
+        slices: the ranks that have the same routes; the first one writes them.
+        choices: of the ranks that share the replica's sequences.
         tokens: tokens of a replica in a step, in all parts of its sequences.
         seq: tokens of a sequence.
-        choices: of the ranks that share the replica's sequences.
-        writes: whether this rank writes what it records; other ranks may have the same routes.
-        copies: ranks that have the same routes.
 
     Raises:
         InputError: the folder does not have the routes of such a run.
@@ -52,15 +51,15 @@ class Routes:
         way: Literal["record", "replay"],
         folder: Path,
         replicas: Axis,
+        slices: Axis,
+        choices: ChoicesOfSequences,
         tokens: int,
         seq: int,
-        choices: ChoicesOfSequences,
-        writes: bool = True,
-        copies: int = 1,
     ) -> None:
-        self._folder, self._replicas, self._tokens, self._writes = folder, replicas, tokens, writes
-        self._seq, self._choices, self._parts = seq, choices, choices.ranks
-        self._copies = copies
+        self._way, self._folder, self._replicas, self._copies = way, folder, replicas, slices.size
+        self._choices, self._tokens, self._seq = choices, tokens, seq
+        self._own_seq = seq // choices.axis.size  # tokens of a sequence on this rank
+        self._writes = slices.rank == choices.axis.rank == 0
         self._step = self._others = 0
         self._seen: dict[str, list[Tensor]] = {}  # by layer, the routes of this step so far, (tokens, per token) each
         self._wanted: dict[str, Tensor] = {}  # by layer, the recorded routes of this step
@@ -70,7 +69,6 @@ class Routes:
         }
         self._k = max((mixture.sizes.per_token for mixture in mixtures.values()), default=0)
         self._sizes = {"tokens": tokens, "replicas": replicas.size, "experts_per_token": self._k}
-        self._way = way
         if way == "record":
             self._start()
         else:
@@ -125,7 +123,7 @@ class Routes:
         return self._folder / f"{layer}.{replica}"
 
     def _record(self, layer: str, ids: Tensor, gaps: Tensor) -> Tensor:
-        whole, _ = self._choices.gather(self._by_sequence(ids))
+        whole, _ = self._choices.gather(ids.unflatten(0, (-1, self._own_seq)))
         self._seen.setdefault(layer, []).append(whole.flatten(0, 1))
         return ids
 
@@ -133,9 +131,9 @@ class Routes:
         if layer not in self._wanted:
             self._wanted[layer] = self._read_step(layer)
         seen = self._seen.setdefault(layer, [])
-        start, count = sum(map(len, seen)), len(ids) * self._parts
+        start, count = sum(map(len, seen)), len(ids) * self._choices.axis.size
         places = torch.arange(start, start + count).view(-1, self._seq)
-        places = places[:, self._choices.positions(self._seq // self._parts)].flatten()  # in the replica's tokens
+        places = places[:, self._choices.positions(self._own_seq)].flatten()  # in the replica's tokens
         forced = self._wanted[layer][places].to(ids)
         seen.append(self._wanted[layer][start : start + count])
         # The order in which a token's experts were chosen changes only the order of a sum.
@@ -146,9 +144,6 @@ class Routes:
             token = self._replicas.rank * self._tokens + int(places[at])
             self.parted = f"step {self._step}, {layer}, token {token}: gap {gaps[at].item():.1e}"
         return forced
-
-    def _by_sequence(self, ids: Tensor) -> Tensor:
-        return ids.unflatten(0, (-1, self._seq // self._parts))
 
     def _read_step(self, layer: str) -> Tensor:
         """Return this replica's routes of the step, (tokens, per token)."""

@@ -153,16 +153,16 @@ def gather(x: Tensor, tp_group: TPGroup, length: int, dim: int = -1) -> Tensor:
     return linear_map(x, whole, partial(tp_group.own_shard, dim=dim))
 
 
-def gather_to(x: Tensor, tp_group: TPGroup, length: int, dim: int = SEQUENCE) -> Tensor:
-    """Concatenate like `gather`, for the input of a layer's shards: the result's gradients are added up over the ranks.
+def gather_to(x: Tensor, tp_group: TPGroup, length: int) -> Tensor:
+    """Concatenate shards of sequences for the input of a layer's shards: the ranks' gradients of it are added up.
 
     The gathered tensor is saved for the backward pass; Korthikanti et al. save the shard and gather it again.
     """
-    whole = partial(tp_group.all_gather, what=FORWARD, dim=dim, length=length)
-    return linear_map(x, whole, partial(tp_group.reduce_scatter, what=BACKWARD, dim=dim))
+    whole = partial(tp_group.all_gather, what=FORWARD, dim=SEQUENCE, length=length)
+    return linear_map(x, whole, partial(tp_group.reduce_scatter, what=BACKWARD, dim=SEQUENCE))
 
 
-def reduce_scatter(x: Tensor, tp_group: TPGroup, dim: int = SEQUENCE) -> Tensor:
-    """Add up the ranks' `x` and keep this rank's shard along `dim`."""
-    whole = partial(tp_group.all_gather, what=BACKWARD, dim=dim, length=x.shape[dim])
-    return linear_map(x, partial(tp_group.reduce_scatter, what=FORWARD, dim=dim), whole)
+def reduce_scatter(x: Tensor, tp_group: TPGroup) -> Tensor:
+    """Add up the ranks' `x` and keep this rank's shard of the sequence."""
+    whole = partial(tp_group.all_gather, what=BACKWARD, dim=SEQUENCE, length=x.shape[SEQUENCE])
+    return linear_map(x, partial(tp_group.reduce_scatter, what=FORWARD, dim=SEQUENCE), whole)

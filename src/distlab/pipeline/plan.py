@@ -9,15 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from distlab.comm.wait_graph import find_cycle
-from distlab.pipeline.actions import (
-    WEIGHT_GRADIENTS,
-    Action,
-    ActionCosts,
-    Programs,
-    Result,
-    describe_stages,
-    labels,
-)
+from distlab.pipeline.actions import WEIGHT_GRADIENTS, Action, ActionCosts, Programs, Result, describe_stages, labels
 from distlab.pipeline.engine import NEVER, Engine, Graph, ScheduleError
 
 ROUNDING = 1e-9  # of sums of shares

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.axes.grid import Axis, Grid
+from distlab.axes.grid import Axis
 from distlab.comm.group import open_queues
 from distlab.comm.names import CONTROL, counted_as, named
 from distlab.machine.saved_activations import SavedActivations
@@ -36,10 +36,9 @@ def find_schedule(
     Raises:
         InputError: a stage's activations of one micro-batch exceed `--keep-at-most`.
     """
-    args, workers = run.settings, run.grid.axis("pp").size
-    shape, again = (args.batch_size // args.micro_batches, args.seq_len), args.recompute == "all"
+    args, workers, again = run.settings, run.grid.axis("pp").size, run.settings.recompute == "all"
     with equal_loads(nets.values()):
-        costs = measure(nets, args.stages, run.grid, loss, shape, args.dmodel, run.device, again, part_of)
+        costs = measure(run, nets, loss, part_of)
     sizes = workers, args.micro_batches, args.chunks_per_stage
     programs = all_stages(args.schedule, *sizes, costs, args.limit, again)
     if run.rank == 0:
@@ -53,27 +52,16 @@ def find_schedule(
 
 
 def measure(
-    nets: Mapping[int, nn.Module],
-    stages: int,
-    grid: Grid,
-    loss: StageLoss,
-    shape: tuple[int, int],
-    width: int,
-    device: torch.device,
-    recompute: bool = False,
-    part_of: PartOf | None = None,
+    run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: StageLoss, part_of: PartOf | None = None
 ) -> ActionCosts:
     """Measure the times of passes and messages, and the bytes that stages keep; rank 0's values on every rank.
 
     The workers of a pipeline rehearse in turn, so that workers that share a processor do not disturb each other. Each
     stage runs the same actions as in training, on an artificial micro-batch; its gradients are dropped.
-
-    Args:
-        nets: this rank's stages, by index, of `stages` in the whole pipeline.
-        shape: of a micro-batch: (rows, seq); activations between stages are `width` wide.
-        recompute: stages keep only their inputs.
     """
-    pipeline, ids = grid.axis("pp"), torch.zeros(shape, dtype=torch.int64, device=device)
+    args, device, pipeline = run.settings, run.device, run.grid.axis("pp")
+    stages, width, recompute = args.stages, args.dmodel, args.recompute == "all"
+    ids = torch.zeros(args.batch_size // args.micro_batches, args.seq_len, dtype=torch.int64, device=device)
     part = None if part_of is None else part_of(ids)
     ids = ids if part is None else part.ids
     table = torch.zeros(stages + 1, len(COLUMNS) + 3, dtype=torch.float64)  # a row for each stage; last row: messages
@@ -94,7 +82,7 @@ def measure(
         with named("the times of the rehearsal", CONTROL):
             dist.all_reduce(table)
             dist.broadcast(table, 0)
-    *rows, (transfer, *_) = (table / (grid.size // pipeline.size)).tolist()
+    *rows, (transfer, *_) = (table / (run.grid.size // pipeline.size)).tolist()
     forward, again, backward, weight, inputs, whole, factors = zip(*rows, strict=True)
     both = [part + other for part, other in zip(backward, weight, strict=True)]
     return ActionCosts(

@@ -17,7 +17,7 @@ import simplellm
 from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_size
 from distlab.checkpoints.format import checksum
-from distlab.comm.group import connect as connect_group
+from distlab.comm.group import connect_nccl
 from distlab.comm.waits import TrafficError
 from distlab.machine import devices, network
 from distlab.machine.processes import leave, started_by_torchrun
@@ -25,7 +25,7 @@ from distlab.rendezvous import ranks as rendezvous
 from distlab.rendezvous.ranks import Identity
 from distlab.run.commands import LAB
 from distlab.run.failure import Failure
-from distlab.run.starting import Joined, connect, decide, identity, set_up
+from distlab.run.starting import Joined, decide, identity, init_group, set_up
 from distlab.settings.common import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.settings.folders import Claim
 from simplellm.errors import InputError, require
@@ -67,10 +67,10 @@ def join(settings: RunSettings, script: Path) -> Joined:
     network.keep_to_interface(address, on_one_host=by_torchrun and is_on_one_host)
     if decided["backend"] == "nccl" and devices.ranks_on_one_gpu(places):
         network.let_ranks_share_gpus(rank)
-    context = connect(settings, grid, places, store, decided["backend"])
+    context = init_group(settings, grid, places, store, decided["backend"])
     if context.is_over_nccl:
         context.waits.watch(_end)
-        connect_group(None)
+        connect_nccl(None)
     return Joined(grid, places, decided, claims[0] if claims else None, context, store)
 
 
@@ -85,7 +85,7 @@ def join_late(settings: RunSettings, script: Path) -> Joined:
     devices.pick_device_type(of_rank_before, len(devices.local_ranks(places, rank)))
     grid = Grid(rank, settings.layout, settings.held)
     set_up(grid, places, settings)
-    context = connect(settings, Grid(0, {}), [places[rank]], dist.HashStore(), "gloo")
+    context = init_group(settings, Grid(0, {}), [places[rank]], dist.HashStore(), "gloo")
     context.describe = lambda _: grid.describe(rank)
     return Joined(grid, places, decided, None, context, store)
 
@@ -103,7 +103,7 @@ def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]
         except OSError as error:
             raise InputError(f"{name}: {path} cannot be read ({error.strerror})") from error
     own = modules_beside(script)
-    found["the lab's code"] = asdict(Identity(str(LAB), code_of_packages(PACKAGES)))
+    found["the lab's code"] = asdict(Identity(str(LAB), code_of_packages()))
     found["the script, with the modules beside it"] = asdict(Identity(str(script.absolute()), code_of(own)))
     return found
 
@@ -119,9 +119,9 @@ def content_of(path: Path) -> str:
 
 
 @functools.cache
-def code_of_packages(roots: tuple[Path, ...]) -> str:
-    """Return the SHA-256 of all modules of some packages, which this process and its forks read once."""
-    return code_of({file.relative_to(root.parent).as_posix(): file for root in roots for file in root.rglob("*.py")})
+def code_of_packages() -> str:
+    """Return the SHA-256 of all modules of `PACKAGES`, which this process and its forks read once."""
+    return code_of({file.relative_to(root.parent).as_posix(): file for root in PACKAGES for file in root.rglob("*.py")})
 
 
 def modules_beside(script: Path) -> dict[str, Path]:

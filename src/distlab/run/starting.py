@@ -69,7 +69,7 @@ def start_alone(settings: RunSettings, script: Path) -> Joined:
     places = [devices.Place("", devices.visible_gpus(devices.pick_device_type(settings.device)))]
     set_up(grid, places, settings)
     store: dist.Store = dist.HashStore()
-    context = connect(settings, grid, places, store, "gloo")
+    context = init_group(settings, grid, places, store, "gloo")
     decided, claim = decide(settings, script)
     return Joined(grid, places, decided, claim, context, store)
 
@@ -110,7 +110,7 @@ def set_up(grid: Grid, places: Sequence[devices.Place], settings: RunSettings) -
     torch.set_num_threads(devices.threads_per_rank(computing))
 
 
-def connect(
+def init_group(
     settings: RunSettings,
     grid: Grid,
     places: Sequence[devices.Place],

@@ -16,7 +16,7 @@ from distlab.comm.context import Options, TransportName, context_of, during
 from distlab.comm.group import (
     all_gather_single,
     close_queues,
-    connect,
+    connect_nccl,
     device_of,
     empty,
     open_queues,
@@ -81,7 +81,7 @@ def use_another_backend(rank: int, port: int) -> list[str]:
     assert received_bytes(buffer) == 0
     assert not open_queues(row, 20, buffer)
     close_queues(row)
-    connect(None)
+    connect_nccl(None)
     assert device_of() == torch.device("cpu")
     grid = Grid(rank, {"dp": 2, "tp": 1})
     grid.make_groups()

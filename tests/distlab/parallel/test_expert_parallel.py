@@ -129,11 +129,12 @@ def test_in_a_measurement_all_experts_have_equal_loads_and_then_the_router_choos
 
 def test_routes_that_are_not_those_of_such_a_run_are_refused(tmp_path: Path) -> None:
     grid = Grid(0, {})
+    axes = grid.axis("dp"), grid.axis("tp")
     net, other = mixture_of(range(EXPERTS)), MixtureOfExperts(DMODEL, 10, Mixture(EXPERTS, 1))
 
     def routes(way: Literal["record", "replay"], tokens: int = TOKENS, of: nn.Module = net) -> Routes:
         choices = ChoicesOfSequences(grid.axis("cp"), "contiguous")
-        return Routes([nn.ModuleDict({"mlp": of})], way, tmp_path, grid.axis("dp"), tokens, TOKENS, choices)
+        return Routes([nn.ModuleDict({"mlp": of})], way, tmp_path, *axes, choices, tokens, TOKENS)
 
     with pytest.raises(InputError, match=r"has no routes\.json that can be read; --record-routes writes it"):
         routes("replay")
@@ -159,7 +160,7 @@ def replay_with_a_favourite(rank: int, folder: Path, port: int) -> list[float]:
     with process_group(rank, 2, port):
         grid, net = Grid(rank, {"tp": 2}), mixture_of(range(EXPERTS))
         choices = ChoicesOfSequences(grid.axis("cp"), "contiguous")
-        nets, of_both = [nn.ModuleDict({"mlp": net})], (grid.axis("dp"), TOKENS, TOKENS, choices, rank == 0, 2)
+        nets, of_both = [nn.ModuleDict({"mlp": net})], (grid.axis("dp"), grid.axis("tp"), choices, TOKENS, TOKENS)
         for seed in (1, 0):  # the second recording replaces the first
             recorded = Routes(nets, "record", folder, *of_both)
             for _ in range(2):

@@ -1,6 +1,7 @@
 """The rehearsal of `--schedule auto`: what it measures, and that a pipeline keeps what was planned from it."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import measure
+from distlab.settings.stages import ScheduledPipelineSettings
 
 PIPELINES, WORKERS, MICRO_BATCHES, ROWS = 2, 2, 6, 2
 SLOW = 0.1  # seconds that stage 2 takes: far more than any other, on a machine with other work
@@ -27,11 +29,20 @@ def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts
     with process_group(rank, PIPELINES * WORKERS, port):
         torch.manual_seed(rank)
         options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
+        sizes: dict[str, Any] = {
+            "batch_size": ROWS,
+            "micro_batches": 1,
+            "seq_len": SEQ,
+            "dmodel": WIDTH,
+            "recompute": options["recompute"],
+        }
+        args = ScheduledPipelineSettings(world_size=WORKERS, schedule="auto", **sizes)
         nets = build_stages(placement(WORKERS, 2)[rank % WORKERS], (1, 2, 1, 0), VOCAB, **options)
         hooks = [nets[2].register_forward_pre_hook(lambda *_: time.sleep(SLOW))] if 2 in nets else []
         grid = Grid(rank, {"dp": PIPELINES, "pp": WORKERS})
+        run: Any = SimpleNamespace(settings=args, grid=grid, device=torch.device("cpu"))
         state = torch.random.get_rng_state()
-        costs = measure(nets, 4, grid, LOSS, (ROWS, SEQ), WIDTH, torch.device("cpu"), recompute)
+        costs = measure(run, nets, LOSS)
         for hook in hooks:
             hook.remove()
         assert torch.equal(torch.random.get_rng_state(), state)
