@@ -10,7 +10,7 @@ from distlab_page.records import Records, name_of
 from distlab_page.tables import Json, table
 from distlab_planner.step import WARM_UP
 
-WITHOUT = "activations without recomputation"  # counted as well, but not held: `distlab.reports.memory.WITHOUT`
+WITHOUT_RECOMPUTE = "activations without recomputation"  # counted, not held, as in `distlab.reports.memory`
 BYTES = "bytes", "bytes a step", "by formula", "formula"
 
 
@@ -90,7 +90,7 @@ def memory(run: Records) -> Json | None:
     if not run.memory or run.alive is None:
         return None
     costs, names = costs_of(run), [name_of(run, rank) for rank in run.alive]
-    kinds = [kind for kind in run.memory[0] if kind != WITHOUT and any(rank.get(kind) for rank in run.memory)]
+    kinds = [kind for kind in run.memory[0] if kind != WITHOUT_RECOMPUTE and any(rank.get(kind) for rank in run.memory)]
     planned = [memory_of(run, costs, rank) for rank in run.alive] if costs and counts_memory(run, costs) else None
     rows = [
         (name, kind, held[kind], planned[index].get(kind) if planned else None)

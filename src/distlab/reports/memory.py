@@ -16,7 +16,7 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "g
 # The kinds that only some runs have: the copy that `--run-on` keeps; at the peak, blocks that are temporarily whole
 # (see distlab.parallel.sharded).
 ONLY_SOME = ("copy to undo", "gathered")
-WITHOUT = "activations without recomputation"  # counted as well with recomputation
+WITHOUT_RECOMPUTE = "activations without recomputation"  # counted as well with recomputation
 ROWS = "rows of experts"  # of the activations, those of the largest pass through experts in the run
 
 
@@ -61,7 +61,7 @@ class MemoryReport:
 
 def keep(path: Path, by_rank: Sequence[Sequence[int]]) -> None:
     """Write the counts as JSON: for each rank, an object with the bytes by kind."""
-    kinds = (*MEMORY_KINDS, WITHOUT) if _has_recomputation(by_rank) else MEMORY_KINDS
+    kinds = (*MEMORY_KINDS, WITHOUT_RECOMPUTE) if _has_recomputation(by_rank) else MEMORY_KINDS
     path.write_text(json.dumps([dict(zip(kinds, counts, strict=False)) for counts in by_rank], indent=2) + "\n")
 
 

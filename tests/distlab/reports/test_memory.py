@@ -75,8 +75,8 @@ def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(fla
     for own in others:
         assert own[0]["activations"] < 0.8 * usual[0]["activations"]
         for rank in (0, 1):
-            assert own[rank][memory.WITHOUT] == pytest.approx(usual[rank]["activations"], rel=0.05)
-    assert memory.WITHOUT not in usual[0]
+            assert own[rank][memory.WITHOUT_RECOMPUTE] == pytest.approx(usual[rank]["activations"], rel=0.05)
+    assert memory.WITHOUT_RECOMPUTE not in usual[0]
 
 
 INTERLEAVED = "--world-size 2 --schedule interleaved --micro-batches 2 --batch-size 2 --optimizer adam --run-on"
