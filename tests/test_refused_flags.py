@@ -114,6 +114,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("pp-1f1b --world-size 9", "9 stages for --n-layers 6"),
         ("pp-zb --keep-at-most 3", "--keep-at-most 3 with --schedule zb-h1: it needs --schedule auto"),
         ("pp-interleaved --chunks-per-stage 1000000000", "--n-layers 6"),
+        ("pp-interleaved --chunks-per-stage 0", "--chunks-per-stage 0"),
         ("pp-gpipe --batch-size 4", "--batch-size 4 with --micro-batches 3"),
         ("tp --world-size 4", "--num-heads 6 among 4 tensor-parallel ranks"),
         ("tp --world-size 2 --num-kv-heads 3", "--num-kv-heads 3 among 2 tensor-parallel ranks"),

@@ -4,11 +4,10 @@ The subcommands of the planner, the exercises and the page are in packages besid
 A module is imported only when one of its subcommands is requested.
 """
 
-import importlib
 from collections.abc import Sequence
 
 from distlab.run.commands import launcher
-from simplellm.errors import InputError
+from distlab.settings.optional_packages import imported
 
 # By heading, in the order in which they are listed. Each function is called with the arguments and the usage's program.
 SUBCOMMANDS = {
@@ -53,11 +52,4 @@ def run_subcommand(name: str, args: Sequence[str]) -> int:
         InputError: the arguments cannot work, or its package is not installed.
     """
     module, _, function = FUNCTIONS[name].partition(":")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        if error.name != package:
-            raise
-        raise InputError(f"{name} needs the package {package}, which is not installed beside distlab") from None
-    return getattr(found, function)(args, f"{launcher()} {name}") or 0
+    return getattr(imported(module, name), function)(args, f"{launcher()} {name}") or 0

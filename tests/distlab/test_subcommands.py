@@ -110,9 +110,10 @@ def test_what_a_missing_package_would_do_is_said_in_a_sentence(
             launch([name])
     file = tmp_path / "machine.json"
     file.touch()
-    if package == "distlab_planner":
-        with pytest.raises(InputError, match=f"--machine needs the package {package}"):
-            parse(TrainSettings(), "", ["--machine", str(file)])
+    flags = {"distlab_planner": ["--machine", str(file)], "distlab_page": ["--page"]}.get(package)
+    if flags is not None:
+        with pytest.raises(InputError, match=f"{flags[0]} needs the package {package}"):
+            parse(TrainSettings(), "", flags)
 
 
 def test_another_package_that_is_missing_is_not_taken_for_that_of_the_subcommand(

@@ -142,6 +142,14 @@ def test_the_plan_of_a_death(layout: str, dead: list[int]) -> None:
     assert settings.slowdown(alive, 2) == pytest.approx(1)
 
 
+def test_the_worst_death_counts() -> None:
+    flags = "--dp 2 --pp 2 --schedule interleaved --micro-batches 6 --batch-size 6"
+    settings = parse(HybridRepairSettings(), "", [*FLAGS, *flags.split()])
+    assert settings.owners == [0, 1, 0, 1]
+    assert settings.growth() == 10 / 5, "without the first worker; without the second, 4 / 5"
+    assert "up to 10 micro-batches instead of 5" in settings.remarks(settings.decide())[-1]
+
+
 def fails_with(deaths: list[Death], out: Path, **environment: str) -> str:
     environment |= {"DEATHS": json.dumps(deaths), "LESSON": LESSON}
     ended = fork_launcher(LAB / "bench/dying.py", *SHAPE, *FLAGS, *LAYOUT, "--out", out, **environment).finish()

@@ -1,28 +1,32 @@
-"""The two packages beside the lab that flags of a run need: the planner for `--machine`, the page for `--page`."""
+"""The packages beside the lab that subcommands, and two flags of a run, need: `--machine` and `--page`."""
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from simplellm.errors import InputError, require_package
 
 
+def imported(module: str, what: str) -> ModuleType:
+    """Import a module of a package beside the lab; `InputError`, which begins with `what` needs it, without it."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise InputError(f"{what} needs the package {package}, which is not installed beside distlab") from None
+
+
 def planner_prediction() -> Any:
     """Return the planner's class `Prediction`; `InputError` without the planner, which nothing else here needs."""
-    try:
-        return importlib.import_module("distlab_planner.prediction").Prediction
-    except ModuleNotFoundError as error:
-        if error.name != "distlab_planner":
-            raise
-        raise InputError("--machine needs the package distlab_planner, which is not installed") from None
+    return imported("distlab_planner.prediction", "--machine").Prediction
 
 
 def page_writer() -> Callable[..., Path]:
     """Return the function that writes a run's page; `InputError` if its package or plotly is not installed."""
     require_package("plotly", "--page")
-    try:
-        write: Callable[..., Path] = importlib.import_module("distlab_page").write
-        return write
-    except ModuleNotFoundError:
-        raise InputError("--page needs the package distlab_page, which is not installed") from None
+    write: Callable[..., Path] = imported("distlab_page", "--page").write
+    return write

@@ -119,8 +119,10 @@ def test_loads_and_dropped_rows_are_those_of_the_step_in_all_layers() -> None:
 
 def test_in_a_measurement_all_experts_have_equal_loads_and_then_the_router_chooses_again() -> None:
     net = mixture_of(range(EXPERTS))
+    net(values(1))
     balance, before = LoadBalance([net], 0, Grid(0, {}).axis("ep")), net(values(0))
-    balance.step()
+    loads = chosen(values(0)).flatten().bincount(minlength=EXPERTS).tolist()
+    assert balance.step()["expert_loads"] == [loads], "without the pass before it was made"
     with equal_loads([net]):
         net(values(0))
     assert balance.step()["expert_loads"] == [[2 * TOKENS // EXPERTS] * EXPERTS]

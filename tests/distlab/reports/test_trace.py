@@ -69,9 +69,9 @@ def pipelines() -> Trace:
 
 @pytest.fixture
 def replicas() -> Trace:
-    """No pipeline: the second rank waits longer."""
+    """No pipeline: the second rank starts later, and waits longer."""
     ranks = [[(STEP, "step", 0, 8), (WAIT, "gradients", start, 8)] for start in (6, 3)]
-    return Trace([rank_trace(events, 1.0) for events in ranks], {"dp": 2})
+    return Trace([rank_trace(events, begin) for events, begin in zip(ranks, (1.0, 1.5), strict=True)], {"dp": 2})
 
 
 def test_shares_of_a_pipelines_time(pipelines: Trace) -> None:
