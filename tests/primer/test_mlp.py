@@ -140,7 +140,8 @@ def test_logits_and_loss() -> None:
 
 
 def test_evaluate_weighs_every_sample_alike() -> None:
-    train_set, _ = gen_dataset(ModelConfig(d_in=5, n_classes=3, train_size=103))
+    train_set, test_set = gen_dataset(ModelConfig(d_in=5, n_classes=3, train_size=103))
+    assert len(test_set) == 20
     model = MLP(ModelConfig(n_layers=1, d_in=5, n_classes=3))
     points, labels = train_set.tensors
     assert evaluate(model, train_set, batch_size=50) == pytest.approx(model(points, labels)[1].item(), rel=1e-5)

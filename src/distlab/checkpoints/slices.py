@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class Slice(Tensor):
             views = [piece.view(block.sizes) for piece, block in zip(pieces, blocks, strict=True)]
         self.views = {torch.Size(block.offsets): view for block, view in zip(blocks, views, strict=True)}
 
-    def size(self, *dim: Any) -> Any:
-        return self.whole[dim[0]] if dim else self.whole
+    def size(self) -> torch.Size:  # type: ignore[override]
+        return self.whole
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(offsets, view.shape) for offsets, view in self.views.items()]

@@ -21,6 +21,10 @@ def test_a_rank_that_loses_its_core_while_it_reads_the_clocks(monkeypatch: pytes
 
     monkeypatch.setattr(time, "time", interrupted)
     recorder = Recorder()
+    recorder.add(COMPUTE, "F0", time.perf_counter())
+    recorder.keeps(8)
+    assert not recorder.events, "not yet enabled"
+    assert not recorder.kept_bytes
     recorder.enabled = True
     before = time_of_day()
     recorder.add(COMPUTE, "F0", time.perf_counter())

@@ -7,6 +7,7 @@ import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from distlab.parallel.context_parallel import ContextParallel
 from distlab.parallel.sharded import ShardedDP
 from distlab.run.compiling import parts_to_compile
 from distlab.run.model import ModelParts
+from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from distlab.settings.training import TrainSettings
 from distlab_page.planned import costs_of, memory_of
@@ -80,9 +82,24 @@ def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
     ],
 )
 def test_a_compiled_run_is_the_run_of_one_process(
-    ranks: int, rows: int, script: str, flags: str, one_process: OneProcess, tmp_path: Path
+    ranks: int,
+    rows: int,
+    script: str,
+    flags: str,
+    one_process: OneProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Everything is compiled before the first step."""
+    usual_steps = TrainingRun.steps
+
+    def steps(*args: Any) -> Iterator[tuple[int, Tensor]]:
+        for step in usual_steps(*args):
+            torch.compiler.set_stance("fail_on_recompile")
+            yield step
+
     expected_parameters, expected_gradients, expected_losses = one_process(rows)
+    monkeypatch.setattr(TrainingRun, "steps", steps)
     parameters, gradients, losses = train_on(ranks, script, tmp_path, "--compile", *flags.split(), deadline=240)
     if "DP/" in script:
         assert_as_planned(script, flags, tmp_path)
