@@ -178,6 +178,8 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, tmp_
         assert ended.status != 0
         assert wait_for(lambda: not any(alive(pid) for pid in ranks), 10)
         assert "Traceback" not in ended.err
+        if sent is signal.SIGINT:
+            assert f"# logs and metrics are in {tmp_path}" in ended.out
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)

@@ -139,6 +139,7 @@ def train_on(
     with contextlib.suppress(InputError):  # each rank raises it itself
         prepared(script, tuple(arguments))
     ended = run_ranks(world_size, train, script, arguments, exact, deadline=deadline)
+    assert json.loads((out / "memory.json").read_text()), "the script has told the run what it trains"
     return [parameters for parameters, _ in ended], [gradients for _, gradients in ended], losses(out)
 
 

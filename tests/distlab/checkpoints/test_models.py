@@ -85,6 +85,7 @@ def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monke
 
 def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     write_model(tmp_path / "experts", saved_model(experts=2, experts_per_token=1))
+    assert not read_model(tmp_path / "experts").document_mask, "settings of earlier versions do not have it"
     with pytest.raises(InputError, match="its model has experts; resume it with a script that has --experts"):
         parse(TrainSettings(), "", ["0", "--resume", str(tmp_path / "experts")])
     write_model(tmp_path / "dense", model := saved_model())

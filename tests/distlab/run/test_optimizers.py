@@ -107,6 +107,8 @@ def test_what_decays_follows_the_schedule_too(tmp_path: Path) -> None:
     ([one_group], _, losses), ([two_groups], _, same) = runs
     assert same == pytest.approx(losses, rel=1e-6)
     assert_equal(two_groups, one_group)
+    rises = "rises to 0.5 over 2 steps and then falls from 0.5 to 0.1 along a line, until step 3"
+    assert f"# the learning rate {rises}\n" in (tmp_path / "0" / "rank0.log").read_text()
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))

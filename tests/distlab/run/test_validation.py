@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.chapters import LAYOUTS, STEPS, train_on
 from support.terminals import fork_python
-from torch import Tensor
+from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
 from distlab.comm.names import name_of
@@ -83,6 +83,19 @@ def test_is_the_mean_over_other_stories_than_those_trained_on(tmp_path: Path) ->
     assert all(parameter.grad is None for parameter in net.parameters())
     assert perplexity(0) == 1
     assert perplexity(1e9) > 1e300
+
+
+class Around(nn.Module):
+    """A wrapper of one's own."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+def test_the_names_of_parameters_are_those_of_the_model_inside_of_a_wrapper() -> None:
+    net = LLama(CausalLLama, 8, dmodel=16, num_heads=2, n_layers=1)
+    assert ModelParts.of(Around(net), Grid(0, {})).parameters() == dict(net.named_parameters())
 
 
 def test_later_stages_are_told_where_documents_end() -> None:
