@@ -19,6 +19,8 @@ def merge_early(rank: int, port: int, merged: Barrier, compress: Compression) ->
         weights = torch.zeros(5000)
         schedule = FragmentSchedule(4, overlap_steps=2)
         outer = OuterOptimizer(weights, schedule, lr=1, momentum=0, merge_alpha=0, compress=compress)
+        in_checkpoint = [OuterOptimizer(weights, of).state().keys() for of in (schedule, FragmentSchedule(4))]
+        assert in_checkpoint[0] ^ in_checkpoint[1] == {"outer_optimizer.fragment"}, "without overlap, none is under way"
         weights += rank
         dist.barrier()
         outer.send(0)
