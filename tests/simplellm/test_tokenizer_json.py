@@ -82,7 +82,7 @@ def test_special_tokens(shipped: Any) -> None:
     ("options", "texts"),
     [
         ({}, ONLY_SPACES_MATTER),
-        ({"model_type": "unigram"}, ONLY_SPACES_MATTER),
+        ({"model_type": "unigram", "bos_id": 0, "eos_id": 1, "unk_id": 2}, ONLY_SPACES_MATTER),
         ({"byte_fallback": True}, ONLY_SPACES_MATTER),
         ({"normalization_rule_name": "identity"}, [*TEXTS, " \u2581 a \u2581 \u2581 "]),
         ({"normalization_rule_name": "identity", "add_dummy_prefix": False}, [*TEXTS, " \u2581 a \u2581 \u2581 "]),

@@ -72,7 +72,7 @@ def test_a_rank_alone_sends_nothing_and_counts_nothing() -> None:
 
 def use_another_backend(rank: int, port: int) -> list[str]:
     store = dist.TCPStore("localhost", port, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     with pytest.raises(ValueError, match="init_process_group"):
         context_of()
     buffer, row = empty(5, torch.empty(0)), (0, 1)
@@ -83,8 +83,8 @@ def use_another_backend(rank: int, port: int) -> list[str]:
     close_queues(row)
     connect_nccl(None)
     assert device_of() == torch.device("cpu")
-    grid = Grid(rank, {"dp": 2, "tp": 1})
-    grid.make_groups()
+    grid = Grid(rank, {"dp": 2, "tp": 2})
+    grid.make_groups("dp")
     with during("the other"):
         dist.all_reduce(buffer, group=grid.axis("dp").group)
     assert together("its work", lambda: rank) == rank
@@ -92,7 +92,7 @@ def use_another_backend(rank: int, port: int) -> list[str]:
 
 
 def test_without_the_labs_backend_all_is_done_plainly() -> None:
-    assert run_ranks(2, use_another_backend, free_port()) == [["rank 0", "rank 1"]] * 2
+    assert run_ranks(4, use_another_backend, free_port()) == [[f"rank {rank}" for rank in range(4)]] * 4
 
 
 def test_a_rank_alone_receives_its_own_tensors() -> None:

@@ -20,7 +20,7 @@ from support.processes import LAB
 from support.terminals import fork_command, fork_python
 
 from distlab.run.progress import Progress, human_time
-from distlab.run.terminal import RankOutput
+from distlab.run.terminal import RankOutput, Terminal
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
 WIDTH = 60  # of the terminal
@@ -250,6 +250,20 @@ def test_what_cannot_be_erased_is_not_drawn(how: str, tmp_path: Path) -> None:
     assert "\x1b" not in written
     lines = (tmp_path / "run/rank0.log").read_text().splitlines()
     assert written.splitlines() == lines
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_one_rank_of_a_terminal_leaves_the_bars_of_libraries_on(
+    has_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in (bars := ["HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"]):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    Terminal(0, has_own).give_back()
+    assert [name in os.environ for name in bars] == 2 * [not has_own]
 
 
 def test_a_bar_of_a_library_is_for_the_terminal_and_not_for_the_log() -> None:
