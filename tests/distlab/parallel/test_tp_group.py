@@ -51,6 +51,9 @@ def exchange(rank: int, ranks: int, port: int, transport: TransportName) -> tupl
             (lambda x: copy_to(x, tp_group), whole, whole, factor, total_factor),
             (lambda x: reduce_from(x, tp_group), whole, total, factor, factor),
         ]
+        own_part = tp_group.own_parameter(whole, dim=1)
+        assert torch.equal(own_part, whole[mine])
+        assert own_part.untyped_storage().nbytes() == own_part.nbytes, "the whole can be freed"
         for function, x, y, grad_y, grad_x in cases:
             own, grad = x.clone().requires_grad_(), grad_y.clone()
             result = function(own)
