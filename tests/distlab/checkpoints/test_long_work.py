@@ -129,8 +129,10 @@ def test_a_rank_that_ends_or_stops_is_found_while_others_work(ends: str) -> None
 
 
 def tell(rank: int, port: int, text_of: Callable[[int], str]) -> list[str]:
-    with process_group(rank, 3, port):
-        return texts_of_all(text_of(rank), "the test's texts")
+    with process_group(rank, 3, port) as context:
+        told = texts_of_all(text_of(rank), "the test's texts")
+        assert {*context.ledger.sent_bytes} == {"control"}
+        return told
 
 
 @pytest.mark.parametrize("text_of", [lambda _: "", "from rank {}".format, lambda rank: "ü \0" * rank])

@@ -197,6 +197,7 @@ def test_in_chromes_format_an_arrow_leads_from_the_sender_into_the_wait_that_a_m
         "{}",
         '{"traceEvents": [], "otherData": {}}',
         '{"traceEvents": [], "otherData": {"ranks": 1, "layout": {}, "programs": [[["X", 0, 0]]]}}',
+        '{"traceEvents": [], "otherData": {"ranks": 1, "layout": {}, "programs": null, "run_on": false}}',
         '{"traceEvents": [{"ph": "X", "pid": 1}], "otherData": {"ranks": 1, "dp": 1, "pp": 1, "programs": null}}',
     ],
 )
