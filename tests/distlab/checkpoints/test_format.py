@@ -292,7 +292,8 @@ def test_names_that_the_lab_does_not_give_are_somebody_elses(begins: bool, run: 
     assert set(names) == before | {"step-00000006", "step-00000008"}
     shutil.copytree(out / "checkpoints" / "step-best", out / "checkpoints" / "step-00000009.unfinished")
     for name in ("step-best", "step-00000009.unfinished"):
-        assert read_model(given := out / "checkpoints" / name).step == 2, "a checkpoint may have any name if given"
+        given = out / "checkpoints" / name
+        assert read_model(given).step == 2, "a checkpoint may have any name if it is given"
     saving.make_room(out, latest_valid(given))
     assert latest_valid(given).step == 2, "a run that resumes from it keeps it"
 

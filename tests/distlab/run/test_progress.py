@@ -253,9 +253,7 @@ def test_what_cannot_be_erased_is_not_drawn(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_own", [True, False])
-def test_one_rank_of_a_terminal_leaves_the_bars_of_libraries_on(
-    has_own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_of_a_terminal_leaves_the_bars_of_libraries_on(has_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
