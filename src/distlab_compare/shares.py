@@ -200,7 +200,7 @@ def name_loss(observed: float, expected: float, n: int, m: int) -> Mistake:
 
 
 def _near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=0.02, abs_tol=0.005)
+    return math.isclose(a, b, rel_tol=0.02)
 
 
 def _same(values: Sequence[float]) -> bool:
