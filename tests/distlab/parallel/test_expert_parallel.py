@@ -122,7 +122,9 @@ def test_in_a_measurement_all_experts_have_equal_loads_and_then_the_router_choos
     net(values(1))
     balance, before = LoadBalance([net], 0, Grid(0, {}).axis("ep")), net(values(0))
     loads = chosen(values(0)).flatten().bincount(minlength=EXPERTS).tolist()
-    assert balance.step()["expert_loads"] == [loads], "without the pass before it was made"
+    record = balance.step()
+    assert record["expert_loads"] == [loads], "without the pass before it was made"
+    assert "dropped_rows" not in record, "without a capacity"
     with equal_loads([net]):
         net(values(0))
     assert balance.step()["expert_loads"] == [[2 * TOKENS // EXPERTS] * EXPERTS]
