@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.chapters import OneProcess, assert_equal, train_on
 
+from distlab.checkpoints.models import read_model
 from distlab.parallel.gradient_compression import Compressor
 
 SCRIPT = "DP/buckets/intro_DP_buckets.py"
@@ -37,8 +38,10 @@ def test_what_was_left_out_is_in_the_checkpoint(compress: str, tmp_path: Path) -
     saving = ["--compress", *compress.split(), "--save-every", "3"]
     expected, _, losses = train_on(2, SCRIPT, tmp_path / "run", *flags, *saving)
     resume = ["--resume", str(tmp_path / "run" / "checkpoints" / "step-00000003")]
-    parameters, _, rest = train_on(2, SCRIPT, tmp_path / "again", *flags, *resume)
+    parameters, _, rest = train_on(2, SCRIPT, tmp_path / "again", *flags, *resume, "--save-every", "3")
     assert rest == losses[3:]
+    saved, again = (read_model(tmp_path / name).parameters for name in ("run", "again"))
+    assert all(torch.equal(again[name], saved[name]) for name in saved)
     for own, others in zip(parameters, expected, strict=True):
         assert all(torch.equal(own[name], others[name]) for name in others)
 
