@@ -93,7 +93,11 @@ def test_the_local_cache_serves_without_a_network(
         / "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
     )
     snapshot.mkdir(parents=True)
+    assert sources.source_identity("tinystories", "train", seed=0) is None, "nobody knows which stories the hub has"
     (local_hub / "data").rename(snapshot / "data")
+    identity = sources.source_identity("tinystories", "train", seed=0)
+    assert identity is not None
+    assert identity["files"]
     assert choose_source("auto") == ("tinystories", "the hub's TinyStories: it is in the local cache")
     source = sources.open_source("tinystories", "train", seed=0)
     assert list(islice(source.documents(18), 30)) == (TEXTS[:40] * 2)[18:48]
