@@ -219,3 +219,9 @@ def test_the_step_after_a_clipped_one_waits_too() -> None:
     for step, norm, waits_in in ((3, 0.5, None), (4, 2.0, 5)):
         late.has_waited(step, norm)
         assert late.waits_in == waits_in
+
+
+def test_a_script_without_track_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UndoableRun, "track", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match=r"--run-on and --repair need a script that calls run\.track before"):
+        train_on(1, PIPELINE, tmp_path, "--world-size", "1", "--run-on")
