@@ -173,11 +173,8 @@ def _split_sequence(parts: _Parts, axis: Axis) -> tuple[Exchange, Exchange]:
         seq = args[0].shape[SEQUENCE]
 
     parts.net.register_forward_pre_hook(remember_length)
-    split = {module.weight for module in (*parts.linears.values(), *parts.embeddings.values())}
-    rows = {pair.o_proj if isinstance(pair, Attention) else pair.down_proj for pair in parts.pairs.values()}
-    split |= {linear.bias for linear in parts.linears.values() if linear.bias is not None and linear not in rows}
-    for name, parameter in parts.net.named_parameters():
-        if parameter not in split and parameter.requires_grad:
+    for name, parameter in parts.net.named_parameters():  # those that are split make way for their shards
+        if parameter.requires_grad:
             tp_group = TPGroup(name.rpartition(".")[0], NORMS, axis)
             parameter.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
     return lambda x, tp_group: tp.gather_to(x, tp_group, seq), tp.reduce_scatter
