@@ -18,13 +18,14 @@ from support.processes import LAB, free_port, run, run_ranks
 from support.terminals import fork_python, terminals
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.data import TensorDataset
 
 from distlab.run.run import Run
 from distlab.settings.common import parse
 from simplellm.samplers import BatchSampler
 
 sys.path.append(str(LAB))
-from primer.mlp import MLP, ModelConfig, evaluate, gen_dataset
+from primer.mlp import EVALUATED_BATCHES, MLP, ModelConfig, evaluate, gen_dataset, report
 
 LINE = re.compile(r"step (\d+) \| train_loss (\d+\.\d{4}) \| test_loss (\d+\.\d{4}) \| step time \d+\.\d\dms")
 SMALL = "--n-layers 2 --d-in 16 --n-classes 4 --d-hidden 8 --train-size 500 --niters 201".split()
@@ -137,6 +138,15 @@ def test_logits_and_loss() -> None:
     a, b, c = model.parameters()
     assert torch.allclose(logits, torch.tanh(torch.tanh(data @ a.T) @ b.T) @ c.T, atol=1e-6)
     assert loss.item() == pytest.approx(-logits.log_softmax(-1)[range(8), targets].mean().item())
+
+
+def test_a_report_takes_a_few_batches_of_each_set(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ModelConfig(n_layers=1, d_in=5, n_classes=3, train_size=10_000)
+    sets, model = gen_dataset(config), MLP(config)
+    report(0, model, *sets, 0.1)
+    [(_, *shown)] = reports(capsys.readouterr().out)
+    firsts = [TensorDataset(*whole[: 50 * EVALUATED_BATCHES]) for whole in sets]
+    assert shown == pytest.approx([evaluate(model, first) for first in firsts], abs=1e-4)
 
 
 def test_evaluate_weighs_every_sample_alike() -> None:
