@@ -9,7 +9,7 @@ import pytest
 from support.chapters import losses, train_on
 from support.processes import LAB
 from support.repairs import DIES_IN, SHAPE, STEPS, run_with
-from support.terminals import fork_launcher
+from support.terminals import fork_launcher, fork_python
 
 from distlab.checkpoints.format import latest_valid
 from distlab.launching import local_ranks
@@ -161,6 +161,13 @@ def test_the_usual_time_of_a_step_is_one_with_all_ranks(tmp_path: Path) -> None:
     printed = run_with(deaths, tmp_path / "run", LESSON, *FLAGS, "--steps", "20", steps=20)
     assert "rank 0 goes on with step 10" in printed
     assert "times as long" not in printed
+
+
+def test_only_a_launcher_repairs(tmp_path: Path) -> None:
+    ended = fork_python(LESSON, "0", *SHAPE, *FLAGS, "--out", tmp_path).finish(10)
+    assert ended.status == 2
+    why = "only launch.sh notices deaths; start the ranks with it, or with --repair off"
+    assert ended.err.splitlines()[-1] == f"# --repair: {why}"
 
 
 def test_an_exception_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> None:
