@@ -24,6 +24,7 @@ from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn, throu
 from distlab.comm.names import named
 from distlab.parallel.data import MyDP, flatten_gradients
 from simplellm import command_line
+from simplellm.errors import require
 
 BASELINE = "torch DDP"
 
@@ -38,6 +39,8 @@ class Settings:
     """sequences per rank"""
     seq_len: int = 256
     """tokens per sequence"""
+    baseline: str = BASELINE
+    """the variant to which the others are compared"""
     compile: bool = False
     """compare compiled steps"""
     port: int = 29555
@@ -121,14 +124,16 @@ def measure(settings: Settings) -> None:
     batch_of = partial(tokens, batch_size=settings.batch_size, seq_len=settings.seq_len)
     seconds = seconds_in_turn(steps, batch_of, settings.rounds, meet=dist.barrier)
     for name, own in seconds.items() if dist.get_rank() == 0 else ():
-        ratio = quartiles_of_ratios(own, seconds[BASELINE])
+        ratio = quartiles_of_ratios(own, seconds[settings.baseline])
         print_row(dist.get_world_size(), name, milliseconds(own), *ratio.cells(3))
 
 
 def main(settings: Settings) -> None:
     require_quartiles("--rounds", settings.rounds)
+    variants = COMPILED if settings.compile else VARIANTS
+    require(settings.baseline in variants, f"--baseline {settings.baseline}: there are {', '.join(variants)}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print_head("ranks", "variant", "ms a step (median)", f"time over {BASELINE} (median)", "quartiles")
+    print_head("ranks", "variant", "ms a step (median)", f"time over {settings.baseline} (median)", "quartiles")
     for world_size in settings.worlds:
         run_ranks(measure, world_size, settings.port, settings)
 

@@ -97,13 +97,15 @@ def test_learns(tmp_path: Path) -> None:
 
 
 def test_the_time_of_validation_is_no_steps_and_training_goes_on_as_before(tmp_path: Path) -> None:
-    def work() -> tuple[list[float], list[bool]]:
+    def work() -> tuple[list[float], set[bool], list[bool]]:
         script, clock, spent, drops = load("tp_tensor_parallel"), time.perf_counter, list[float](), list[bool]()
+        while_validating = set[bool]()
         time.perf_counter = lambda: clock() + sum(spent)  # only in this fork
         validate = script.validate
 
         def validate_slowly(run: Run[Any], net: nn.Module, *others: Any) -> None:
-            validate(run, net, *others)
+            with net.register_forward_pre_hook(lambda *_: while_validating.add(net.training)):
+                validate(run, net, *others)
             drops.append(net.training)
             spent.append(1000)
 
@@ -111,12 +113,13 @@ def test_the_time_of_validation_is_no_steps_and_training_goes_on_as_before(tmp_p
         flags = [*SAMPLE, "--world-size", "1", "--tp", "1", "--master-port", str(free_port()), "--out", str(tmp_path)]
         current: Run[Any] = Run(parse(script.DEFAULTS, "", ["0", *flags]), Path(script.__file__))
         script.train(current)
-        return [json.loads(line)["seconds"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()], drops
+        records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [record["seconds"] for record in records], while_validating, drops
 
-    seconds, drops = in_a_fork(work)
+    seconds, while_validating, drops = in_a_fork(work)
     assert len(seconds) == 8
     assert max(seconds) < 1000
-    assert drops == [True, True]
+    assert (while_validating, drops) == ({False}, [True, True])
 
 
 def test_launch_prints_losses_and_accuracy(tmp_path: Path) -> None:

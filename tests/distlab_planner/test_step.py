@@ -160,6 +160,12 @@ def test_the_activities_are_those_of_the_worker_with_the_most_layers(split: tupl
     assert predict(costs) == predict(costs, worker=split.index(3)) != predict(costs, worker=split.index(1))
 
 
+def test_recomputation_takes_longer_with_attention() -> None:
+    again = [replace(layout(), recompute=recompute) for recompute in ("none", "except-attention", "blocks")]
+    none, without, whole = (Costs(CLUSTER, MODEL, one).seconds(Backward(0, 0)) for one in again)
+    assert none < without < whole
+
+
 def test_threads_of_a_rank_that_computes_alone() -> None:
     machine = cluster(cores_per_host=2, device="cpu")
     one = predict(Costs(replace(machine, cores_per_host=1), MODEL, layout(pp=1))).computing
