@@ -151,6 +151,7 @@ def test_the_micro_batches_of_the_dead_go_around_among_the_living() -> None:
     assign = runpy.run_path(str(LAB / LESSON))["assign"]
     own = {0: [(0, 0), (0, 1)], 2: [(2, 0), (2, 1)]}
     assert assign(3, 2, [0, 2], whole=False) == {0: [*own[0], (1, 0)], 2: [*own[2], (1, 1)]}
+    assert assign(3, 2, [0, 2], whole=True) == {0: [*own[0], (1, 0), (1, 1)], 2: own[2]}
     of_both = {2: [*own[2], (0, 0), (0, 1)], 3: [(3, 0), (3, 1), (1, 0), (1, 1)]}
     assert assign(4, 2, [2, 3], whole=True) == of_both
 

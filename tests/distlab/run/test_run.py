@@ -51,8 +51,10 @@ def test_a_script_that_hands_over_nothing_is_refused_before_its_first_step(flag:
     assert ended.status == 2
     assert "a script that calls run.track before its first step" in ended.err
     assert not any(line[0].isdigit() for line in ended.out.splitlines()), "no step was taken"
-    plain = fork_python(script, *SHAPE, *"--steps 2 --lr 1e30 --out".split(), tmp_path / "plain").finish()
-    assert len(losses(tmp_path / "plain")) == 1, "without these flags it trains"
+    plain = fork_python(script, *SHAPE, "--steps", "1", "--out", tmp_path / "plain").finish()
+    assert (plain.status, len(losses(tmp_path / "plain"))) == (0, 1), "without these flags it trains"
+    plain = fork_python(script, *SHAPE, *"--steps 2 --lr 1e30 --out".split(), tmp_path / "nan").finish()
+    assert (plain.status, len(losses(tmp_path / "nan"))) == (1, 1)
     assert plain.err.splitlines()[-1] == "# the loss of step 1 is nan (is --lr 1e+30 too large?)"
 
 
