@@ -10,12 +10,12 @@ from simplellm.errors import InputError, require_package
 
 
 def imported(module: str, what: str) -> ModuleType:
-    """Import a module of a package beside the lab; `InputError`, which begins with `what` needs it, without it."""
-    package = module.partition(".")[0]
+    """Import a module of a package beside the lab, for `what`; `InputError` if it, or one that it needs, is absent."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != package:
+        package = error.name or ""
+        if not package.startswith("distlab_") or "." in package:
             raise
         raise InputError(f"{what} needs the package {package}, which is not installed beside distlab") from None
 
