@@ -26,9 +26,9 @@ from simplellm.errors import InputError, require
 from simplellm.options import BLOCK_BY_BLOCK, Recompute
 
 Shard = Literal["none", "optimizer", "gradients", "weights"]
-SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "weights")
+SHARDS: tuple[Shard, ...] = get_args(Shard)
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-CP_KINDS: tuple[CPKind, ...] = ("ring", "gather", "heads")
+CP_KINDS: tuple[CPKind, ...] = get_args(CPKind)
 WHOLE_BLOCKS = "of compiled passes, the planner knows those of whole blocks; leave one of the two out"
 SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpipe with one worker only keeps more
 

@@ -18,7 +18,7 @@ from distlab_planner.hosts import SharedHosts
 from distlab_planner.machine import KIND_OF
 from distlab_planner.model import NUMBER_BYTES
 from distlab_planner.sent import LOSS_BYTES, sent_bytes
-from distlab_planner.traffic import CollectiveSeconds, RankGroup, in_sequence
+from distlab_planner.traffic import CollectiveSeconds, RankGroup, one_after_another
 
 WARM_UP = 3  # steps at the beginning of a run that do not count where it is compared with a prediction
 
@@ -131,10 +131,10 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, floa
     weights = [one for one in costs.weights_by_holders(*stages_of(program)) if one.count]
     update = machine.step_seconds + machine.update_seconds(costs.optimizer) * costs.updated(*stages_of(program))
     collective = on_hosts.all_reduce if layout.shard == "none" else on_hosts.half
-    average = in_sequence([collective(one.holders, one.bytes, "shared") for one in weights])
+    average = one_after_another([collective(one.holders, one.bytes, "shared") for one in weights])
     if layout.shard == "none":
         return update, 0.0, average
-    gathered = in_sequence([collective(one.holders, one.gathered_bytes, "shared") for one in weights]).alone
+    gathered = one_after_another([collective(one.holders, one.gathered_bytes, "shared") for one in weights]).alone
     gather = gathered if layout.shard != "weights" else 0.0
     return update, gather, average if layout.shard == "optimizer" else CollectiveSeconds(0.0, 0.0, False)
 

@@ -63,7 +63,7 @@ class CollectiveSeconds:
     overlaps: bool
 
 
-def in_sequence(collectives: Sequence[CollectiveSeconds]) -> CollectiveSeconds:
+def one_after_another(collectives: Sequence[CollectiveSeconds]) -> CollectiveSeconds:
     """Return the seconds of several collectives, one after another."""
     taken = [one for one in collectives if one.seconds]
     seconds, alone = sum(one.seconds for one in taken), sum(one.alone for one in taken)

@@ -1,4 +1,7 @@
-"""Models without weights: whoever divides such a model takes its parts from the initial weights."""
+"""Parameters whose values are not in memory: of models made without weights, and while other ranks hold them.
+
+In place of its values, such a parameter has one NaN that is seen in its shape; views of it take no memory either.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -6,10 +9,20 @@ from torch import Tensor, nn
 from simplellm.initial_weights import initial_weight
 
 
-class InitialWeights:
-    """The initial weights of a module that is made to go without them, by name: one at a time, where they are needed.
+def absent(parameter: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return what stands for the values of a parameter (any shape, the same dtype) that are not in memory."""
+    return torch.full((1,), torch.nan, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
 
-    In their place, each parameter is one NaN that is seen in the parameter's shape; views of it take no memory either.
+
+def is_absent(parameter: Tensor) -> bool:
+    """Say if a parameter, or a slice of one, is without its values; one of a single element counts as present."""
+    return 0 in parameter.stride()
+
+
+class InitialWeights:
+    """The initial weights of a module, by name: one at a time, where they are needed. Its parameters become absent.
+
+    Whoever divides such a model takes its parts from here.
     """
 
     def __init__(self, module: nn.Module, seed: int, device: torch.device) -> None:
@@ -17,8 +30,7 @@ class InitialWeights:
         self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         for part in module.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
-                absent = torch.full((1,), torch.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
-                setattr(part, name, nn.Parameter(absent, requires_grad=parameter.requires_grad))
+                setattr(part, name, nn.Parameter(absent(parameter, device), requires_grad=parameter.requires_grad))
 
     def __call__(self, name: str) -> Tensor:
         """Return the initial value of a parameter, of the shape that it had before it was sliced."""

@@ -22,7 +22,7 @@ from distlab_planner.traffic import (
     RankGroup,
     RanksOnHosts,
     Spread,
-    in_sequence,
+    one_after_another,
 )
 
 near: Any = pytest.approx
@@ -126,7 +126,7 @@ def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     assert inside.all_reduce(RankGroup(2, 1), 999, "shared") == inside.all_reduce(RankGroup(2, 1), 999)
     half = inside.half(RankGroup(2, 1), 1e6, "shared")
     assert (half.alone, half.overlaps) == (near(half.seconds / 1.25), False)
-    both = in_sequence([half, inside.half(RankGroup(2, 1), 1e6)])
+    both = one_after_another([half, inside.half(RankGroup(2, 1), 1e6)])
     assert (both.seconds, both.overlaps) == (near(half.seconds + 1e-3), False), "only if both can"
     across = placement(4, 1, **machine).all_reduce(RankGroup(2, 1), 1e6, "shared")
     assert across.overlaps

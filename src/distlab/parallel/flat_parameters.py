@@ -15,6 +15,7 @@ from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, divisible, elements_of, views_of
 from distlab.parallel.options import Sharded
+from simplellm.absent_weights import absent
 
 HALF = (torch.bfloat16, torch.float16)  # dtypes whose shards are updated in float32
 
@@ -156,7 +157,7 @@ class FlatParameters:
         self.shards = {p: _shard(p, self.shard, where, axis) for p, where in self._ranges.items()}
         self.gradients = GradientShard(self, shard, gathered) if is_trained else None
         self._arriving: Pending | None = None
-        self._absent = [p.detach().new_full((1,), torch.nan).expand(p.shape) for p in parameters]
+        self._absent = [absent(p) for p in parameters]
         if self._is_freed:
             gathered.now_bytes += self.flat.nbytes
             self.free()
@@ -212,8 +213,8 @@ class FlatParameters:
             return
         self.arrive()
         self._gathered.free(self.flat)
-        for parameter, absent in zip(self.parameters, self._absent, strict=True):
-            parameter.data = absent
+        for parameter, freed in zip(self.parameters, self._absent, strict=True):
+            parameter.data = freed
 
     def give_gradients(self) -> None:
         """Set each shard's `grad` to this step's gradient."""

@@ -17,7 +17,7 @@ from distlab.axes.grid import Axis, all_ranks
 from distlab.axes.placement import own_slice, placement_of
 from distlab.parallel import tp_group as tp
 from distlab.parallel.options import Style, check_division
-from distlab.parallel.tp_group import BACKWARD, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup
+from distlab.parallel.tp_group import BACKWARD, EXPERTS, LAYERS, NORMS, SEQUENCE, VOCABULARY, TPGroup
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.blocks import Attention
 from simplellm.errors import InputError, require
@@ -49,7 +49,10 @@ def shard(
     whole.
 
     With `sequence_parallel`, each rank holds a shard of the sequence between attention and MLP. This needs style
-    "megatron" and a whole model. Raises `InputError`, and leaves the module unchanged, if it cannot be split this way.
+    "megatron" and a whole model. Experts then see this rank's positions only: `LoadBalance` needs `axis` among the
+    ranks that have other tokens, and `limit_experts` the ranks' positions.
+
+    Raises `InputError`, and leaves the module unchanged, if it cannot be split this way.
     """
     parts = _Parts(net)
     axis = axis or all_ranks("tp")
@@ -74,7 +77,8 @@ class _Parts:
         modules = dict(net.named_modules())
         self.linears = {name: module for name, module in modules.items() if isinstance(module, Linear)}
         # The slices of a layer compute all experts: only whole experts are divided, among other ranks.
-        mixed = {part for found in modules.values() if isinstance(found, MixtureOfExperts) for part in found.modules()}
+        experts = [module for module in modules.values() if isinstance(module, MixtureOfExperts)]
+        self.mixed = mixed = {part for mixture in experts for part in mixture.modules()}
         modules = {name: module for name, module in modules.items() if module not in mixed}
         self.pairs = {name: module for name, module in modules.items() if isinstance(module, Attention | MLP)}
         inner = {layer for pair in self.pairs.values() for layer in pair.modules()}
@@ -130,7 +134,7 @@ def _split_naively(parts: _Parts, axis: Axis) -> None:
 
 def _split_in_pairs(parts: _Parts, axis: Axis, sequence_parallel: bool) -> None:
     """In each attention and MLP, split the first layers by their outputs and the last layer by its inputs."""
-    enter, leave = _split_sequence(parts, axis) if sequence_parallel else (tp.copy_to, tp.reduce_from)
+    enter, leave = _split_sequence(parts) if sequence_parallel else (tp.copy_to, tp.reduce_from)
     for name, pair in parts.pairs.items():
         tp_group = TPGroup(name, LAYERS, axis)
         if isinstance(pair, Attention):
@@ -158,14 +162,12 @@ def _split_in_pairs(parts: _Parts, axis: Axis, sequence_parallel: bool) -> None:
         tp_group = TPGroup(name, VOCABULARY, axis)
         _keep_shard(head, tp_group, dim=0)
         _around(head, tp_group, before=enter)
+    if sequence_parallel:
+        _add_up_gradients(parts, axis)
 
 
-def _split_sequence(parts: _Parts, axis: Axis) -> tuple[Exchange, Exchange]:
-    """Shard the sequence between layers; return the collectives before and after the layers that need all of it.
-
-    The gains of the norms are not split. Each rank computes their gradients from its own positions only, so the
-    gradients are added up over the ranks.
-    """
+def _split_sequence(parts: _Parts) -> tuple[Exchange, Exchange]:
+    """Shard the sequence between layers; return the collectives before and after the layers that need all of it."""
     seq = 0  # the whole length; it does not follow from a shard's length if the ranks do not divide it
 
     def remember_length(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -173,11 +175,16 @@ def _split_sequence(parts: _Parts, axis: Axis) -> tuple[Exchange, Exchange]:
         seq = args[0].shape[SEQUENCE]
 
     parts.net.register_forward_pre_hook(remember_length)
-    for name, parameter in parts.net.named_parameters():  # those that are split make way for their shards
-        if parameter.requires_grad:
-            tp_group = TPGroup(name.rpartition(".")[0], NORMS, axis)
-            parameter.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
     return lambda x, tp_group: tp.gather_to(x, tp_group, seq), tp.reduce_scatter
+
+
+def _add_up_gradients(parts: _Parts, axis: Axis) -> None:
+    """Add up the gradients of parameters that are not split: a rank has those of its own positions only."""
+    of_experts = {parameter for module in parts.mixed for parameter in module.parameters(recurse=False)}
+    for name, parameter in parts.net.named_parameters():
+        if parameter.requires_grad and not placement_of(parameter).slices:
+            tp_group = TPGroup(name.rpartition(".")[0], EXPERTS if parameter in of_experts else NORMS, axis)
+            parameter.register_hook(partial(tp_group.all_reduce, what=BACKWARD))
 
 
 def _keep_shard(linear: Linear, tp_group: TPGroup, dim: int) -> None:

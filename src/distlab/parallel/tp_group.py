@@ -26,8 +26,9 @@ from distlab.axes.grid import Axis, all_ranks
 from distlab.axes.placement import DimSlice, place, placement_of
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
+from simplellm.absent_weights import is_absent
 
-LAYERS, VOCABULARY, NORMS = "layer", "vocabulary", "norm"  # kinds of modules
+LAYERS, VOCABULARY, NORMS, EXPERTS = "layer", "vocabulary", "norm", "expert"  # kinds of modules
 FORWARD, BACKWARD = "activations", "gradients"  # the tensors sent; the kinds in the ledger are "layer activations", …
 SEQUENCE = 1  # the dimension of activations (batch, seq, dmodel)
 
@@ -54,7 +55,7 @@ class TPGroup:
     """The ranks that hold the shards of a module. Its collectives do not change their input."""
 
     module: str  # its name in the model, for the names of waits
-    kind: str  # `LAYERS`, `VOCABULARY` or `NORMS`, for the ledger's columns
+    kind: str  # `LAYERS`, `VOCABULARY`, `NORMS` or `EXPERTS`, for the ledger's columns
     axis: Axis = field(default_factory=partial(all_ranks, "tp"))
 
     def own_range(self, length: int) -> tuple[int, int]:
@@ -104,10 +105,10 @@ class TPGroup:
     def own_parameter(self, whole: Tensor, dim: int) -> nn.Parameter:
         """Return this rank's shard of a weight along `dim`; a copy, so that the whole weight can be freed.
 
-        An absent weight, which is one number of the whole shape (`InitialWeights`), stays absent.
+        An absent weight stays absent (`simplellm.absent_weights`).
         """
         own = self.own_shard(whole.detach(), dim)
-        own = nn.Parameter(own.clone() if any(own.stride()) else own, requires_grad=whole.requires_grad)
+        own = nn.Parameter(own if is_absent(own) else own.clone(), requires_grad=whole.requires_grad)
         return place_slice(own, whole, dim, self.axis)
 
     def _named(self, what: str) -> contextlib.AbstractContextManager[None]:

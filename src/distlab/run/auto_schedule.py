@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.axes.grid import Axis
+from distlab.axes.grid import Axis, Grid
 from distlab.comm.group import open_queues
 from distlab.comm.names import CONTROL, counted_as, named
 from distlab.machine.saved_activations import SavedActivations
@@ -36,10 +36,10 @@ def find_schedule(
     Raises:
         InputError: a stage's activations of one micro-batch exceed `--keep-at-most`.
     """
-    args, workers, again = run.settings, run.grid.axis("pp").size, run.settings.recompute == "all"
+    args, workers = run.settings, run.grid.axis("pp").size
     with equal_loads(nets.values()):
-        costs = measure(run, nets, loss, part_of)
-    sizes = workers, args.micro_batches, args.chunks_per_stage
+        costs = measure(args, run.grid, run.device, nets, loss, part_of)
+    sizes, again = (workers, args.micro_batches, args.chunks_per_stage), args.recompute == "all"
     programs = all_stages(args.schedule, *sizes, costs, args.limit, again)
     if run.rank == 0:
         plan, kinds = simulate(programs, costs), COLUMNS if again else COLUMNS.replace("R", "")
@@ -52,14 +52,27 @@ def find_schedule(
 
 
 def measure(
-    run: TrainingRun[ScheduleSettingsT], nets: Mapping[int, nn.Module], loss: StageLoss, part_of: PartOf | None = None
+    args: ScheduleSettings,
+    grid: Grid,
+    device: torch.device,
+    nets: Mapping[int, nn.Module],
+    loss: StageLoss,
+    part_of: PartOf | None = None,
 ) -> ActionCosts:
     """Measure the times of passes and messages, and the bytes that stages keep; rank 0's values on every rank.
 
     The workers of a pipeline rehearse in turn, so that workers that share a processor do not disturb each other. Each
     stage runs the same actions as in training, on an artificial micro-batch; its gradients are dropped.
+
+    Args:
+        args: of the run, for the sizes of stages and micro-batches.
+        grid: the ranks; all of them call this.
+        device: where the passes run.
+        nets: the stages of this worker, by index.
+        loss: of the last stage.
+        part_of: the part of a micro-batch that this rank computes, if ranks share sequences.
     """
-    args, device, pipeline = run.settings, run.device, run.grid.axis("pp")
+    pipeline = grid.axis("pp")
     stages, width, recompute = args.stages, args.dmodel, args.recompute == "all"
     ids = torch.zeros(args.batch_size // args.micro_batches, args.seq_len, dtype=torch.int64, device=device)
     part = None if part_of is None else part_of(ids)
@@ -82,7 +95,7 @@ def measure(
         with named("the times of the rehearsal", CONTROL):
             dist.all_reduce(table)
             dist.broadcast(table, 0)
-    *rows, (transfer, *_) = (table / (run.grid.size // pipeline.size)).tolist()
+    *rows, (transfer, *_) = (table / (grid.size // pipeline.size)).tolist()
     forward, again, backward, weight, inputs, whole, factors = zip(*rows, strict=True)
     both = [part + other for part, other in zip(backward, weight, strict=True)]
     return ActionCosts(

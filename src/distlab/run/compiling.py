@@ -19,6 +19,7 @@ from distlab.run.model import ModelParts
 from distlab.run.starting import Joined
 from distlab.run.terminal import say
 from distlab.settings.training import TrainSettings
+from simplellm.absent_weights import is_absent
 from simplellm.compiled import PartToCompile
 from simplellm.compiler import Compiler, key_of, name_of, parts_of_model
 from simplellm.errors import InputError, require
@@ -93,9 +94,9 @@ def parts_to_compile(parts: ModelParts, batch: int, seq: int, with_weights: bool
 
 @contextlib.contextmanager
 def _as_if_gathered(arguments: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, weights that the ranks gather for a block (one number, expanded to their shape, until then) are there."""
+    """Inside, the weights that are absent until the ranks gather them for a block are zeros of their shapes."""
     modules = [module for module in arguments if isinstance(module, nn.Module)]
-    before = {p: p.data for module in modules for p in module.parameters() if 0 in p.stride()}
+    before = {p: p.data for module in modules for p in module.parameters() if is_absent(p)}
     for p in before:
         p.data = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     try:

@@ -6,7 +6,7 @@ from math import prod
 
 from distlab.axes.layout import Layout, replicas_in
 
-PLURALS = {"dp": "replicas", "pp": "stages", "cp": "parts", "ep": "shares", "tp": "slices"}
+AXIS_PLURALS = {"dp": "replicas", "pp": "stages", "cp": "parts", "ep": "shares", "tp": "slices"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Trial:
 
     def __str__(self) -> str:
         sizes = ", ".join(
-            f"{size} {PLURALS[name] if size > 1 else PLURALS[name][:-1]}" for name, size in self.layout.items()
+            f"{size} {AXIS_PLURALS[name] if size > 1 else AXIS_PLURALS[name][:-1]}"
+            for name, size in self.layout.items()
         )
         often = f", an average every {self.sync_every} steps" if self.sync_every > 1 else ""
         return f"{sizes}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}{often}"

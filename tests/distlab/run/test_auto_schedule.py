@@ -1,7 +1,6 @@
 """The rehearsal of `--schedule auto`: what it measures, and that a pipeline keeps what was planned from it."""
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,9 +39,8 @@ def rehearse_and_run(rank: int, port: int, recompute: bool) -> tuple[ActionCosts
         nets = build_stages(placement(WORKERS, 2)[rank % WORKERS], (1, 2, 1, 0), VOCAB, **options)
         hooks = [nets[2].register_forward_pre_hook(lambda *_: time.sleep(SLOW))] if 2 in nets else []
         grid = Grid(rank, {"dp": PIPELINES, "pp": WORKERS})
-        run: Any = SimpleNamespace(settings=args, grid=grid, device=torch.device("cpu"))
         state = torch.random.get_rng_state()
-        costs = measure(run, nets, LOSS)
+        costs = measure(args, grid, torch.device("cpu"), nets, LOSS)
         for hook in hooks:
             hook.remove()
         assert torch.equal(torch.random.get_rng_state(), state)
