@@ -24,7 +24,9 @@ from simplellm.losses import causalLLMLoss
 STYLES = {"naive": False, "megatron": False, "sequence": True}
 VOCAB, PADDING = 50, 20  # 50 divides by neither 3 nor 4; the padding is in the middle of a slice
 BIASES = {"attention_bias": True, "mlp_bias": True}
-SIZES = dict(dmodel=48, num_heads=6, n_layers=2, ctx_size=11, padding_idx=PADDING, hidden_dim=40, device="cpu")
+SIZES: dict[str, Any] = dict(
+    dmodel=48, num_heads=6, n_layers=2, ctx_size=11, padding_idx=PADDING, hidden_dim=40, device="cpu"
+)
 
 
 def split_like(own: Tensor, whole: Tensor, place: int, ranks: int) -> Tensor:
@@ -259,6 +261,23 @@ def train_without_first_block(rank: int, port: int) -> None:
 
 def test_frozen_layers_before_others() -> None:
     run_ranks(2, train_without_first_block, free_port())
+
+
+def sent_for_gradients(rank: int, port: int) -> dict[str, int]:
+    """The bytes that a pass of slices of a sequence sends for gradients of weights that all ranks hold, by kind."""
+    with process_group(rank, 2, port):
+        _, sliced = twins("sequence", experts=4, experts_per_token=2)
+        sliced(torch.zeros(2, 11, dtype=torch.int64)).square().mean().backward()
+        sent = context_of().ledger.sent_bytes
+        return {kind: sent[kind] for kind in ("norm gradients", "expert gradients")}
+
+
+def test_the_gradients_of_experts_and_norms_are_counted_apart() -> None:
+    experts, layers, width, hidden = 4, SIZES["n_layers"], SIZES["dmodel"], SIZES["hidden_dim"]
+    gains = (2 * layers + 1) * width
+    of_experts = layers * (experts * 3 * hidden + experts) * width  # with the router
+    for sent in run_ranks(2, sent_for_gradients, free_port()):
+        assert sent == {"norm gradients": 4 * gains, "expert gradients": 4 * of_experts}
 
 
 def test_what_is_refused_stays_whole() -> None:
