@@ -14,6 +14,7 @@ two layouts of the same model, with a recipe chosen at random.
 import argparse
 import contextlib
 import io
+import os
 import random
 import re
 import sys
@@ -21,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: `compare` computes here, and forks inherit no threads
 
 from support.chapters import load
 from support.processes import LAB, free_port, run_ranks

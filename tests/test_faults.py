@@ -1,7 +1,10 @@
 """Some of the faults and pairs of `faults.py`; docs/comparing.md has the result of all of them."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,22 @@ def test_two_layouts_of_a_model_are_equal(index: int, tmp_path: Path) -> None:
     pair = list(pairs(index + 1, SEED))[index]
     status, said = compared(Request(*trained_pair(pair, tmp_path)))
     assert (status, f"gradients and weights of steps 0 to {STEPS - 1}" in said) == (0, True), said
+
+
+def test_the_command_runs_whatever_threads_torch_would_take() -> None:
+    """`compare` computes between runs, whose ranks are forks: with several threads, the next run of one rank hung."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "tests/faults.py", "--count", "2", "--seed", "1", "--kind", "faults"]
+    ended = subprocess.run(
+        command,
+        cwd=LAB,
+        env={**environment, "PYTHONPATH": str(LAB / "src")},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert (ended.returncode, "# 2 of 2 faults named" in ended.stdout) == (0, True), ended.stderr
 
 
 RECIPE = "--optimizer sgd --lr 0.5 --batch-size 12"

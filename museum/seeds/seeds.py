@@ -1,4 +1,4 @@
-"""An MLP in slices that each rank initialises itself: each of two ranks has half of the hidden units.
+"""An MLP in slices that each rank initializes itself: each of two ranks has half of the hidden units.
 
     ./launch.sh museum/seeds/seeds.py
 

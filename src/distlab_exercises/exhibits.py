@@ -100,7 +100,7 @@ EXHIBITS = {  # in the order of the chapters that they need, as in museum/README
         ),
         Exhibit(
             "seeds",
-            "an MLP whose slices the ranks initialise",
+            "an MLP whose slices the ranks initialize",
             "allenai/OLMo-core#307",
             Trial({"tp": 2}),
             ("generator = torch.Generator().manual_seed(args.seed)",),

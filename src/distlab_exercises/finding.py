@@ -58,7 +58,7 @@ def _names_the_line(exhibit: Exhibit, folder: Path, line: int | None) -> bool:
         line, given = int(number[0]), f"{answer}: {number[0]}"
     where = f"{MUSEUM.name}/{exhibit.name}/{exhibit.script.name}"
     require(1 <= line <= len(lines), f"{given}: {where} has the lines 1 to {len(lines)}")
-    text = lines[line - 1].strip()
+    text = lines[line - 1].strip().removesuffix(".")  # a colon follows
     if exhibit.is_at_fault(text):
         print(f"# line {line}, {text}: that is where the fault is", flush=True)
         return True

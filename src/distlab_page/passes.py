@@ -185,7 +185,7 @@ def efficiency(trace: Trace) -> Json | None:
     """Return how much of the ranks' time computes, as a product of three factors; None if they computed nothing.
 
     They are those of the POP project ("POP standard metrics for parallel performance analysis", 2016): load balance,
-    mean over largest computing time; serialisation, what dependencies leave if messages were free; transfer, the rest:
+    mean over largest computing time; serialization, what dependencies leave if messages were free; transfer, the rest:
     messages, and waits for cores. Of a long run, evenly spaced steps count.
     """
     steps, ranks = evenly_spaced(trace.steps(), max(1, MOST_STEPS // len(trace.ranks))), range(len(trace.ranks))
@@ -198,13 +198,13 @@ def efficiency(trace: Trace) -> Json | None:
         return None
     factors = {
         "load balance": statistics.fmean(by_rank) / most,
-        "serialisation": most / ideal,
+        "serialization": most / ideal,
         "transfer": ideal / taken,
         "all three: efficiency": statistics.fmean(by_rank) / taken,
     }
     means = {
         "load balance": "mean computing time of the ranks / that of the busiest",
-        "serialisation": "computing time of the busiest / time of the steps with free messages",
+        "serialization": "computing time of the busiest / time of the steps with free messages",
         "transfer": "time of the steps with free messages / time that they took",
         "all three: efficiency": "mean computing time of the ranks / time that the steps took",
     }

@@ -62,7 +62,7 @@ class LLamaPart(nn.Module):
         seed: the run's seed; weights follow from it and the parameters' names alone (see `initial_weights`).
         first_layer: the index in the whole model of this part's first layer. The default is right for a pipeline whose
             stages hold `n_layers` layers each, one stage a rank in the order of ranks: rank * n_layers where
-            torch.distributed is initialised, else 0. In any other layout, such as several pipelines, give it to every
+            torch.distributed is initialized, else 0. In any other layout, such as several pipelines, give it to every
             stage; without it, a first or last stage on an unexpected rank is refused.
         document_end: the token that ends a document, beyond which no token attends; None if all may. A stage without
             the embedding then needs `part` on each call, because it does not see the tokens.

@@ -51,7 +51,7 @@ class ShardedDP(ReplicaShards):
 
     With "weights", a block's parameters are whole only around its forward and its backward pass; at other times their
     values are NaN. A block is a module in an outermost `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential`. The modules
-    outside of them also count as blocks: neighbours as one. Parameters that several blocks use are gathered for the
+    outside of them also count as blocks: neighbors as one. Parameters that several blocks use are gathered for the
     whole pass. A parameter may take no part in a micro-batch if it takes no part in that micro-batch on all ranks.
 
     Args:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from distlab.axes.layout import name_stages
 from distlab.pipeline.actions import (
     ACTIVATIONS,
     GRADIENTS,
@@ -255,7 +256,7 @@ class _Pool:
             later = max(queue.room for queue in queues if queue not in forward)
             for queue in forward:
                 queue.room += later + (one if queue is not forward[-1] else 0.0)
-            least = f"one micro-batch takes {queues[0].room / 1e6:.4g} MB on stage {' and '.join(map(str, own))}"
+            least = f"one micro-batch takes {queues[0].room / 1e6:.4g} MB on {name_stages(own)}"
             is_enough = not limit.is_bytes or limit.amount >= queues[0].room
             require(is_enough, f"--keep-at-most {limit}: {least}; give more")
 

@@ -67,7 +67,7 @@ class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
         given = f"--repair {self.repair}"
         alone = f"{given} with --dp {self.dp}: a single pipeline has no other that holds its stages"
         require(self.dp > 1, f"{alone}; give --dp 2 or more")
-        whole = f"{given} with --recompute all: guests would not be computed again; give --recompute blocks"
+        whole = f"{given} with --recompute all: a dead rank's work would not be recomputed; give --recompute blocks"
         require(self.recompute != "all", whole)
         validated = f"{given} with --eval-every: no pipeline may be whole after a death; leave --eval-every out"
         require(self.eval_every is None, validated)

@@ -217,6 +217,6 @@ def test_limits_that_no_worker_can_keep_are_refused() -> None:
             read_limit(text)
     with pytest.raises(InputError, match=r"^--keep-at-most 0\.5: give at least 1 micro-batch$"):
         read_limit("0.5")
-    sentence = "--keep-at-most 9MB: one micro-batch takes 10 MB on stage 0 and 5; give more"
+    sentence = "--keep-at-most 9MB: one micro-batch takes 10 MB on stages 0 and 5; give more"
     with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         find_programs(3, 3, 2, ActionCosts(activation_bytes=5e6), Limit(9e6, is_bytes=True))
