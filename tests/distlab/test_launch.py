@@ -120,6 +120,7 @@ if __name__ == "__main__":
     ("failure", "status", "last_line"),
     [
         ("raise RuntimeError('the disk is on fire')", 1, "# rank 1 failed: RuntimeError: the disk is on fire"),
+        ("assert None", 1, "# rank 1 failed: AssertionError"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, "# rank 1 failed: it was terminated by SIGKILL"),
         ("os._exit(7)", 7, "# rank 1 failed with exit status 7"),
         ("raise InputError('--lr 9: give 1')", 2, "# rank 1 failed: --lr 9: give 1"),
