@@ -30,6 +30,7 @@ from distlab.settings.folders import CONFIG, is_run
 from distlab.settings.resume_policy import ResumePolicy, marked
 from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
+from distlab_compare.differences import LATER
 from distlab_compare.records import Recordings
 from distlab_compare.runs import Pair
 from distlab_compare.saved import by_step, first_divergence
@@ -127,7 +128,8 @@ def _compared(own: RecordedRun, right: RecordedRun, tolerance: float) -> tuple[i
         if divergence := pair.first_divergence():
             return 1, [f"{names} diverge in step {divergence.step}:", *divergence.sentences]
         equal = f"{names} are equal: losses, gradients and weights of {_shown(pair.steps)}"
-        return 0, [equal, f"largest relative difference: {pair.largest:.1g} (tolerance {tolerance:g})"]
+        later = f"; {LATER * tolerance:g} after the first update" * (has_moments and len(pair.steps) > 1)
+        return 0, [equal, f"largest relative difference: {pair.largest:.1g} (tolerance {tolerance:g}{later})"]
     saved = by_step(own.folder), by_step(right.folder)
     for run, checkpoints in zip((own, right), saved, strict=True):
         has_any = bool(checkpoints or run.records.steps)

@@ -233,7 +233,9 @@ def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: 
     assert compare(Request(plain, rounded, tolerance=1e-3)) == 1
 
 
-def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(tmp_path: Path) -> None:
+def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (0, 1):
         record(tmp_path / "one", 0, {"gradient.weight": torch.ones(SHAPE)}, step=step)
         record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.full(SHAPE, 1 + 5e-4)}, step=step)
@@ -249,6 +251,8 @@ def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(tmp_p
             config = {"settings": {"optimizer": optimizer}, "layout": {}, "world_size": 1}
             (tmp_path / name / "config.json").write_text(json.dumps(config))
         assert compare(Request(tmp_path / "run1", tmp_path / "one")) == status
+        told = "difference: 0.0005 (tolerance 0.0001; 0.001 after the first update)" in capsys.readouterr().out
+        assert told == (status == 0), "a difference above the first tolerance, in runs that are equal"
 
 
 START, OTHER = torch.ones(SHAPE), torch.arange(8.0).view(SHAPE)
