@@ -9,6 +9,7 @@ part the layers have their plain form instead of the one by hand.
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -65,8 +66,12 @@ class Compiler:
 
 
 def keep_distutils() -> None:
-    """Keep Python's distutils: setuptools, which torch's compiler imports, ends if it cannot replace it."""
+    """Keep Python's distutils: setuptools, which torch's compiler imports, ends if it cannot replace it.
+
+    Newer versions of setuptools warn of this, and the user can do nothing about it.
+    """
     if sys.version_info < (3, 12):
+        warnings.filterwarnings("ignore", "Reliance on distutils from stdlib", UserWarning)
         os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
 
 

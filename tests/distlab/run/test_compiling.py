@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from support.chapters import MODEL, OneProcess, assert_equal, load, train_on
 from support.planner_machines import cluster
-from support.processes import LAB
+from support.processes import LAB, run
 from torch import Tensor
 
 from distlab.axes.grid import Grid
@@ -205,6 +206,12 @@ def test_a_machine_without_a_compiler_is_told_before_the_run(monkeypatch: pytest
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     with pytest.raises(InputError, match=r"--compile: torch needs /nowhere/Python\.h, which is not here"):
         parse(TrainSettings(), "", ["--compile"])
+
+
+def test_setuptools_says_nothing_when_torchs_compiler_imports_it() -> None:
+    program = "from simplellm.compiler import keep_distutils; keep_distutils(); import setuptools"
+    ended = run(sys.executable, "-c", program)
+    assert (ended.status, ended.err) == (0, "")
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
