@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from distlab.run.terminal import counted
 from distlab_exercises.catalogue import Exercise
 from distlab_exercises.checker import check, prepare
 from distlab_exercises.forked import forked, leaving_no_process
@@ -58,7 +59,7 @@ def grade_course(
         Whether every student has passed every exercise.
     """
     rest = [file.why or f"{shown(file.path)}: is not asked for" for file in files if file.exercise not in exercises]
-    print(f"# trying {len(files) - len(rest)} files, {at_once} at a time", flush=True)
+    print(f"# trying {counted(len(files) - len(rest), 'files')}, {at_once} at a time", flush=True)
     grades, told = [], time.monotonic()
     for one in _grade(files, students, exercises, at_once):
         grades.append(one)
@@ -76,7 +77,8 @@ def grade_course(
     for sentence in rest:
         print(f"# not graded: {sentence}")
     for mistake in mistakes:
-        print("# {files} of {of} files of {exercise}: {mistake}: {for_example}".format(**mistake))
+        of = counted(mistake["of"], "files")
+        print("# {files} of {} of {exercise}: {mistake}: {for_example}".format(of, **mistake))
     passed = sum(each.result == PASSED for each in grades)
     print(f"# {passed} of {len(grades)} passed", flush=True)
     if csv_file is not None:

@@ -283,11 +283,14 @@ def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
     (tmp_path / "bob").rmdir()
     monkeypatch.setattr("distlab_exercises.grading.SECONDS_BETWEEN_LINES", 0)
     assert launch(["grade", str(tmp_path)]) == 0
-    assert "# 1 of 1\n" in capsys.readouterr().out, "the progress"
+    told = capsys.readouterr().out
+    assert "# trying 1 file, " in told
+    assert "# 1 of 1\n" in told, "the progress"
     path.write_text(f"{path.read_text()}\nwhile True: ...\n")
     monkeypatch.setattr("distlab_exercises.grading.SECONDS_OF_A_TRIAL", 0)
     assert launch(["grade", str(tmp_path)]) == 1
-    assert "no-end: the check did not come to an end, and was stopped" in capsys.readouterr().out
+    stopped = "# 1 of 1 file of ep-permutation: no-end: the check did not come to an end, and was stopped"
+    assert stopped in capsys.readouterr().out
 
 
 def test_a_trial_is_shown_with_bytes_remarks_and_the_last_lines_that_were_printed(
