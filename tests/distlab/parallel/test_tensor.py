@@ -16,6 +16,7 @@ from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.model import build_optimizer
 from simplellm.blocks import Block
 from simplellm.errors import InputError
+from simplellm.feed_forward import MixtureOfExperts
 from simplellm.initial_weights import initialize
 from simplellm.layers import Linear, rotary_tables
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage
@@ -55,11 +56,21 @@ def assert_same(sliced: Tensor | None, whole: Tensor | None, what: str) -> None:
     torch.testing.assert_close(sliced, whole, rtol=1e-4, atol=1e-6, msg=lambda text: f"{what}: {text}")
 
 
-def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: int) -> None:
+def without_tokens(net: nn.Module) -> int:
+    """The number of experts to which no token went since this was last asked."""
+    mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]
+    found = sum(int((mixture.load == 0).sum()) for mixture in mixtures)
+    for mixture in mixtures:
+        mixture.load.zero_()
+    return found
+
+
+def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: int) -> tuple[int, int]:
     """Three steps of SGD on the whole model and on the slices: losses, gradients and parameters, slice by slice.
 
-    Their batches are of several lengths.
+    Their batches are of several lengths. Returns how often an expert had no token, in the whole model and on this rank.
     """
+    idle, own_idle = 0, 0
     with process_group(rank, ranks, port):
         whole, sliced = twins(style, **sizes)
         before = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
@@ -74,6 +85,7 @@ def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: i
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 optimizer.zero_grad()
                 loss.backward()
+            idle, own_idle = idle + without_tokens(whole), own_idle + without_tokens(sliced)
             wholes, trained = dict(whole.named_parameters()), dict(sliced.named_parameters())
             assert wholes.keys() == trained.keys()
             trained = {name: own for name, own in trained.items() if own.requires_grad}
@@ -81,13 +93,17 @@ def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: i
                 assert own.grad is not None
                 expected = wholes[name].grad
                 assert expected is not None
-                assert_same(own.grad, split_like(own, expected, rank, ranks), f"the gradient of {name}")
+                if ".experts." in name and not expected.any():  # it had no token, or only last ones, with no loss
+                    assert not own.grad.any(), f"the gradient of {name} is zero"
+                else:
+                    assert_same(own.grad, split_like(own, expected, rank, ranks), f"the gradient of {name}")
             for optimizer in optimizers:
                 optimizer.step()
             for name, own in trained.items():
                 assert_same(own, split_like(own, wholes[name], rank, ranks), name)
         for name, weight in ((name, wholes[name]) for name in trained):
             assert (weight - before[name]).abs().max() > 1e-4, f"{name} was trained"
+        return idle, own_idle
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -96,12 +112,14 @@ def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: i
     [
         (1, {}),
         (3, {"num_kv_heads": 3}),
-        (2, {"experts": 4, "experts_per_token": 4}),
+        (2, {"experts": 8, "experts_per_token": 2}),
         (2, {"num_kv_heads": 2, "hidden_dim": 41, "head_dim": 10, **BIASES}),
     ],
 )
 def test_sliced_models_train_like_whole_ones(ranks: int, sizes: dict[str, Any], style: str) -> None:
-    run_ranks(ranks, train_both, ranks, style, sizes, free_port())
+    for idle, own_idle in run_ranks(ranks, train_both, ranks, style, sizes, free_port()):
+        if "experts" in sizes:
+            assert 0 < idle < own_idle if STYLES[style] else 0 < idle == own_idle, "experts without a token"
 
 
 def input_gradients(rank: int, style: str, port: int) -> None:
