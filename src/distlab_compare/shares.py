@@ -111,7 +111,7 @@ def _uniform(k: float, n: int, m: int, member: str) -> Mistake:
     ):
         if _near(k, factor):
             return Mistake(name, sentence)
-    if k > 0 and _near(math.log(k, n) if n > 1 else 0.5, round(math.log(k, n)) if n > 1 else 0):
+    if n > 1 and k > 0 and _near(k, n ** round(math.log(k, n))):
         again = f"added up over the {member}s" if k > 1 else f"divided by the {n} {member}s"
         return Mistake("scaled-again", f"{other}: it was {again} again and again")
     return Mistake("scaled", other)
