@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.chapters import STEPS, OneProcess, State, assert_equal, load, train_on
+from support.chapters import MODEL, STEPS, OneProcess, State, assert_equal, load, train_on
 from torch import Tensor
 
 from distlab.pipeline.schedules import dapple
@@ -57,7 +57,9 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
         sent.update({one["kind"]: one["bytes"] for one in of_rank["sent"] if one["way"] == "send"})
     del sent["control"]  # the first messages, which make connections
     kinds = "activations", "gradients of activations"
-    assert sent == Counter(dict.fromkeys(kinds, STEPS * borders * 6 * 24 * 32 * 4))
+    sizes = dict(zip(MODEL[::2], MODEL[1::2], strict=True))
+    activation_bytes = 6 * int(sizes["--seq-len"]) * int(sizes["--dmodel"]) * torch.float32.itemsize  # of a whole batch
+    assert sent == Counter(dict.fromkeys(kinds, STEPS * borders * activation_bytes))
 
 
 def test_a_stage_lets_go_of_a_micro_batch_after_its_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_a_compiled_run_is_the_run_of_one_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Everything is compiled before the first step."""
+    """By losses, parameters and gradients, without compiling during a step: all parts are compiled before the first."""
     usual_steps = TrainingRun.steps
 
     def steps(*args: Any) -> Iterator[tuple[int, Tensor]]:
