@@ -26,6 +26,7 @@ from distlab.launch import launch
 from distlab.launching.command import lab_command
 from distlab.machine import devices
 from distlab.machine.compilers import require_compiler
+from distlab.machine.memory_limits import memory_bytes
 from distlab.reports.trace import read_chrome
 from distlab.run.main import main
 from distlab.run.model import build_optimizer
@@ -184,11 +185,11 @@ def with_tiny_run(machine: Machine, device: torch.device, *more: str) -> Machine
 
 
 def device_memory_bytes(device: torch.device) -> float:
-    """Return the memory of this host, or of its GPUs together."""
+    """Return the memory of this host that a run may use, or that of its GPUs together."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         return float(sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return memory_bytes()
 
 
 def with_earlier(machine: Machine, path: Path) -> Machine:

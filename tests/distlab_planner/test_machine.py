@@ -11,7 +11,15 @@ from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.link import Link
 from distlab_planner import measuring
-from distlab_planner.calibrate import CalibrateSettings, command, links_of, speed_of, threads_of_ranks, with_earlier
+from distlab_planner.calibrate import (
+    CalibrateSettings,
+    command,
+    device_memory_bytes,
+    links_of,
+    speed_of,
+    threads_of_ranks,
+    with_earlier,
+)
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Waking, interpolate, read_machine, write_machine
 from distlab_planner.measuring import Messages
 from distlab_planner.model import Sizes
@@ -172,6 +180,21 @@ def test_a_file_without_the_update_of_sgd_takes_that_of_adam() -> None:
     assert [machine.update_seconds(name) for name in ("adam", "adamw", "sgd")] == [3e-9] * 3
     assert replace(machine, sgd_seconds=1e-9).update_seconds("sgd") == 1e-9
     assert replace(machine, sgd_seconds=1e-9).update_seconds("adamw") == 3e-9
+
+
+def test_the_memory_of_a_machine_is_at_most_the_limit_of_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").write_text("0::/\n")
+    monkeypatch.setattr("distlab.machine.cores.GROUPS", tmp_path)
+    monkeypatch.setattr("distlab.machine.cores.OWN", tmp_path / "own")
+    cpu = torch.device("cpu")
+    of_the_host = device_memory_bytes(cpu)
+    assert of_the_host > 3_000_000
+    (tmp_path / "memory.max").write_text("3000000\n")
+    assert device_memory_bytes(cpu) == 3_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device_memory_bytes(cpu) == of_the_host
 
 
 def test_numbers_of_threads_that_ranks_may_have() -> None:
