@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.terminals import fork_python
+from support.planner_machines import cluster
+from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import launch
-from distlab.settings.common import parse
-from distlab.settings.training import TrainSettings
 from distlab.subcommands import FUNCTIONS
+from distlab_planner.machine import write_machine
 from simplellm.errors import InputError
 
 
@@ -24,6 +24,13 @@ class Missing:
     def find_spec(self, name: str, *_: object) -> None:
         if name == self._package:
             raise ModuleNotFoundError(name=name)
+
+
+def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Python unable to find a package, also for those beside the lab that import it."""
+    for name in [name for name in sys.modules if name.startswith("distlab_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -97,23 +104,42 @@ def test_earlier_names_still_work(module: str) -> None:
         "distlab_figures",
     ],
 )
-def test_what_a_missing_package_would_do_is_said_in_a_sentence(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
+def test_what_a_missing_package_would_do_is_said_in_a_sentence(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(package, monkeypatch)
     of_package = [name for name, function in FUNCTIONS.items() if function.startswith(f"{package}.")]
     assert of_package
     for name in of_package:
         with pytest.raises(InputError, match=f"{name} needs the package {package}, which is not installed"):
             launch([name])
-    file = tmp_path / "machine.json"
-    file.touch()
-    flags = {"distlab_planner": ["--machine", str(file)], "distlab_page": ["--page"]}.get(package)
-    if flags is not None:
-        with pytest.raises(InputError, match=f"{flags[0]} needs the package {package}"):
-            parse(TrainSettings(), "", flags)
+
+
+@pytest.mark.parametrize(
+    ("flag", "package"),
+    [("--machine", "distlab_planner"), ("--page", "distlab_page"), ("--page", "distlab_planner")],
+)
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_run_ends_in_a_sentence_where_the_package_that_a_flag_needs_is_missing(
+    flag: str, package: str, is_launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first step; the page needs the planner, too."""
+    pytest.importorskip("plotly")
+    write_machine(cluster(device="cpu"), machine := tmp_path / "machine.json")
+    flags = [flag, *([machine] if flag == "--machine" else []), "--data", "sample", "--out", tmp_path / "run"]
+    without(package, monkeypatch)
+    started = fork_launcher("primer", *flags) if is_launched else fork_python("primer/intro.py", "0", *flags)
+    ended = started.finish()
+    assert ended.status == 2, ended.err
+    [told] = ended.err.splitlines()
+    assert told.startswith(f"# {flag} needs the package {package}, which is not installed")
+    assert not [line for line in ended.out.splitlines() if not line.startswith("#")]
+
+
+def test_the_page_of_a_run_is_refused_in_a_sentence_without_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    without("distlab_planner", monkeypatch)
+    ended = fork_launcher("page", "runs").finish()
+    assert ended.status == 2, ended.err
+    [told] = ended.err.splitlines()
+    assert told.startswith("# page needs the package distlab_planner, which is not installed")
 
 
 def test_another_package_that_is_missing_is_not_taken_for_that_of_the_subcommand(
