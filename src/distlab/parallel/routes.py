@@ -35,7 +35,7 @@ class Routes:
         nets: this rank's stages; the names of their modules are those in the whole model.
         way: whether to record or to replay.
         folder: of the routes.
-        replicas: the ranks that have other sequences, all that the step has together.
+        replicas: one rank of each replica; the sequences of all replicas together are the global batch.
         slices: the ranks that have the same routes; the first one writes them.
         choices: of the ranks that share the replica's sequences.
         tokens: tokens of a replica in a step, in all parts of its sequences.

@@ -211,5 +211,5 @@ def _explain(kinds: Sequence[str]) -> dict[str, Any]:
     alike: dict[Any, list[str]] = {}
     for kind in kinds:
         alike.setdefault(_color(kind), []).append(kind)
-    words = {kind: f": {ACTION_KINDS[kind].in_words()}" if kind in ACTION_KINDS else "" for kind in kinds}
-    return {f"{', '.join(own)}{words[own[0]]}": style.swatch(color) for color, own in alike.items()}
+    meanings = {kind: f": {ACTION_KINDS[kind].in_words()}" if kind in ACTION_KINDS else "" for kind in kinds}
+    return {f"{', '.join(own)}{meanings[own[0]]}": style.swatch(color) for color, own in alike.items()}
