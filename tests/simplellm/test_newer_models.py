@@ -14,6 +14,7 @@ from support.terminals import fork_launcher, fork_python
 from distlab.checkpoints.models import read_model, write_model
 from distlab.exchange import import_hf
 from distlab.settings.common import parse
+from distlab.settings.folders import write_config
 from simplellm.errors import InputError
 from simplellm.export import export
 from simplellm.import_hf import read_llama
@@ -280,6 +281,15 @@ def test_what_the_lab_does_not_use_is_said(
     for flag, remarks in flags:  # of a class that puts the token there by default
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **flag}))
         assert len(import_hf.remarks(tmp_path)) == remarks
+
+
+def test_a_run_of_the_lab_needs_no_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, {"settings": {}, "layout": {"dp": 2}})
+    assert status_of(monkeypatch, import_hf.main, import_hf.Request, tmp_path, tmp_path / "out") == 2
+    assert f"--resume {tmp_path}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_lesson_of_tensor_parallelism_refuses_biases(tokenizer_json: Path, tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import tyro
 
 from distlab.checkpoints.models import write_model
 from distlab.run.terminal import say
+from distlab.settings.folders import is_run
 from simplellm import command_line
+from simplellm.errors import require
 from simplellm.export import check_free
 from simplellm.import_hf import read_llama, remarks
 
@@ -30,6 +32,8 @@ class Request:
 
 
 def main(request: Request) -> None:
+    name = shlex.quote(f"{request.folder}")
+    require(not is_run(request.folder), f"{name} is a run, which needs no import: resume it with --resume {name}")
     check_free(request.out)
     model = read_llama(request.folder)
     say(f"{request.folder}: {model.parameter_count:,} parameters; writing them to {request.out}")
