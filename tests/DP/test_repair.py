@@ -201,6 +201,15 @@ def test_of_two_replicas_that_differ_neither_is_believed(tmp_path: Path) -> None
     assert len(losses(tmp_path)) == DIES_IN
 
 
+def test_one_that_has_come_later_writes_as_the_first_ones_and_tells_the_next(
+    expected: list[float], tmp_path: Path
+) -> None:
+    deaths = [(rank, 1 + number, 1, "SIGKILL") for number, rank in enumerate((1, 2, 0))]
+    printed = run_with(deaths, tmp_path / "run", LESSON, *FLAGS, "--spares", "3", ALL_BACK="1")
+    assert printed.count(" is back") == 3
+    assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
+
+
 def test_a_rank_holds_after_four_deaths_what_it_held_before(tmp_path: Path) -> None:
     out, places = tmp_path / "run", (1, 2, 1, 2)  # whose spares come back at once, behind rank 0
     deaths = [(rank, 6 + 3 * number, number, "SIGKILL") for number, rank in enumerate(places)]

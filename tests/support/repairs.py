@@ -24,8 +24,9 @@ def run_with(
     ended = launcher.finish()
     assert ended.status == 0, ended.err
     assert not children(launcher.pid)
-    recorded = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert recorded == list(range(steps)), "each step once"
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(steps)), "each step once"
+    assert [record["tokens"] for record in records] == [records[0]["tokens"] * (1 + step) for step in range(steps)]
     held = [json.loads(file.read_text()) for file in out.glob("held*.json")]
     assert [each["has claimed"] for each in held if each["writes"]] == [True], "one rank has claimed the folder"
     ends = [each["at the end"] for each in held]

@@ -115,7 +115,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
 
     def _state_at(self, at: Position) -> dict[str, Any]:
         """Return the record that a newcomer gets beside the weights."""
-        return {"data": self._position(at.step), "count": self._origin + at.updates * self._per_step}
+        return {"data": self._position(at.step), "origin": self._origin}
 
     def _take_place(self) -> Position:
         """As a newcomer, get the state of the rank whose place this one takes; return where the ranks go on."""
@@ -127,8 +127,8 @@ class RepairableSteps(UndoableSteps[BatchT]):
         at, repair.done, self._alive = repair.done.position, None, repair.alive
         self._batches.load_state_dict(repair.received["data"])
         self._source = iter(self._batches)
-        run.records.count, run.first_step = repair.received["count"], at.updates
-        self._origin = run.records.count - at.updates * self._per_step
+        self._origin, run.first_step = repair.received["origin"], at.updates
+        run.records.count = self._origin + at.updates * self._per_step
         return at
 
     def _go_back(self, timed: int) -> Position:
