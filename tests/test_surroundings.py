@@ -147,6 +147,13 @@ def test_closed_streams_end_nothing(command: list[object], how: str, tmp_path: P
         assert (out / "rank0.log").read_text().count("# logs and metrics") == 1
 
 
+def test_a_program_that_the_lab_starts_has_streams_where_the_lab_had_none(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"]
+    begin = "import subprocess; from simplellm.errors import open_streams; open_streams()"
+    begin += f"; subprocess.check_call({program})"
+    assert in_shell(f"{shown(sys.executable, '-c', begin)} {CLOSED}", tmp_path).status == 0
+
+
 def test_a_character_that_the_output_lacks_is_escaped(tmp_path: Path) -> None:
     out, encoding = tmp_path / "Märchen “ж”", "koi8-r"
     command = shown(*TWO, "--out", out, "--tell", "Ein Mär “ж”")

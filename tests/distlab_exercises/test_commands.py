@@ -238,6 +238,7 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         ("J\N{REPLACEMENT CHARACTER}rg", "broadcast"): ("missing", ""),
         ("J\N{REPLACEMENT CHARACTER}rg", "pp-gpipe"): ("wrong", "not-written"),
     }
+    assert [name for student, name in results if student == "ada"] == ["pp-gpipe", "broadcast"], "as in the course"
     imports = {(grade["student"], grade["exercise"]): grade["imports"] for grade in found["grades"]}
     assert imports["cem", "broadcast"] == ["distlab.collectives.algorithms"]
     assert imports["ada", "pp-gpipe"] == imports["bob", "broadcast"] == []

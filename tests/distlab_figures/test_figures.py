@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import same_color
 from matplotlib.transforms import Bbox
 from support.chapters import load
 from support.processes import LAB
@@ -22,7 +23,7 @@ from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.memory import MEMORY_KINDS
-from distlab.reports.style import SERIES
+from distlab.reports.style import PALE, SERIES
 from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures import diagrams
@@ -241,6 +242,14 @@ def test_the_parts_of_a_diagram_fill_its_width(recorded: Path, drawn: list[Any])
             texts = [text for text in axes.texts if text.get_text()]
             parts = Bbox.union([part.get_window_extent() for part in (*texts, *axes.patches)])
             assert parts.width > 0.75 * axes.get_window_extent().width, name
+
+
+def test_a_replica_holds_its_own_part_of_what_is_sharded(drawn: list[Any]) -> None:
+    """Of two, each lacks half of: nothing, the optimizer state, also the gradients, also the weights."""
+    diagrams.replicas(Path("a.png"), ranks=2)
+    lacks = [same_color(part.get_facecolor(), PALE) for part in drawn[0].axes[0].patches]
+    rows = (lacks[first : first + len(lacks) // 4] for first in range(0, len(lacks), len(lacks) // 4))
+    assert [sum(row) for row in rows] == [0, 2, 4, 6]
 
 
 def test_the_last_stages_have_the_layers_that_do_not_divide(drawn: list[Any]) -> None:

@@ -33,7 +33,15 @@ def test_an_error_without_words_is_named_by_its_kind() -> None:
     assert reason(RuntimeError("the first line\nthe second")) == "the first line"
 
 
-@pytest.mark.parametrize("why", ["Timed out waiting 100ms for recv operation to complete", "Connection closed by peer"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        "Timed out waiting 100ms for recv operation to complete",
+        "Connection closed by peer [127.0.0.1]:4222",
+        "writev [127.0.0.1]:4222: Broken pipe",
+        "recvmsg [10.0.0.2]:4222: No route to host",
+    ],
+)
 def test_an_error_of_a_library_is_that_of_the_wait_which_the_library_has_begun(why: str) -> None:
     waits = Waits(0, 3, Ledger(), "rank {}".format)
     waits.in_libraries[7] = Wait("bucket 0", "collective", (1, 2)), time.perf_counter() - 3

@@ -235,3 +235,31 @@ def test_a_model_in_bfloat16_has_master_weights_in_float32() -> None:
                 own = saved[name].flatten()
                 assert own.dtype == torch.float32
                 assert torch.equal(own, master[name].flatten()[starts[name] : starts[name] + len(own)])
+
+
+class OfTwoDtypes(nn.Module):
+    """A layer in float32, and a wider one in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(4, 4), nn.Linear(4, 64).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x).bfloat16()).float().square().mean()
+
+
+def gradients_in_two_dtypes(rank: int, port: int, transport: TransportName) -> dict[str, Tensor]:
+    with process_group(rank, 2, port, options=Options(transport=transport)):
+        torch.manual_seed(0)
+        net = ShardedDP(OfTwoDtypes(), "gradients")
+        net(torch.full((1, 4), rank + 1.0)).backward()
+        net.finish_gradients()
+        return {name: p.grad.clone() for name, p in net.own_parameters().items() if p.grad is not None}
+
+
+def test_a_gradient_in_float32_is_not_rounded_beside_those_in_bfloat16() -> None:
+    over_gloo, shared = (run_ranks(2, gradients_in_two_dtypes, free_port(), transport) for transport in TRANSPORTS)
+    for expected, own in zip(over_gloo, shared, strict=True):
+        assert expected.keys() == own.keys()
+        assert any(name.startswith("narrow") for name in own)
+        assert all(own[name].equal(gradient) for name, gradient in expected.items())

@@ -132,6 +132,17 @@ def test_the_commands_of_a_run_by_hand(
 
 
 @pytest.mark.usefixtures("_by_hand")
+def test_a_command_is_of_the_python_of_the_run_where_the_shell_finds_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("python", "python3"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    after = of("primer/intro.py", "--steps 3", None, monkeypatch)
+    assert flags_of(after[SAVE], "primer/intro.py") == "--steps 3 --save-every 1"
+
+
+@pytest.mark.usefixtures("_by_hand")
 def test_the_commands_of_a_launched_run_are_those_that_it_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(commands.LAUNCHED_AS, "hybrid --dp 1 --pp 2 --steps 9 --tell 'Once, Tim said \"hi\"'")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "lab")

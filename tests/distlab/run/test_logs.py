@@ -1,8 +1,11 @@
 """What a rank prints, where ranks share a terminal."""
 
+import errno
 import io
 import json
+import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +42,21 @@ def test_the_log_holds_everything_also_what_came_before_its_file(tmp_path: Path)
         output.write("\r50 %")  # a progress bar, which is redrawn often
         assert (tmp_path / "rank0.log").read_text() == "before\nafter\nin the log alone\n"
     assert terminal.getvalue() == "before\nafter\n\r50 %"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_only_a_terminal_that_was_closed_is_done_without(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> int:
+        raise OSError(number, os.strerror(number))
+
+    terminal, log = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "write", fail)
+    output = RankOutput(terminal)
+    output.keep_in(log)
+    with nullcontext() if number == errno.EIO else pytest.raises(OSError, match="No space left"):
+        print("a loss", file=output)
+        print("another", file=output)
+    assert log.getvalue() == ("a loss\nanother\n" if number == errno.EIO else "a loss\n")
 
 
 def test_keeps_the_records_of_earlier_steps_and_drops_what_is_none(tmp_path: Path) -> None:

@@ -231,9 +231,14 @@ ATTEMPTS = [
     Attempt(
         "dp-ga",
         "changed-early",
-        "step 0: something has changed the weights lm_head.weight on rank 0 before optimizer.step()",
+        "step 0: something has changed the weights lm_head.weight on rank 1 before optimizer.step()",
         MEAN,
-        (("            loss.backward()\n", "            loss.backward()\n            net.lm_head.weight.data *= 2\n"),),
+        (
+            (
+                "            loss.backward()\n",
+                "            loss.backward()\n            net.lm_head.weight.data *= 1 + run.rank\n",
+            ),
+        ),
     ),
     Attempt(
         "dp-ga",

@@ -74,6 +74,12 @@ ATTEMPTS = [
         "changes what the query has",
         changes=((WEIGHT, "F.sigmoid(difference.nan_to_num(neginf=0.0))"),),  # `total` is right
     ),
+    Attempt(
+        "cp-merge",
+        "unseen",
+        "changes what the query has",
+        changes=(("total -= F.logsigmoid(-difference)", "total -= F.logsigmoid(-difference.nan_to_num(neginf=0.0))"),),
+    ),
     Attempt("cp-merge", "unchanged", "change them in place", body="out = out + block"),
     Attempt(
         "cp-merge",
