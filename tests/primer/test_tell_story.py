@@ -290,3 +290,12 @@ def test_bad_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert (status, out) == (2, "")
         assert err.startswith(f"# {folder}: ")
         assert err.count("\n") == 1
+
+
+def test_a_character_that_the_last_token_leaves_incomplete_is_shown_as_such(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *incomplete, _ = SPTokenizer().encode("\N{MOUSE FACE}")
+    monkeypatch.setattr("primer.tell_story.tell", lambda *_: iter(incomplete))
+    main(Settings(exported))
+    assert "\N{REPLACEMENT CHARACTER}" in capsys.readouterr().out

@@ -21,15 +21,16 @@ from simplellm.llama import CausalLLama, LLama, LLamaLastStage
 END = 7
 
 
-def test_documents_in_one_sequence_are_computed_as_if_each_were_alone() -> None:
+@pytest.mark.parametrize("end", [0, END])
+def test_documents_in_one_sequence_are_computed_as_if_each_were_alone(end: int) -> None:
     """A document ends with its end token, which attends to the document."""
-    documents = [torch.tensor([[*tokens, END]]) for tokens in ([1, 2, 3], [], [4, 4], [5])]
+    documents = [torch.tensor([[*tokens, end]]) for tokens in ([1, 2, 3], [], [4, 4], [5])]
     ids = torch.cat([*documents, torch.tensor([[6, 1]])], 1)
-    net = LLama(CausalLLama, 8, dmodel=12, num_heads=2, n_layers=2, ctx_size=16, document_end=END)
+    net = LLama(CausalLLama, 8, dmodel=12, num_heads=2, n_layers=2, ctx_size=16, document_end=end)
     together = net(ids).split([part.shape[1] for part in documents] + [2], dim=1)
     for logits, alone in zip(together, [*documents, ids[:, -2:]], strict=True):
         torch.testing.assert_close(logits, net(alone))
-    assert within_documents(ids, END).positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1]]
+    assert within_documents(ids, end).positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1]]
 
 
 def test_a_stage_without_token_ids_has_to_be_given_the_documents() -> None:

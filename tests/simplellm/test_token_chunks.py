@@ -187,6 +187,15 @@ def test_a_stuck_process_does_not_stop_others(cache: Path, monkeypatch: pytest.M
     assert files_of(cache) == [path]
 
 
+def test_tokens_are_kept_where_files_cannot_be_locked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    next(TinyStories(TOKENIZER, data="sample"))
+    assert files_of(cache)
+
+
 def test_the_cache_is_where_the_user_has_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SIMPLELLM_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

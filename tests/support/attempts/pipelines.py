@@ -30,6 +30,14 @@ ATTEMPTS = [
         "gradients *= 1 - replicas.rank\ndist.all_reduce(gradients, ReduceOp.AVG, replicas.group)",
     ),
     Attempt(
+        "hybrid",
+        "not-waited-for",  # by those of stage 1
+        "rank 1 (stage 1 of replica 0) did not wait for",
+        "is_hasty = 0 not in dist.get_process_group_ranks(replicas.group)\n"
+        "dist.all_reduce(gradients, ReduceOp.AVG, replicas.group, async_op=is_hasty)\n"
+        "gradients /= replicas.size",
+    ),
+    Attempt(
         "pp-1f1b",
         "wrong-start",
         "before step 0: the weights model.embed_tokens.weight on rank 0 (stage 0) are not those of one process",
