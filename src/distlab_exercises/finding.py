@@ -58,8 +58,8 @@ def _names_the_line(exhibit: Exhibit, folder: Path, line: int | None) -> bool:
         line, given = int(number[0]), f"{answer}: {number[0]}"
     where = f"{MUSEUM.name}/{exhibit.name}/{exhibit.script.name}"
     require(1 <= line <= len(lines), f"{given}: {where} has the lines 1 to {len(lines)}")
-    text = lines[line - 1].strip().removesuffix(".")  # a colon follows
-    if exhibit.is_at_fault(text):
+    text = lines[line - 1].strip().rstrip(".:")  # a colon follows
+    if exhibit.is_at_fault(lines[line - 1]):
         print(f"# line {line}, {text}: that is where the fault is", flush=True)
         return True
     print(f"# line {line}, {text or 'which is empty'}: the fault is not in this line of {where}")

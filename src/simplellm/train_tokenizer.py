@@ -142,7 +142,7 @@ def write(settings: Settings) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise InputError(f"out {out}: cannot be written ({error.strerror})", "out") from None
-    print(f"{out}: {vocab_size} pieces, {len(model)} bytes")
+    print(f"{out}: {vocab_size:,} pieces, {len(model):,} bytes")
 
 
 command = command_line.as_command(write, Settings, __doc__)

@@ -27,7 +27,7 @@ def test_the_same_text_gives_the_same_file(
     for name in ("first.model", "second.model"):
         write(Settings(str(stories), tmp_path / name, vocab_size, generated))
         models.append((tmp_path / name).read_bytes())
-        assert capsys.readouterr().out == f"{tmp_path / name}: {vocab_size} pieces, {len(models[-1])} bytes\n"
+        assert capsys.readouterr().out == f"{tmp_path / name}: {vocab_size:,} pieces, {len(models[-1]):,} bytes\n"
     assert models[0] == models[1]
     tokenizer = SPTokenizer(tmp_path / "first.model")
     assert tokenizer.vocab_size == vocab_size
