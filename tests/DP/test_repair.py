@@ -210,6 +210,16 @@ def test_one_that_has_come_later_writes_as_the_first_ones_and_tells_the_next(
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
 
 
+def test_one_that_has_come_later_counts_what_came_before_the_checkpoint(tmp_path: Path) -> None:
+    """The run before it had larger batches."""
+    out = tmp_path / "run"
+    train_on(1, "primer/intro.py", out, *SHAPE, *FLAGS, *"--batch-size 6 --steps 1 --save-every 1".split())
+    flags = [*FLAGS, *"--world-size 2 --batch-size 2 --steps 4 --spares 1 --resume".split(), str(out)]
+    deaths = [(1, 1, 1, "SIGKILL"), (0, 3, 1, "SIGKILL")]
+    printed = run_with(deaths, out, LESSON, *flags, first=1, steps=4, ALL_BACK="1")
+    assert printed.count(" is back") == 1
+
+
 def test_a_rank_holds_after_four_deaths_what_it_held_before(tmp_path: Path) -> None:
     out, places = tmp_path / "run", (1, 2, 1, 2)  # whose spares come back at once, behind rank 0
     deaths = [(rank, 6 + 3 * number, number, "SIGKILL") for number, rank in enumerate(places)]

@@ -43,6 +43,17 @@ def test_ranks_that_hold_the_same_share_a_line() -> None:
     assert len({len(line) for line in many}) == 1, "numbers stand below their heads, however many ranks share a line"
 
 
+def test_a_column_is_there_for_any_rank_that_has_such_bytes() -> None:
+    """In the order: the copy to undo, what is gathered, activations with and without recomputation, rows of experts."""
+    nothing, all_kinds = [0] * 8, [0, 0, 0, 1_000_000, 2_000_000, 3_000_000, 4_000_000, 5_000_000]
+    head, *lines = memory.as_table([nothing, all_kinds])
+    further = "copy to undo gathered activations without --recompute rows of experts"
+    assert head.split() == f"memory, MB parameters gradients optimizer state {further}".split()
+    assert lines[1].split()[2:] == "0.00 0.00 0.00 1.00 2.00 3.00 4.00 5.00".split()
+    head, _ = memory.as_table([nothing])
+    assert head.split() == "memory, MB parameters gradients optimizer state activations".split()
+
+
 def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_path: Path) -> None:
     memory.keep(tmp_path / "memory.json", [[9, 9, 0, 0, 0, 1, 1], [8, 8, 0, 0, 0, 4, 4], [7, 7, 0, 0, 0, 5, 5]])
     assert memory.read_largest(tmp_path) == [8, 8, 0, 0, 0, 4]

@@ -269,3 +269,16 @@ def test_a_run_whose_last_step_was_repaired_has_no_step_to_draw(
     keep_trace([{"events": events, "kept_bytes": []}], tmp_path, grid, Recorder(), runs_on=False)
     assert "no step came after the last repair" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_spares_records_are_those_of_the_rank_whose_place_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is behind the others: here, number 0 is rank 1, and number 1, which waits, is rank 0."""
+    (grid := Grid(0, {"dp": 2})).keep([1, 0])
+    steps = [Event(STEP, f"step {step}", 4 * step, 4 * step + 4) for step in range(2)]
+    events = [steps, [Event(WAIT, "the gradients", 7, 8), *steps]]
+    recorded = [{"events": own, "kept_bytes": []} for own in events]
+    keep_trace(recorded, tmp_path, grid, Recorder(), runs_on=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "busy" in line]
+    assert lines == ["# rank 0: busy 75%, waiting 25%", "# rank 1: busy 100%, waiting 0%"]

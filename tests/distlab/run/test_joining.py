@@ -163,7 +163,9 @@ def test_the_content_of_a_folder_is_that_of_its_files_under_their_names(tmp_path
     seen.add(content_of(tmp_path))
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside/d").write_text("one more")
-    assert len({*seen, content_of(tmp_path)}) == 4
+    seen.add(content_of(tmp_path))
+    (tmp_path / "inside").rename(tmp_path / "within")
+    assert len({*seen, content_of(tmp_path)}) == 5
 
 
 def test_a_schedule_of_ones_own_is_compared(tmp_path: Path) -> None:
@@ -252,13 +254,23 @@ def test_ranks_without_a_launcher_are_all_on_the_host_of_rank_0_if_that_is_this_
         join(parse(DataParallelSettings(), "", ["1", "--world-size", "3", "--master-addr", address]), LAB / DAPPLE)
 
 
-def test_ranks_on_two_hosts_do_not_begin_with_memory_that_they_would_share(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        (["A", "A", "B"], "ranks 0 and 2 are on A and B"),
+        (["A with a GPU"] * 3, "this run computes on GPUs, and only ranks on the CPU share memory"),
+    ],
+)
+def test_ranks_that_have_no_memory_in_common_do_not_begin_to_share_it(
+    places: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = "distlab.rendezvous.ranks"
     monkeypatch.setattr(f"{ranks}.open_store", lambda *_: dist.HashStore())
-    monkeypatch.setattr(f"{ranks}.read_places", lambda *_: [Place("A", ()), Place("B", ())])
+    met = [Place(name[0], ("x",) * ("GPU" in name)) for name in places]
+    monkeypatch.setattr(f"{ranks}.read_places", lambda *_: met)
     monkeypatch.setattr(f"{ranks}.agree", lambda _store, _rank, _size, _place, _same, decide, _seconds: decide())
-    with pytest.raises(InputError, match="--transport shared: ranks 0 and 1 are on A and B"):
-        join(parse(DataParallelSettings(), "", "0 --world-size 2 --transport shared".split()), LAB / DAPPLE)
+    with pytest.raises(InputError, match=f"^--transport shared: {told}"):
+        join(parse(DataParallelSettings(), "", "0 --world-size 3 --transport shared".split()), LAB / DAPPLE)
 
 
 def test_flags_that_contradict_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distlab.comm.context import context_of
-from distlab.comm.recorder import Ledger
+from distlab.comm.recorder import Ledger, StepTime
 from distlab.run.earlier_records import keep_records
 from distlab.run.logs import RunLog, human_bytes
 from distlab.run.terminal import RankOutput
@@ -97,6 +97,35 @@ def test_each_record_is_of_its_own_step(tmp_path: Path) -> None:
     assert (second["waited_seconds"], second["collective_seconds"]) == (1.75, 1.5)
     assert (first["loss"], first["grad_norm"], second["loss"]) == (2.0, 9.0, None)
     assert "grad_norm" not in second
+
+
+def test_the_summary_is_of_the_steps_that_this_run_has_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of those before the checkpoint that it resumes from."""
+    log = RunLog(tmp_path, replace(context_of(), ledger=Ledger()))
+    log.begin(10, "tokens", before=50)
+    log.times += [StepTime(seconds, 0.5, 0.25) for seconds in (1.0, 1.5, 5.0)]
+    log.count += 30
+    log.summary()
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "# 3 steps, 30 tokens in 7.5 s: 4 tokens/s",
+        "# median step time: 1.5 s",
+        "# rank 0 computed for 6.0 s and waited 1.5 s for other ranks",
+    ]
+
+
+def test_long_work_between_steps_is_told_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    logs = [RunLog(tmp_path / str(rank), context_of(), rank) for rank in (0, 1)]
+    for seconds in (9.0, 12.0):
+        for log in logs:
+            with log.timing_apart("checkpoints", f"saving for {seconds:.0f} s"):
+                now[0] += seconds
+    assert capsys.readouterr().out == "# saving for 12 s took 12 s\n"
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

@@ -108,6 +108,8 @@ def test_a_failure_that_would_come_again_ends_the_run(error: str, status: int, s
     assert ended.status == status
     assert ended.err.splitlines()[-1] == f"# {said}"
     assert ended.err.count(said) == 1, "the launcher says it, once"
+    log = (tmp_path / "run/rank0.log").read_text().splitlines()
+    assert log[-1] == f"# {said.removeprefix('rank 0 failed: ')}"
     assert ended.out.count("# rank 0 starts") == 1
     assert "starting all ranks again" not in ended.out
 

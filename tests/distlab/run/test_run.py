@@ -264,6 +264,13 @@ def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: py
     assert Failure.of(caught.value, 2).sentence.startswith("rank 2 failed: ")
 
 
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError(), "ValueError"), (ValueError("a shape\nof two lines"), "ValueError: a shape")]
+)
+def test_a_mistake_of_the_lab_is_told_in_one_line(error: Exception, told: str) -> None:
+    assert Failure.of(error, 2).sentence == f"rank 2 failed: {told}"
+
+
 def test_a_script_of_another_checkout_is_told_by_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
