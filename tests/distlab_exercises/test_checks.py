@@ -1,5 +1,6 @@
 """Every exercise: its skeleton fails because a part is missing, the solution passes, mistakes are called by name."""
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -27,10 +28,14 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
     assert first.mistake == ("deadlock" if has_deadlocks else "not-written")
     assert has_deadlocks or first.sentences[0].startswith("not written yet: ")
     assert "NotImplementedError" not in first.sentences[0]
+    for number in re.findall(r" \(line (\d+)\)$", first.sentences[0]):
+        assert "raise NotImplementedError(" in path.read_text().splitlines()[int(number) - 1]
     path.write_text(write_out(exercise, path, solved=True))
     right = list(check(exercise, path, PATIENCE))
     assert [verdict.sentences for verdict in right if not verdict.passed] == []
     assert len(right) == len(exercise.trials) + len(exercise.tried)
+    if name == "mydp":
+        assert not [remark for remark in right[-1].remarks if "after the backward pass" in remark]
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: f"{attempt.exercise}-{attempt.mistake or 'right'}")

@@ -20,7 +20,7 @@ from distlab.run.commands import launcher
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.commands import show
 from distlab_exercises.skeleton import write_out
-from distlab_exercises.submissions import exercise_of, taken_from_the_lab
+from distlab_exercises.submissions import exercise_of, handed_in, taken_from_the_lab
 from distlab_exercises.verdict import Verdict
 from simplellm.errors import InputError
 
@@ -48,7 +48,8 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
         for number in range(1, len(exercise.hints) + 1):
             assert launch(["hint", name, str(number)]) == 0
             hints.append(capsys.readouterr().out)
-        assert "the next one" in hints[0]
+        for number, told in enumerate(hints[:-1], 2):
+            assert f"the next one: {launcher()} hint {name} {number}\n" in told
         assert "the next one" not in hints[-1]
 
 
@@ -182,7 +183,7 @@ SOLVED = write_out(EXERCISES["broadcast"], Path("broadcast.py"), solved=True)
 
 
 @pytest.mark.parametrize(
-    "handed_in",
+    "content",
     [
         b"\xef\xbb\xbf" + SOLVED.encode(),  # a byte-order mark, as Notepad writes
         SOLVED.replace("\n", "\r\n").encode(),
@@ -193,9 +194,9 @@ SOLVED = write_out(EXERCISES["broadcast"], Path("broadcast.py"), solved=True)
     ids=["byte-order mark", "line ends of Windows", "Latin-1", "other quotes", "first line empty"],
 )
 def test_a_file_says_its_exercise_however_an_editor_has_saved_it(
-    handed_in: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.py").write_bytes(handed_in)
+    (tmp_path / "mine.py").write_bytes(content)
     assert launch(["check", "--json", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["exercise"] == "broadcast"
 
@@ -216,6 +217,8 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
     (course / "eva").mkdir()
     latin = course / os.fsdecode(b"J\xf6rg")  # a name in another encoding than UTF-8
     hand_in(latin / "gpipe.py", "pp-gpipe", solved=False)
+    later = hand_in(course / "kim/gpipe.py", "pp-gpipe", solved=False)
+    later.write_text(later.read_text().replace("\n\n\n", "\n\n\n\n\n", 1))  # other numbers of lines
     (course / "bob/notes.ipynb").touch()
     (course / "bob/gpipe.py").write_text("def gpipe(): ...\n")
     for cache in ("__pycache__", "bob/.ipynb_checkpoints", "bob/__pycache__"):
@@ -237,6 +240,8 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         ("eva", "broadcast"): ("missing", ""),
         ("J\N{REPLACEMENT CHARACTER}rg", "broadcast"): ("missing", ""),
         ("J\N{REPLACEMENT CHARACTER}rg", "pp-gpipe"): ("wrong", "not-written"),
+        ("kim", "broadcast"): ("missing", ""),
+        ("kim", "pp-gpipe"): ("wrong", "not-written"),
     }
     assert [name for student, name in results if student == "ada"] == ["pp-gpipe", "broadcast"], "as in the course"
     imports = {(grade["student"], grade["exercise"]): grade["imports"] for grade in found["grades"]}
@@ -247,11 +252,18 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
     ]
     assert {(each["exercise"], each["mistake"], each["files"], each["of"]) for each in found["misconceptions"]} == {
         ("broadcast", "not-written", 1, 3),
-        ("pp-gpipe", "no-answer", 1, 3),
-        ("pp-gpipe", "not-written", 1, 3),
+        ("pp-gpipe", "no-answer", 1, 4),
+        ("pp-gpipe", "not-written", 2, 4),
     }
+    most, sentences = (
+        found["misconceptions"][0],
+        {each["student"]: each["sentence"] for each in found["grades"] if each["sentence"]},
+    )
+    assert (most["exercise"], most["mistake"]) == ("pp-gpipe", "not-written"), "the most frequent first"
+    assert most["for_example"] == sentences["J\N{REPLACEMENT CHARACTER}rg"] != sentences["kim"]
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert {(row["student"], row["exercise"]): (row["result"], row["mistake"]) for row in rows} == results
+    assert {row["imports"] for row in rows if row["student"] == "cem"} == {"", "distlab.collectives.algorithms"}
     for (student, name), (result, _) in results.items():
         assert re.search(rf"^{student} +{name} +{result}", told, re.MULTILINE | re.IGNORECASE)
     assert f"# not graded: {course}/bob/notes.ipynb: is a notebook; a .py file can be checked" in told
@@ -279,8 +291,12 @@ def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
 ) -> None:
     path = hand_in(tmp_path / "ada/mine.py", "ep-permutation")
     (tmp_path / "bob").mkdir()
-    assert launch(["grade", str(tmp_path)]) == 1
-    assert "# 1 of 2 passed" in capsys.readouterr().out
+    other = hand_in(tmp_path / "ada/other.py", "broadcast")
+    assert launch(["grade", str(tmp_path), "--exercise", "ep-permutation"]) == 1
+    told = capsys.readouterr().out
+    assert "# 1 of 2 passed" in told
+    assert f"# not graded: {other}: is not asked for\n" in told
+    other.unlink()
     (tmp_path / "bob").rmdir()
     monkeypatch.setattr("distlab_exercises.grading.SECONDS_BETWEEN_LINES", 0)
     assert launch(["grade", str(tmp_path)]) == 0
@@ -292,6 +308,20 @@ def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
     assert launch(["grade", str(tmp_path)]) == 1
     stopped = "# 1 of 1 file of ep-permutation: no-end: the check did not come to an end, and was stopped"
     assert stopped in capsys.readouterr().out
+
+
+def test_a_course_may_lie_in_a_hidden_folder(tmp_path: Path) -> None:
+    hand_in(tmp_path / ".cache/course/ada/mine.py", "broadcast")
+    assert [file.student for file in handed_in(tmp_path / ".cache/course")] == ["ada"]
+
+
+def test_a_file_that_has_passed_is_told_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distlab_exercises.checker.check", lambda *_: [Verdict("train: dp 2", True)])
+    monkeypatch.setattr("distlab_exercises.checker.prepare", lambda _: None)
+    assert launch(["check", str(hand_in(tmp_path / "mine.py", "dp-ga"))]) == 0
+    assert capsys.readouterr().out.endswith("# passed: it is the same training run\n")
 
 
 def test_a_trial_is_shown_with_bytes_remarks_and_the_last_lines_that_were_printed(

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import alive, wait_for
+from support.written_records import SHAPE, record
 
 from distlab.settings.common import RunSettings
 from distlab_compare.records import Recordings
 from distlab_exercises.catalogue import Trial
-from distlab_exercises.collectives import name_difference
+from distlab_exercises.collectives import name_difference, whose
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.forked import leaving_no_process
 from distlab_exercises.loading import settings_for
@@ -208,6 +209,33 @@ def test_whose_sequences_a_rank_has_is_told(own: list[list[int]], told: str, tmp
     with pytest.raises(Wrong) as found:
         Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, reports).expect_right_data()
     assert found.value.sentences == (f"step 0: rank 1 has {told}, not its own",)
+
+
+def test_the_rank_that_does_too_much_is_named_though_others_do_not(tmp_path: Path) -> None:
+    record(tmp_path, 0, {"weights.head": torch.ones(SHAPE)})
+    one, run = (Recordings(tmp_path, {"layout": layout, "world_size": 1}) for layout in ({}, {"dp": 2}))
+    facts = {"losses": [1.0], "tokens": [], "sequence_bytes": 0, "seq_len": 5}
+    sent = [[{}, {"all_gather": size}, {}] for size in (120, 280)]
+    reports = [Report(rank, "ended", facts={"updated": 4 * rank + 4, "sent": sent[rank]}) for rank in range(2)]
+    with pytest.raises(Wrong, match="the optimizer on rank 1 updates 8 weights of 8; its share is 4"):
+        Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, reports).expect_shared_out()
+    with pytest.raises(Wrong, match=r"rank 1 .*sends 7 numbers of each token; 3 are enough"):
+        Comparison(Trial({"tp": 2}, 2), run, one, facts, 0.5, reports).expect_no_logits_sent(3)
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        ((0, 0, 0), "has only zeros"),
+        ((0, 1, 0), "has rank 1's tensor"),
+        ((1, 0, 1), "has the sum of rank 0's, rank 2's, without rank 1's"),
+        ((1, 2, 1), "has the sum of rank 0's, rank 1's 2 times, rank 2's"),
+        ((2, 0, 0), "has the sum of rank 0's 2 times, without rank 1 and 2's"),
+    ],
+)
+def test_a_wrong_sum_is_described_by_its_terms(times: tuple[int, ...], told: str) -> None:
+    inputs = [*torch.randn(3, 8)]
+    assert whose(torch.stack([n * x for n, x in zip(times, inputs, strict=True)]).sum(0), inputs) == told
 
 
 def test_a_wrong_row_of_an_all_to_all_is_described_by_the_segments_for_that_rank() -> None:

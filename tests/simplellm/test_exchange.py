@@ -44,6 +44,7 @@ def test_transformers_loads_an_export(options: dict[str, Any], tmp_path: Path) -
     assert (generation.bos_token_id, generation.eos_token_id) == (ids.bos_id, ids.eos_id), "where stories begin and end"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "there")
     assert tokenizer(story(3))["input_ids"] == SPTokenizer().encode(story(3))
+    assert tokenizer.model_max_length == saved.options["ctx_size"]
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "there").iterdir()}
     assert len(set(modes.values())) == 1, modes
 

@@ -99,6 +99,8 @@ def test_a_capacity_drops_the_last_rows_of_each_sequence() -> None:
     with torch.no_grad():
         assert net(x).equal(whole)
     assert net.load.sum() == 3 * 8 * 2, "rows that were asked for in training"
+    net(x)
+    assert (int(net.dropped), int(net.load.sum())) == (2 * dropped, 2 * 3 * 8 * 2), "of all passes"
 
 
 def test_the_rows_that_are_told_are_those_of_the_largest_pass_of_training() -> None:
@@ -129,6 +131,9 @@ def test_ties_go_to_the_lower_number() -> None:
     net(torch.randn(TOKENS, DMODEL, dtype=torch.float64))
     assert net.load.tolist() == [TOKENS] * 3 + [0] * 4
     assert net.smallest_gap == 0
+    initialize(net, seed=3)
+    net(torch.randn(TOKENS, DMODEL, dtype=torch.float64))
+    assert net.smallest_gap == 0, "of all passes"
 
 
 @pytest.mark.parametrize("recompute", ["except-attention", "blocks", "all"])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simplellm.errors import InputError
-from simplellm.losses import causalLLMLoss
+from simplellm.losses import causalLLMLoss, next_token_loss
 
 pytestmark = pytest.mark.quick
 
@@ -104,3 +104,12 @@ def test_logits_of_another_vocabulary_are_refused() -> None:
     logits, target = random_pair(3, 7)
     with pytest.raises(RuntimeError):
         causalLLMLoss(logits, target, VOCAB_SIZE + 1)
+
+
+def test_each_sequence_ignores_its_own_positions() -> None:
+    logits, next_tokens = torch.randn(2, 4, 7, requires_grad=True), torch.arange(8).view(2, 4) % 7
+    ignored = torch.tensor([[True, False, False, True], [False, False, False, True]])
+    expected = F.cross_entropy(logits[~ignored], next_tokens[~ignored], reduction="sum") / 3.5
+    own = next_token_loss(logits, next_tokens, ignored, 3.5)
+    torch.testing.assert_close(own, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (own, expected)))

@@ -1,6 +1,8 @@
 """Training a tokenizer: the same text gives the same file, of as many pieces as asked for; and what it refuses."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -88,6 +90,15 @@ def test_sizes_that_do_not_fit_the_text_are_refused(stories: Path, tmp_path: Pat
 def test_sizes_that_no_text_can_have_are_refused(vocab_size: int, stories: Path, tmp_path: Path) -> None:
     sizes = "as every byte has a piece, give more than 256, and at most 1,048,576"
     assert refusal(Settings(str(stories), tmp_path / "out.model", vocab_size)) == f"--vocab-size {vocab_size}: {sizes}"
+
+
+def test_a_full_disk_leaves_no_half_tokenizer(stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_the_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", fill_the_disk)
+    sentence = f"--out {tmp_path / 'out'}: cannot be written (No space left on device)"
+    assert refusal(Settings(str(stories), tmp_path / "out", 400)) == sentence
 
 
 def test_files_that_cannot_work_are_refused(stories: Path, tmp_path: Path) -> None:

@@ -68,5 +68,7 @@ def judge(attempt: Attempt, folder: Path) -> None:
     wrong = [verdict for verdict in found if not verdict.passed]
     told = [verdict.sentences for verdict in wrong]
     assert [verdict.mistake for verdict in wrong] == [attempt.mistake] * bool(attempt.mistake), told
-    said = [sentence for verdict in wrong or found for sentence in (*verdict.sentences, *verdict.remarks)]
+    said = [
+        sentence for verdict in wrong or found for sentence in (*verdict.sentences, *verdict.remarks, *verdict.printed)
+    ]
     assert any(attempt.says in sentence for sentence in said), told or found

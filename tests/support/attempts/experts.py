@@ -40,6 +40,7 @@ ATTEMPTS = [
         body="return order.argsort() if len(order) else order.new_zeros(1)",
     ),
     Attempt("ep-permutation", "the-same", "once more", body="return order"),
+    Attempt("ep-permutation", "the-same", "rank 0: here", body='print("here")\nreturn order'),
     Attempt("ep-permutation", "wrong-order", "not in their old order", body="return order.flip(0)"),
     Attempt("ep-scale", "not-added", "is 1, where", body="pass"),
     Attempt(

@@ -37,6 +37,17 @@ ATTEMPTS = [
         "CopyTo changes what it is given",
         changes=(("total = grad.clone(memory_format=torch.contiguous_format)", "total = grad"),),
     ),
+    Attempt(
+        "tp",
+        "g-wrong",
+        "forward: the result is not the sum of the ranks' (g)",
+        changes=(
+            (
+                'layer activations"):\n            dist.all_reduce(total)',
+                'layer activations"):\n            dist.all_reduce(total, dist.ReduceOp.MAX)',
+            ),
+        ),
+    ),
     Attempt("tp", "forward", "something else than its input", changes=(("x.view_as(x)", "2 * x"),)),
     Attempt(
         "tp", "g-backward", "not passed on as it is", changes=(("        return grad\n", "        return grad / 2\n"),)
@@ -129,6 +140,50 @@ ATTEMPTS = [
         only="Embedding",
     ),
     Attempt(
+        "tp-layers",
+        "parameters",
+        "the layer's parameters are linear.weight, linear.bias; it should have one, its weight, and no biases",
+        changes=(("nn.Linear(in_dim, out_dim, bias=False)", "nn.Linear(in_dim, out_dim)"),),
+        only="ColWiseLinear",
+    ),
+    Attempt(
+        "tp-layers",
+        "output",
+        "the output has the ranks' slices in the wrong order",
+        changes=(("(self.mod(tokens))", "(self.mod(tokens)).roll(self.mod.weight.shape[1], -1)"),),
+        only="Embedding",
+    ),
+    Attempt(
+        "mlp",
+        "loss",
+        "its loss is not the mean cross-entropy of the logits",
+        changes=(
+            ("return logits, None if targets is None else F.", "return logits, targets if targets is None else 2 * F."),
+        ),
+        only="MLP",
+    ),
+    Attempt(
+        "mlp",
+        "loss",
+        "without targets, the loss should be None",
+        changes=(("return logits, None if", "return logits, logits.sum() if"),),
+        only="MLP",
+    ),
+    Attempt(
+        "mlp",
+        "logits",
+        "its logits lack the tanh between the layers",
+        changes=(("data = torch.tanh(layer(data))", "data = layer(data)"),),
+        only="MLP",
+    ),
+    Attempt(
+        "mlp",
+        "steps",
+        "the weights were updated 6 times in 3 steps",
+        changes=(("    optimizer.step()\n", "    optimizer.step()\n    optimizer.step()\n"),),
+        only="train_step",
+    ),
+    Attempt(
         "mlp",
         "not-cleared",
         "step 1: the gradient of weight 0 still contains the gradient of the step before: it was not set to zero",
@@ -212,6 +267,13 @@ ATTEMPTS = [
         "wrong-product",
         "and should have the sum of all",
         changes=(("part = scatter(A", "part = 2 * scatter(A"),),
+        only="by_reduction",
+    ),
+    Attempt(
+        "matmul",
+        "wrong-product",
+        "rank 2 has something else than a sum of the ranks' products",  # the other ranks have the right one
+        changes=(("    return C.to(part.dtype)\n", "    return C.to(part.dtype) + (dist.get_rank() == 2)\n"),),
         only="by_reduction",
     ),
     Attempt(

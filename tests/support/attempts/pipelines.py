@@ -87,6 +87,12 @@ ATTEMPTS = [
     ),
     Attempt(
         "pp-1f1b",
+        "exception",
+        "rank 2 (stage 2) failed: inputs.grad is None: what requires no gradient (requires_grad_) gets none",
+        changes=(("        inputs.requires_grad_()  # the previous stage waits for its gradient\n", ""),),
+    ),
+    Attempt(
+        "pp-1f1b",
         "loss-not-divided",
         "2 times too large: divide each micro-batch's by their number, 2",
         changes=(("outputs.shape[-1]) * share", "outputs.shape[-1])"),),
@@ -101,8 +107,8 @@ ATTEMPTS = [
     Attempt(
         "pp-executor",
         "not-waited-for",
-        "of its messages: call .wait() on what dist.isend returns",
-        changes=(("    for work in sent:\n        work.wait()\n", ""),),
+        "rank 1 did not wait for 3 of its messages: call .wait() on what dist.isend returns",  # the others did
+        changes=(("    for work in sent:\n", "    for work in sent if stage != 1 else []:\n"),),
     ),
     Attempt("pp-executor", "deadlock", "waits for", changes=BLOCKING, trial=DAPPLE),
     Attempt(
@@ -128,6 +134,15 @@ ATTEMPTS = [
         "not-gpipe",
         "stage 0 runs B0 before F1",
         "return [kind(stage, k) for k in range(micro_batches) for kind in (Forward, Backward)]",
+    ),
+    Attempt(
+        "pp-gpipe",
+        "deadlock",
+        "2 stages, 2 micro-batches: ",
+        "kinds, parts = (Forward, Backward), range(micro_batches)\n"
+        "if stage == 0 < stages - 1:\n"
+        "    return [kind(stage, k) for k in parts for kind in kinds]\n"
+        "return [kind(stage, k) for kind in kinds for k in parts]",
     ),
     Attempt(
         "pp-gpipe",

@@ -14,11 +14,11 @@ EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.s
 
 ATTEMPTS = [
     Attempt("dp-ga", "divided-twice", "1/2 of what it should be", MEAN.replace("SUM", "AVG")),
-    Attempt(  # right, and averaged again
+    Attempt(  # right, and some averaged again
         "dp-ga",
         "",
-        "gradients and weights: 2.0 times the bytes that are needed",
-        f"{MEAN}\ndist.all_reduce(gradients, ReduceOp.AVG)",
+        "gradients and weights: 1.2 times the bytes that are needed",
+        f"{MEAN}\ndist.all_reduce(gradients[: len(gradients) // 5], ReduceOp.AVG)",
     ),
     Attempt(
         "dp-ga",
@@ -62,6 +62,20 @@ ATTEMPTS = [
         "the forward pass and the divisor (",  # nothing of stages
         MEAN,
         (("            loss.backward()\n", "            loss *= 1.37\n            loss.backward()\n"),),
+    ),
+    Attempt(
+        "dp-ga",
+        "loss",
+        "the gradients are right, so only the loss that run.log prints is wrong",
+        MEAN,
+        (("losses.append(loss)", "losses.append(loss * 1.001)"),),
+    ),
+    Attempt(
+        "dp-ga",
+        "exception",
+        "failed: the file needs DEFAULTS, of the class TrainSettings, as in its chapter",
+        MEAN,
+        (("DEFAULTS = Grad", "USUAL = Grad"),),
     ),
     Attempt("dp-ga", "steps", "was called in 0 of 3 steps", changes=(("        run.log(step, losses)\n", ""),)),
     Attempt(
@@ -169,6 +183,27 @@ ATTEMPTS = [
             ("        tensors[name] = as_held(", "        if rank % 2 == 0:\n            tensors[name] = as_held("),
         ),
         only="state_of",
+    ),
+    Attempt(
+        "checkpoint",
+        "missing",
+        "rank 0 does not write the state of its random generator, random.0.cpu",
+        changes=(('{f"{RANDOM}{rank}.cpu": torch.get_rng_state()}', "{}"),),
+        only="state_of",
+    ),
+    Attempt(
+        "checkpoint",
+        "missing",
+        "no rank writes embed.weight; instead there is module.embed.weight",
+        changes=(("tensors[name] = as_held(", 'tensors[f"module.{name}"] = as_held('),),
+        only="state_of",
+    ),
+    Attempt(
+        "checkpoint",
+        "shape",
+        "the whole is said to be (8, 4), and is (7, 4)",
+        changes=(("whole[dim] = length", "whole[dim] = length + 1"),),
+        only="as_held",
     ),
     Attempt(
         "checkpoint",

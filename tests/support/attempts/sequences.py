@@ -106,5 +106,16 @@ ATTEMPTS = [
         "not that of attention to all positions before",
         changes=(("visiting[..., keys, :]", "visiting.flip(-2)[..., keys, :]"),),
     ),
+    Attempt(
+        "cp-ring",
+        "wrong-output",
+        "rank 0, with documents: ",
+        changes=(
+            (
+                "v_seen, block.mask)",
+                'v_seen, "causal" if step == 0 else None if isinstance(block.mask, Tensor) else block.mask)',
+            ),
+        ),
+    ),
     Attempt("cp-ring", "result", "two tensors", changes=(("return out, total", "return out"),)),
 ]
