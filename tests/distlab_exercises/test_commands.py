@@ -217,7 +217,7 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
     (course / "eva").mkdir()
     latin = course / os.fsdecode(b"J\xf6rg")  # a name in another encoding than UTF-8
     hand_in(latin / "gpipe.py", "pp-gpipe", solved=False)
-    later = hand_in(course / "kim/gpipe.py", "pp-gpipe", solved=False)
+    later = hand_in(course / "kim/broadcast.py", "broadcast", solved=False)
     later.write_text(later.read_text().replace("\n\n\n", "\n\n\n\n\n", 1))  # other numbers of lines
     (course / "bob/notes.ipynb").touch()
     (course / "bob/gpipe.py").write_text("def gpipe(): ...\n")
@@ -240,8 +240,8 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         ("eva", "broadcast"): ("missing", ""),
         ("J\N{REPLACEMENT CHARACTER}rg", "broadcast"): ("missing", ""),
         ("J\N{REPLACEMENT CHARACTER}rg", "pp-gpipe"): ("wrong", "not-written"),
-        ("kim", "broadcast"): ("missing", ""),
-        ("kim", "pp-gpipe"): ("wrong", "not-written"),
+        ("kim", "broadcast"): ("wrong", "not-written"),
+        ("kim", "pp-gpipe"): ("missing", ""),
     }
     assert [name for student, name in results if student == "ada"] == ["pp-gpipe", "broadcast"], "as in the course"
     imports = {(grade["student"], grade["exercise"]): grade["imports"] for grade in found["grades"]}
@@ -251,23 +251,23 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         str(course / "bob" / name) for name in ("gpipe.py", "notes.ipynb")
     ]
     assert {(each["exercise"], each["mistake"], each["files"], each["of"]) for each in found["misconceptions"]} == {
-        ("broadcast", "not-written", 1, 3),
-        ("pp-gpipe", "no-answer", 1, 4),
-        ("pp-gpipe", "not-written", 2, 4),
+        ("broadcast", "not-written", 2, 4),
+        ("pp-gpipe", "no-answer", 1, 3),
+        ("pp-gpipe", "not-written", 1, 3),
     }
     most, sentences = (
         found["misconceptions"][0],
         {each["student"]: each["sentence"] for each in found["grades"] if each["sentence"]},
     )
-    assert (most["exercise"], most["mistake"]) == ("pp-gpipe", "not-written"), "the most frequent first"
-    assert most["for_example"] == sentences["J\N{REPLACEMENT CHARACTER}rg"] != sentences["kim"]
+    assert (most["exercise"], most["mistake"]) == ("broadcast", "not-written"), "the most frequent first"
+    assert most["for_example"] == sentences["bob"] != sentences["kim"]
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert {(row["student"], row["exercise"]): (row["result"], row["mistake"]) for row in rows} == results
     assert {row["imports"] for row in rows if row["student"] == "cem"} == {"", "distlab.collectives.algorithms"}
     for (student, name), (result, _) in results.items():
         assert re.search(rf"^{student} +{name} +{result}", told, re.MULTILINE | re.IGNORECASE)
     assert f"# not graded: {course}/bob/notes.ipynb: is a notebook; a .py file can be checked" in told
-    assert "# 1 of 3 files of broadcast: not-written: not written yet: write broadcast_naive" in told
+    assert "# 2 of 4 files of broadcast: not-written: not written yet: write broadcast_naive" in told
 
 
 def test_imports_that_the_file_of_an_exercise_does_not_have_are_told(tmp_path: Path) -> None:
