@@ -280,5 +280,6 @@ def test_a_spares_records_are_those_of_the_rank_whose_place_it_has(
     events = [steps, [Event(WAIT, "the gradients", 7, 8), *steps]]
     recorded = [{"events": own, "kept_bytes": []} for own in events]
     keep_trace(recorded, tmp_path, grid, Recorder(), runs_on=False)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "busy" in line]
-    assert lines == ["# rank 0: busy 75%, waiting 25%", "# rank 1: busy 100%, waiting 0%"]
+    *busy, _, drawn = capsys.readouterr().out.splitlines()
+    assert busy == ["# rank 0: busy 75%, waiting 25%", "# rank 1: busy 100%, waiting 0%"]
+    assert drawn == f"# {tmp_path / 'timeline.png'}: a step of median length, drawn", "and no repair"

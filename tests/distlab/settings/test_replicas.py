@@ -50,3 +50,10 @@ def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
     assert most / usual == settings.growth() > 1
     settings = replace(settings, repair="off")
     assert not re.search(DEATH, " ".join(settings.remarks(settings.decide())))
+
+
+def test_the_slices_of_a_stage_share_the_cores_in_the_plan_of_a_death() -> None:
+    whole, slices = (parse(HybridRepairSettings(data="sample"), "", ["--tp", tp]) for tp in "12")
+    expected = whole.slowdown(range(1, 6), cores=3)
+    assert expected > 1
+    assert slices.slowdown(range(2, 12), cores=6) == pytest.approx(expected)
