@@ -103,12 +103,12 @@ def gen_dataset(
     """
     directions = 8
     generator = torch.Generator().manual_seed(rand_state)
-    centres = 2.2 * torch.randn(config.n_classes, directions, generator=generator)
+    centers = 2.2 * torch.randn(config.n_classes, directions, generator=generator)
     to_features = torch.randn(directions, config.d_in, generator=generator) / directions**0.5
 
     def draw(size: int) -> TensorDataset:
         labels = torch.randint(config.n_classes, (size,), generator=generator)
-        points = (centres[labels] + torch.randn(size, directions, generator=generator)) @ to_features
+        points = (centers[labels] + torch.randn(size, directions, generator=generator)) @ to_features
         return TensorDataset(points.to(device), labels.to(device))
 
     return draw(config.train_size), draw(max(1, config.train_size // 5))

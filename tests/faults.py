@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: `compare` computes here, and forks inherit no threads
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: `compare` computes here, and forks inherit no threads
 
 from support.chapters import load
 from support.processes import LAB, free_port, run_ranks

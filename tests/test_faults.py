@@ -1,16 +1,14 @@
 """Some of the faults and pairs of `faults.py`; docs/comparing.md has the result of all of them."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from faults import KINDS, ONE, PP, RECIPES, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
-from support.processes import LAB
+from support.processes import LAB, run
 
 from distlab.run.recording import MOST_BYTES, Recording, file_of
 from distlab_compare.command import Request
@@ -48,18 +46,9 @@ def test_two_layouts_of_a_model_are_equal(index: int, tmp_path: Path) -> None:
 
 def test_the_command_runs_whatever_threads_torch_would_take() -> None:
     """`compare` computes between runs, whose ranks are forks: with several threads, the next run of one rank hung."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "tests/faults.py", "--count", "2", "--seed", "1", "--kind", "faults"]
-    ended = subprocess.run(
-        command,
-        cwd=LAB,
-        env={**environment, "PYTHONPATH": str(LAB / "src")},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert (ended.returncode, "# 2 of 2 faults named" in ended.stdout) == (0, True), ended.stderr
+    command = ["tests/faults.py", "--count", "2", "--seed", "1", "--kind", "faults"]
+    ended = run(sys.executable, *command, OMP_NUM_THREADS="4")
+    assert (ended.status, "# 2 of 2 faults named" in ended.out) == (0, True), ended.err
 
 
 RECIPE = "--optimizer sgd --lr 0.5 --batch-size 12"

@@ -7,7 +7,7 @@ A module is imported only when one of its subcommands is requested.
 from collections.abc import Sequence
 
 from distlab.run.commands import launcher
-from distlab.settings.optional_packages import import_beside
+from distlab.settings.optional_packages import import_optional
 
 # By heading, in the order in which they are listed. Each function is called with the arguments and the usage's program.
 SUBCOMMANDS = {
@@ -52,4 +52,4 @@ def run_subcommand(name: str, args: Sequence[str]) -> int:
         InputError: the arguments cannot work, or its package is not installed.
     """
     module, _, function = FUNCTIONS[name].partition(":")
-    return getattr(import_beside(module, name), function)(args, f"{launcher()} {name}") or 0
+    return getattr(import_optional(module, name), function)(args, f"{launcher()} {name}") or 0

@@ -30,7 +30,6 @@ from distlab.settings.folders import CONFIG, is_run
 from distlab.settings.resume_policy import ResumePolicy, marked
 from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
-from distlab_compare.differences import LATER
 from distlab_compare.records import Recordings
 from distlab_compare.runs import Pair
 from distlab_compare.saved import by_step, first_divergence
@@ -128,7 +127,10 @@ def _compared(own: RecordedRun, right: RecordedRun, tolerance: float) -> tuple[i
         if divergence := pair.first_divergence():
             return 1, [f"{names} diverge in step {divergence.step}:", *divergence.sentences]
         equal = f"{names} are equal: losses, gradients and weights of {_shown(pair.steps)}"
-        later = f"; {LATER * tolerance:g} after the first update" * (has_moments and len(pair.steps) > 1)
+        last = pair.steps[-1]
+        has_weights = all(last + 1 in run.records.steps for run in (own, right))  # after the last step
+        loosest = pair.tolerance_at(last + has_weights)
+        later = f"; {loosest:g} for gradients and weights after the first update" * (loosest > tolerance)
         return 0, [equal, f"largest relative difference: {pair.largest:.1g} (tolerance {tolerance:g}{later})"]
     saved = by_step(own.folder), by_step(right.folder)
     for run, checkpoints in zip((own, right), saved, strict=True):

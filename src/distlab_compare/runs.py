@@ -125,13 +125,16 @@ class Pair:
                 found.append(Difference(step, rank, name, mistake))
         return sorted(found, key=lambda difference: difference.rank)  # stable
 
+    def tolerance_at(self, step: int) -> float:
+        """Return the tolerance of gradients, and of the weights before them, at a step."""
+        return self.tolerance * (LATER if self._has_moments and step > self.steps[0] else 1)
+
     def _differs(self, kind: str, step: int, name: str, part: TensorPart, whole: Tensor, floor: float) -> bool:
         own, right = part.flat, part.of(whole)
         if kind == "weights" and name in self._unsure:
             sure = ~part.of(self._unsure[name])
             own, right = own[sure], right[sure]
-        later = self._has_moments and step > self.steps[0]
-        tolerance = self.tolerance * (LATER if later else 1)
+        tolerance = self.tolerance_at(step)
         # A few elements may be small, where the others of their tensor were larger in the sums that round them.
         usual = float(whole.norm()) * (right.numel() / max(1, whole.numel())) ** 0.5
         if differs_by(own, right, tolerance, max(floor, tolerance * usual)):

@@ -77,8 +77,8 @@ def grade_course(
     for sentence in rest:
         print(f"# not graded: {sentence}")
     for mistake in mistakes:
-        of = counted(mistake["of"], "files")
-        print("# {files} of {} of {exercise}: {mistake}: {for_example}".format(of, **mistake))
+        tried = counted(mistake["of"], "files")
+        print("# {files} of {tried} of {exercise}: {mistake}: {for_example}".format(tried=tried, **mistake))
     passed = sum(each.result == PASSED for each in grades)
     print(f"# {passed} of {len(grades)} passed", flush=True)
     if csv_file is not None:

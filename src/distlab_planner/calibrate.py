@@ -185,7 +185,7 @@ def with_tiny_run(machine: Machine, device: torch.device, *more: str) -> Machine
 
 
 def device_memory_bytes(device: torch.device) -> float:
-    """Return the memory of this host that a run may use, or that of its GPUs together."""
+    """Return the memory that a run may use on this host: the CPU's, or that of all GPUs."""
     if device.type == "cuda":
         gpus = range(torch.cuda.device_count())
         return float(sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))

@@ -1,4 +1,4 @@
-"""Parameters whose values are not in memory: of models made without weights, and while other ranks hold them.
+"""Parameters without values in memory: those of a model made without weights, or those that other ranks hold.
 
 In place of its values, such a parameter has one NaN that is seen in its shape; views of it take no memory either.
 """
@@ -10,12 +10,12 @@ from simplellm.initial_weights import initial_weight
 
 
 def absent(parameter: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return what stands for the values of a parameter (any shape, the same dtype) that are not in memory."""
+    """Return the stand-in for the values of a parameter (any shape, the same dtype) that are not in memory."""
     return torch.full((1,), torch.nan, dtype=parameter.dtype, device=device or parameter.device).expand(parameter.shape)
 
 
 def is_absent(parameter: Tensor) -> bool:
-    """Say if a parameter, or a slice of one, is without its values; one of a single element counts as present."""
+    """Return whether a parameter, or a slice of one, is absent; one of a single element never counts as that."""
     return 0 in parameter.stride()
 
 

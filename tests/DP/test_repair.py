@@ -201,7 +201,7 @@ def test_of_two_replicas_that_differ_neither_is_believed(tmp_path: Path) -> None
     assert len(losses(tmp_path)) == DIES_IN
 
 
-def test_one_that_has_come_later_writes_as_the_first_ones_and_tells_the_next(
+def test_a_newcomer_that_becomes_the_writer_goes_on_counting_tokens_and_hands_the_count_on(
     expected: list[float], tmp_path: Path
 ) -> None:
     deaths = [(rank, 1 + number, 1, "SIGKILL") for number, rank in enumerate((1, 2, 0))]
@@ -210,7 +210,7 @@ def test_one_that_has_come_later_writes_as_the_first_ones_and_tells_the_next(
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
 
 
-def test_one_that_has_come_later_counts_what_came_before_the_checkpoint(tmp_path: Path) -> None:
+def test_a_newcomer_to_a_resumed_run_counts_the_tokens_before_the_checkpoint(tmp_path: Path) -> None:
     """The run before it had larger batches."""
     out = tmp_path / "run"
     train_on(1, "primer/intro.py", out, *SHAPE, *FLAGS, *"--batch-size 6 --steps 1 --save-every 1".split())

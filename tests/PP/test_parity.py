@@ -58,7 +58,8 @@ def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_proce
     del sent["control"]  # the first messages, which make connections
     kinds = "activations", "gradients of activations"
     sizes = dict(zip(MODEL[::2], MODEL[1::2], strict=True))
-    activation_bytes = 6 * int(sizes["--seq-len"]) * int(sizes["--dmodel"]) * torch.float32.itemsize  # of a whole batch
+    batch = 6
+    activation_bytes = batch * int(sizes["--seq-len"]) * int(sizes["--dmodel"]) * torch.float32.itemsize
     assert sent == Counter(dict.fromkeys(kinds, STEPS * borders * activation_bytes))
 
 

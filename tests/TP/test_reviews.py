@@ -1,5 +1,6 @@
 """The film reviews: generated, read, filled up, dealt out."""
 
+import hashlib
 import json
 import re
 import sys
@@ -31,6 +32,9 @@ def test_reviews_are_pure_balanced_and_not_repeated_in_validation() -> None:
         assert not {text for text, _ in train} & {text for text, _ in validation}
         assert len({text for text, _ in train}) == 600
         assert review(3, seed=1) != review(3, seed=0)
+        digest = hashlib.sha256("\0".join(text for text, _ in train).encode()).hexdigest()
+        expected = "c2712b746a15a248b549ee4cb240fa3b18553766222472790acd8e06d1daebdd"
+        assert digest == expected, "a run that resumes a checkpoint of an earlier revision has the same reviews"
 
     in_a_fork(work)
 

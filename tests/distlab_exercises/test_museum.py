@@ -80,7 +80,7 @@ def test_a_mend_is_judged_by_what_the_ranks_compute(mend: Mend, tmp_path: Path) 
         (([2, -1], [4, -3]), ""),
     ],
 )
-def test_slices_that_ranks_initialise_are_put_together_unless_they_are_copies(
+def test_slices_that_ranks_initialize_are_put_together_unless_they_are_copies(
     second: Sequence[Sequence[float]], told: str, tmp_path: Path
 ) -> None:
     first = [[1, 2], [3, 4]]
@@ -92,7 +92,7 @@ def test_slices_that_ranks_initialise_are_put_together_unless_they_are_copies(
         assert load_file(initial_weights(records, tmp_path))["mlp"].equal(weight)
 
 
-def test_copies_that_ranks_initialise_have_to_be_equal(tmp_path: Path) -> None:
+def test_copies_that_ranks_initialize_have_to_be_equal(tmp_path: Path) -> None:
     for rank in range(3):
         record(tmp_path, rank, {"weights.norm": torch.ones(SHAPE) * max(1, rank)})
     equal, different = (Recordings(tmp_path, {"layout": {"tp": ranks}, "world_size": ranks}) for ranks in (2, 3))

@@ -64,7 +64,7 @@ class Failure:
         cause = str(error) if is_told else out_of_memory(error) or refused_by_gpu(error)
         if cause is None:
             traceback.print_exception(error)
-            cause = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")  # of an error without words
+            cause = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")  # an error without a text
         # After a repair, ranks have other numbers in the process group.
         who = world.context.describe(world.context.rank) if world else f"rank {rank}"
         return cls(f"{who} failed: {cause}", cause=cause, names_rank=True)

@@ -40,7 +40,7 @@ class HandedOver:
         state = tensors_of(self._optimizer)
         states = [self._optimizer.state.get(parameter, {}) for parameter in parameters_of(self._optimizer)]
         kinds = [{key: [[*value.shape], str(value.dtype)] for key, value in state.items()} for state in states]
-        record = {**self.describe(position), "optimizer": kinds, "checksum": checksum_of(state)}
+        record = {**self.describe(position), "optimizer": kinds, "checksum": checksum_of_tensors(state)}
         text = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
         with named("the state of a rank", "repair"):
             for tensor in (torch.tensor(len(text)), text, *state):
@@ -66,16 +66,16 @@ class HandedOver:
             state = tensors_of(self._optimizer)
             for tensor in state:
                 dist.recv(tensor.detach(), source)
-        if checksum_of(state) != record["checksum"]:
+        if checksum_of_tensors(state) != record["checksum"]:
             raise ChangedError("the state that a peer has sent has another checksum than it had there")
         return record
 
     def checksum(self) -> int:
         """Return the checksum of the weights and of the optimizer's state."""
-        return checksum_of(tensors_of(self._optimizer))
+        return checksum_of_tensors(tensors_of(self._optimizer))
 
 
-def checksum_of(tensors: Iterable[Tensor]) -> int:
+def checksum_of_tensors(tensors: Iterable[Tensor]) -> int:
     """Return the checksum of the bytes of tensors."""
     found = 0
     for tensor in tensors:

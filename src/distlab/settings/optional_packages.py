@@ -9,7 +9,7 @@ from typing import Any
 from simplellm.errors import InputError, require_package
 
 
-def import_beside(module: str, what: str) -> ModuleType:
+def import_optional(module: str, what: str) -> ModuleType:
     """Import a module of a package beside the lab, for `what`; `InputError` if it, or one that it needs, is absent."""
     try:
         return importlib.import_module(module)
@@ -22,11 +22,11 @@ def import_beside(module: str, what: str) -> ModuleType:
 
 def planner_prediction() -> Any:
     """Return the planner's class `Prediction`; `InputError` without the planner, which nothing else here needs."""
-    return import_beside("distlab_planner.prediction", "--machine").Prediction
+    return import_optional("distlab_planner.prediction", "--machine").Prediction
 
 
 def page_writer() -> Callable[..., Path]:
     """Return the function that writes a run's page; `InputError` if its package or plotly is not installed."""
     require_package("plotly", "--page")
-    write: Callable[..., Path] = import_beside("distlab_page", "--page").write
+    write: Callable[..., Path] = import_optional("distlab_page", "--page").write
     return write
