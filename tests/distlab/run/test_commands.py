@@ -91,7 +91,9 @@ def of(script: str, flags: str, saved: int | None, monkeypatch: pytest.MonkeyPat
 def flags_of(command: str, script: str) -> str:
     """A command's flags; that it is one of Python and the script is checked."""
     interpreter, path, *flags = shlex.split(command)
-    assert shutil.which(interpreter) == sys.executable
+    found = shutil.which(interpreter)
+    assert found is not None
+    assert Path(found).absolute() == Path(sys.executable), "also if it is given from the current folder"
     assert path == script
     return " ".join(flags)
 
