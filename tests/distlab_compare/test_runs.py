@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.processes import LAB
-from support.written_records import SHAPE, record
+from support.written_records import ONE_PROCESS, SHAPE, record
 from torch import Tensor
 
 from distlab.checkpoints.format import Checkpoint
@@ -25,8 +25,6 @@ from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.runs import Pair
 from distlab_compare.saved import Saved, first_divergence
 from simplellm.errors import InputError
-
-ONE_PROCESS = {"layout": {}, "world_size": 1}
 
 
 def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_path: Path) -> None:
@@ -182,89 +180,12 @@ def test_a_wrong_gradient_is_described_without_shares(
     assert divergence.sentences[0].startswith(f"step 1: the gradient of weight on rank 0 {told}")
 
 
-def test_rounding_of_small_elements_is_that_of_their_tensor(tmp_path: Path) -> None:
-    """Their rank holds no others; the weights that one of the runs has after the step are not compared."""
-    right = torch.ones(SHAPE)
-    right[2:] = 1e-6
-    record(tmp_path / "one", 0, {"gradient.weight": right})
-    for rank in range(2):
-        record(tmp_path / "run", rank, {"gradient.weight": right + 1e-5}, start=2 * rank, rows=2)
-        record(tmp_path / "run", rank, {"weights.weight": right}, start=2 * rank, rows=2, step=1)
-    run = Recordings(tmp_path / "run", {"layout": {"tp": 2}, "world_size": 2})
-    one = Recordings(tmp_path / "one", ONE_PROCESS)
-    assert Pair(run, one, tolerance=1e-4).first_divergence() is None
-    assert Pair(run, one, tolerance=1e-6).first_divergence() is not None
-
-
-def test_an_element_whose_gradient_was_rounding_once_may_have_any_weight_from_then_on(tmp_path: Path) -> None:
-    """With Adam, which makes the first update of any gradient the same size."""
-    for name, sign in (("run", 1), ("one", -1)):
-        rounding, moved = torch.ones(SHAPE), torch.ones(SHAPE)
-        rounding[0, 0], moved[0, 0] = sign * 1e-9, 1 + sign * 0.1
-        weights = torch.ones(SHAPE), moved, moved
-        for step, gradient in enumerate((rounding, torch.ones(SHAPE))):
-            record(tmp_path / name, 0, {"gradient.weight": gradient, "weights.weight": weights[step]}, step=step)
-        record(tmp_path / name, 0, {"weights.weight": weights[2]}, step=2)
-    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
-    assert Pair(run, one, tolerance=1e-4, has_moments=True).first_divergence() is None
-    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
-    assert divergence is not None
-    assert divergence.step == 0
-
-
 def test_steps_of_a_layout_with_more_ranks_are_not_those_of_a_resumed_run(tmp_path: Path) -> None:
     for step, ranks in enumerate((3, 2, 2)):
         for rank in range(ranks):
             record(tmp_path, rank, {"weights.weight": torch.ones(SHAPE)}, step=step)
     assert Recordings(tmp_path, {"layout": {"dp": 2}, "world_size": 2}).steps == [1, 2]
     assert Recordings(tmp_path, {"layout": {"dp": 3}, "world_size": 3}).steps == [0]
-
-
-def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, rounded = tmp_path / "float32", tmp_path / "bfloat16"
-    for run, factor in ((plain, 1.0), (rounded, 1.01)):
-        record(run, 0, {"gradient.weight": factor * torch.ones(SHAPE)})
-        config = {"settings": {"dtype": run.name}, "layout": {}, "world_size": 1}
-        (run / "config.json").write_text(json.dumps(config))
-        (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": factor}) + "\n")
-    for own, right in ((plain, rounded), (rounded, plain)):
-        assert compare(Request(own, right)) == 0
-        assert "(tolerance 0.02)" in capsys.readouterr().out
-    assert compare(Request(plain, rounded, tolerance=1e-3)) == 1
-
-
-def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (0, 1):
-        record(tmp_path / "one", 0, {"gradient.weight": torch.ones(SHAPE)}, step=step)
-        record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.full(SHAPE, 1 + 5e-4)}, step=step)
-        record(tmp_path / f"run{step}", 0, {"gradient.weight": torch.ones(SHAPE)}, step=1 - step)
-    first, second, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run0", "run1", "one"))
-    divergence = Pair(first, one, tolerance=1e-4, has_moments=True).first_divergence()
-    assert divergence is not None
-    assert divergence.step == 0
-    assert Pair(second, one, tolerance=1e-4, has_moments=True).first_divergence() is None
-    assert Pair(second, one, tolerance=1e-4).first_divergence() is not None
-    for optimizer, status in (("adam", 0), ("adamw", 0), ("sgd", 1)):
-        for name in ("run1", "one"):
-            config = {"settings": {"optimizer": optimizer}, "layout": {}, "world_size": 1}
-            (tmp_path / name / "config.json").write_text(json.dumps(config))
-        assert compare(Request(tmp_path / "run1", tmp_path / "one")) == status
-        told = "difference: 0.0005 (tolerance 0.0001; 0.001 for gradients and weights" in capsys.readouterr().out
-        assert told == (status == 0), "a difference above the first tolerance, in runs that are equal"
-
-
-def test_with_adam_the_weights_after_the_only_step_have_the_larger_tolerance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, after in (("run", 1 + 5e-4), ("one", 1.0)):
-        record(tmp_path / name, 0, {"gradient.weight": torch.ones(SHAPE)}, step=0)
-        record(tmp_path / name, 0, {"weights.weight": torch.full(SHAPE, after)}, step=1)
-        config = {"settings": {"optimizer": "adam"}, "layout": {}, "world_size": 1}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    assert compare(Request(tmp_path / "run", tmp_path / "one")) == 0
-    assert "difference: 0.0005 (tolerance 0.0001; 0.001 for gradients and weights" in capsys.readouterr().out
 
 
 START, OTHER = torch.ones(SHAPE), torch.arange(8.0).view(SHAPE)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from distlab.run.recording import file_of
 
+ONE_PROCESS = {"layout": {}, "world_size": 1}  # what a run of one process has in config.json
 SHAPE = 4, 2  # of a tensor; two ranks hold two rows each
 
 
