@@ -28,8 +28,10 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
     assert first.mistake == ("deadlock" if has_deadlocks else "not-written")
     assert has_deadlocks or first.sentences[0].startswith("not written yet: ")
     assert "NotImplementedError" not in first.sentences[0]
-    for number in re.findall(r" \(line (\d+)", first.sentences[0]):
+    numbers = re.findall(r" \(line (\d+)", first.sentences[0])
+    for number in numbers:
         assert "raise NotImplementedError(" in path.read_text().splitlines()[int(number) - 1]
+    assert bool(numbers) != has_deadlocks, "where it is missing"
     path.write_text(write_out(exercise, path, solved=True))
     right = list(check(exercise, path, PATIENCE))
     assert [verdict.sentences for verdict in right if not verdict.passed] == []

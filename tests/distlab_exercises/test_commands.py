@@ -255,10 +255,8 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         ("pp-gpipe", "no-answer", 1, 3),
         ("pp-gpipe", "not-written", 1, 3),
     }
-    most, sentences = (
-        found["misconceptions"][0],
-        {each["student"]: each["sentence"] for each in found["grades"] if each["sentence"]},
-    )
+    most = found["misconceptions"][0]
+    sentences = {each["student"]: each["sentence"] for each in found["grades"] if each["sentence"]}
     assert (most["exercise"], most["mistake"]) == ("broadcast", "not-written"), "the most frequent first"
     assert most["for_example"] == sentences["bob"] != sentences["kim"]
     rows = list(csv.DictReader(table.read_text().splitlines()))
