@@ -166,11 +166,9 @@ def fits(value: Any, hint: Any) -> bool:
         parts = get_args(hint)
         return isinstance(value, list) and len(value) == len(parts) and all(map(fits, value, parts))
     kinds = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
-    if any(get_origin(kind) is Literal for kind in kinds):
-        kinds.add(str)  # `RunSettings.check` checks the choices
     if float in kinds:
         kinds.add(int)
-    return type(value) in kinds
+    return type(value) in kinds or any(value in get_args(kind) for kind in kinds if get_origin(kind) is Literal)
 
 
 def require_same(what: str, name: str, saved: Any, own: Any) -> None:

@@ -2,16 +2,19 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.bad_inputs.files import forge
 from support.small_models import saved_model
 from support.terminals import fork_python
 
 from distlab.checkpoints import saving, writer
+from distlab.checkpoints.format import place_of
 from distlab.checkpoints.models import SavedModel, read_model, write_model
 from distlab.launching.start import check_story
 from distlab.settings.common import parse
@@ -99,3 +102,22 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     assert parse(StreamingSettings(), "", resume).fragments == 2
     with pytest.raises(InputError, match="it was trained with --fragments 2, which this script does not have"):
         parse(DiLoCoSettings(), "", resume)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "told"),
+    [
+        ("settings", "betas", [0.8], "its record has [0.8] for --betas"),
+        ("settings", "betas", [0.8, 0.9, 0.99], "its record has [0.8, 0.9, 0.99] for --betas"),
+        ("settings", "betas", [0.8, "0.9"], "its record has [0.8, '0.9'] for --betas"),
+        ("settings", "lr_schedule", "steep", "its record has 'steep' for --lr-schedule"),
+        ("files", "../b", {"bytes": 1, "sha256": "0"}, "its entry for the file ../b cannot be"),
+        ("model", "padding_idx", 0, "--ep 0 with --dp 2: give a divisor of --dp"),  # the record is right
+    ],
+)
+def test_what_a_record_cannot_have_is_told(part: str, name: str, value: object, told: str, tmp_path: Path) -> None:
+    """And flags that cannot be, though a checkpoint's settings are looked up by their layout before."""
+    write_model(tmp_path, saved_model())
+    forge(place_of(tmp_path, 0), lambda record: record[part].update({name: value}))
+    with pytest.raises(InputError, match=re.escape(told)):
+        parse(HybridSettings(), "", ["0", "--resume", str(tmp_path), "--ep", "0"])
