@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import KINDS, ONE, PP, RECIPES, STEPS, beside_one_process, compared, faults, pairs, trained, trained_pair
+from safetensors.torch import load_file
 from support.processes import LAB, run
 
 from distlab.run.recording import MOST_BYTES, Recording, file_of
@@ -135,6 +136,26 @@ def test_the_shares_of_micro_batches_count_among_the_bytes_to_record(
         Recording(tmp_path, 0, range(5, 5 + most), held, held, optimizer, shares)
         with pytest.raises(InputError, match=f"give at most {most}$"):
             Recording(tmp_path, 0, range(5, 6 + most), held, held, optimizer, shares)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_records_of_a_step_are_of_its_gradients_and_shares(steps: int, tmp_path: Path) -> None:
+    """Of two steps, from step 5 on, of a run that takes more or fewer; a parameter that is not used has zeros."""
+    held = {name: torch.nn.Parameter(torch.ones(1)) for name in ("used", "unused")}
+    optimizer = torch.optim.SGD(held.values(), lr=1.0)
+    recording = Recording(tmp_path, 0, range(5, 7), held, held, optimizer, shares=2)
+    for step in range(5, 5 + steps):
+        recording.begin(step)
+        optimizer.zero_grad()
+        for factor in (1, 3):
+            (factor * held["used"]).backward()
+        optimizer.step()
+    recording.end(lambda: None)
+    files = [file_of(tmp_path, step, 0) for step in range(5, 9)]
+    found = [{name: tensor.item() for name, tensor in load_file(file).items()} for file in files if file.exists()]
+    gradients = {"gradient.used": 4, "gradient.unused": 0, "share.0.used": 1, "share.1.used": 3}
+    first, second, after = ({"weights.used": 1 - 4 * number, "weights.unused": 1} for number in range(3))
+    assert found == [gradients | first, gradients | second, after][: 1 if steps == 1 else 3]
 
 
 def test_a_parameter_that_only_one_of_two_runs_trains_is_named(folder: Path) -> None:

@@ -63,7 +63,7 @@ def diagnose(
     def names(ranks: Sequence[int]) -> str:
         return " and ".join(map(describe, ranks))
 
-    waits = {rank: notice.wait for rank, notice in notices.items() if notice.wait is not None and rank not in ended}
+    waits = {rank: notice.wait for rank, notice in notices.items() if notice.wait is not None}
     edges = {rank: list(_held_up_by(rank, wait, waits, notices)) for rank, wait in waits.items()}
     picture = _picture(notices, ended, edges, world_size, describe)
     ends = sorted({peer for peers in edges.values() for peer in peers if peer not in waits})

@@ -73,7 +73,6 @@ class Recording:
     def begin(self, step: int) -> None:
         """Begin a step, perhaps again."""
         self._step = step
-        self._sums.clear()
 
     def end(self, wait_for_weights: Callable[[], object]) -> None:
         """End the run: if the last recorded step was its last one, write the weights after it."""

@@ -14,7 +14,7 @@ from distlab.launching.local_ranks import root_cause
 from distlab.launching.processes import RankFailure
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
 from distlab.run.failure import out_of_memory, refused_by_gpu
-from distlab.run.not_finite import find_cause
+from distlab.run.not_finite import find_cause, first_rank
 
 pytestmark = pytest.mark.quick
 
@@ -114,6 +114,8 @@ def test_a_rank_that_reported_why_it_ended_is_the_cause() -> None:
     found = explain(receives(0, 1, lost_a_peer=True), receives(2, 0), rank1="MemoryError: 3 GB")
     assert found.sentence == "rank 1 failed: MemoryError: 3 GB"
     assert "  rank 1  has exited: MemoryError: 3 GB" in found.picture
+    found = explain(receives(0, 1, lost_a_peer=True), receives(1, 0), rank2="MemoryError: 3 GB")
+    assert found.sentence == "rank 2 failed: MemoryError: 3 GB", "though nobody waits for it"
 
 
 def test_a_collective_that_one_rank_skips() -> None:
@@ -256,6 +258,7 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
         ),
         ({4: failure(-40, 100)}, "rank 4 (stage 1 of replica 1) failed: it was terminated by signal 40"),
         ({3: LOST, 4: failure(1, 101, "no disk", status=1)}, "rank 4 (stage 1 of replica 1) failed: no disk"),
+        ({4: failure(1, 100, "rank 4 has no disk", status=1)}, "rank 4 has no disk"),
     ],
 )
 def test_the_launcher_names_the_rank_that_failed_first_with_its_place(failures: Any, sentence: str) -> None:
@@ -277,11 +280,19 @@ def test_the_first_output_that_is_not_finite_is_named() -> None:
     assert find_in(net) == "the first non-finite tensor is the output of 1 (Overflowing)"
 
 
-def test_a_parameter_comes_before_what_it_leads_to() -> None:
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_parameter_comes_before_what_it_leads_to(value: float) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.no_grad():
-        net.get_parameter("1.bias")[1] = torch.nan
+        net.get_parameter("1.bias")[1] = value
     assert find_in(net) == "the first non-finite tensor is the parameter 1.bias, since the previous update"
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "told"), [(torch.nan, 3, ", first on rank 1"), (torch.nan, 1, ""), (2.0, 3, "")]
+)
+def test_the_first_rank_is_one_of_those_whose_loss_is_not_finite(own: float, ranks: int, told: str) -> None:
+    assert first_rank(own, Grid(1 % ranks, {"dp": ranks}), ranks, torch.device("cpu")) == told
 
 
 def test_a_loss_of_finite_activations() -> None:

@@ -99,10 +99,14 @@ def test_a_failure_counts_more_than_the_answer_of_the_same_rank() -> None:
     own.set("failed/0", Notice(0, wait, failure_number=1).to_json())
     board, started = board_of_rank_1(store), time.monotonic()
     found = board.explain(lost_wait())
+    own.set("ended/0", "no room")
+    last = board.explain(TrafficError("", TimeoutError(), Wait("the tensor", "receive", (0,))))
     board.close()
     assert found is not None
     assert "  rank 0  waits to send the loss  -> rank 1" in found.picture
     assert time.monotonic() - started < notices.SECONDS_FOR_OTHERS
+    assert last is not None
+    assert last.sentence == "rank 0 failed: no room", "and its exit more than both"
 
 
 def test_a_board_that_is_asked_closes_at_once() -> None:
@@ -132,17 +136,23 @@ def test_a_wait_that_is_for_no_other_rank_is_not_explained(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("error", "sentence"),
+    ("told", "error", "sentence"),
     [
-        (dist.DistError("Connection reset by peer"), "rank 0 has exited: see its last line"),
-        (TimeoutError(), "rank 0 does not answer: it is stopped, or its machine or network is down"),
+        ({}, dist.DistError("Connection reset by peer"), "rank 0 has exited: see its last line"),
+        ({}, TimeoutError(), "rank 0 does not answer: it is stopped, or its machine or network is down"),
+        ({"diagnosis": "rank 3 is slow", "asked": ""}, TimeoutError(), "rank 3 is slow"),  # as this one has heard
+        ({"ended/0": "nan", "asked": ""}, TimeoutError(), "rank 0 failed: nan"),
     ],
 )
 def test_a_rank_0_that_took_the_store_with_it_is_told_from_one_that_is_silent(
-    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
+    told: dict[str, str], error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    own = dist.PrefixStore("notices", store)
+    for key, value in told.items():
+        own.set(key, value)
     board = board_of_rank_1(store)
+    assert wait_for(lambda: not told or own.check(["informed/1"]))
 
     def lose(*_: object) -> int:
         raise StoreError("lost", error)

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +122,34 @@ def test_a_store_is_called_after_the_process_that_holds_it(
 
 def lose(_: object) -> None:
     raise dist.DistError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("call", [lose, lambda _: time.sleep(0.5)])
+def test_a_store_that_is_lost_is_not_asked_again(call: Callable[[object], None]) -> None:
+    asked = list[object]()
+
+    def ask(key: object) -> None:
+        asked.append(key)
+        call(key)
+
+    store: Any = SimpleNamespace(check=ask)
+    shared = SharedStore("rank 0", 0.1, store=store)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"^rank 0 (exited while|does not answer)"):
+            shared.has("key")
+    assert asked == [["key"]]
+
+
+def test_a_rank_whose_work_does_not_go_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.rendezvous.store.SECONDS_OF_A_CALL", 0.05)
+    store, deadline = dist.HashStore(), time.monotonic() + 5
+    store.set("busy/1", "1")
+
+    def check() -> None:
+        assert time.monotonic() < deadline
+
+    with pytest.raises(InputError, match=r"^waited 0\.2 s for rank 1 to join: is it running"):
+        SharedStore("rank 0", 0.2, store=store).wait("key", "rank 1 to join", check=check, busy="busy/1")
 
 
 def test_a_cause_that_names_a_file_whose_name_is_not_utf8_is_told() -> None:
