@@ -230,6 +230,7 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
         "dp-ga --seed 9223372036854775807 --eval-sequences 65536 --steps 5 --warmup-steps 5",
         "dp-ga --lr-schedule cosine --lr 1e-3 --min-lr 1e-3",
         "dp-ga --compress topk --topk-share 1",
+        "dp-ga --tell Once --out nowhere",  # and a run that fails tells no story
         "dp-wa --sync-every 3 --steps 10 --save-every 10 --eval-every 20",
         "diloco --sync-every 8 --steps 8 --fragments 4 --overlap-steps 1 --merge-alpha 0 --outer-momentum 0",
         "ep --balance-rate 1 --experts-per-token 4",

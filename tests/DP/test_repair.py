@@ -101,7 +101,9 @@ def test_a_spare_that_comes_while_a_checkpoint_is_saved_saves_it_with_the_others
 def test_those_that_are_left_divide_the_validation_split_among_them(tmp_path: Path) -> None:
     flags = [*FLAGS, "--eval-every", "4", "--eval-sequences", "7"]  # after the death
     train_on(1, "primer/intro.py", tmp_path / "one", *SHAPE, *flags, "--batch-size", "6")
-    run_with([(0, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
+    printed = run_with([(0, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
+    held = printed.partition("# memory, MB")[2].splitlines()[1]
+    assert held.startswith(("# rank 1 ", "# ranks 1, 2 "))
     records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "run")]
     expected, own = (json.loads(of_run[3])["validation_loss"] for of_run in records)
     assert own == pytest.approx(expected, rel=1e-6)

@@ -70,6 +70,7 @@ def test_a_mend_is_judged_by_what_the_ranks_compute(mend: Mend, tmp_path: Path) 
     verdict = verdict_of(exhibit, script, PATIENCE)
     assert verdict.passed == (not mend.says), verdict.sentences
     assert mend.says in verdict.sentences[0]
+    assert mend.also in " ".join(verdict.sentences[1:])
 
 
 @pytest.mark.parametrize(

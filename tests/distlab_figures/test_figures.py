@@ -24,7 +24,7 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.memory import MEMORY_KINDS
 from distlab.reports.style import PALE, SERIES
-from distlab.reports.timeline import draw, planned_panel
+from distlab.reports.timeline import draw, draw_schedules, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures import diagrams
 from distlab_figures import runs as figures
@@ -263,6 +263,17 @@ def test_schedules_are_drawn_where_their_worker_is_that_keeps_most(drawn: list[A
     for axes in drawn[0].axes:
         kept = {text.get_text(): text.xy[0] for text in axes.texts}
         assert (kept["dapple"], kept["gpipe"], kept["zb-h1"]) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(("schedule", "several"), [("dapple", False), ("zb-v", True)])
+def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, several: bool, drawn: list[Any]) -> None:
+    plan = simulate(programs := all_stages(schedule, 2, 4))
+    passes = [[Event(COMPUTE, plan.labels[s.action], s.start, s.end) for s in spans] for spans in plan.spans]
+    ranks = [RankTrace([Event(STEP, "step", 0, plan.makespan), *own]) for own in passes]
+    draw_schedules(Path("a.png"), [(schedule, Trace(ranks, {"pp": 2}, programs))])
+    assert ("lighter" in drawn[0].axes[0].get_xlabel()) == several
+    idle = re.findall(r"[\d.]+(?=%)", drawn[0].axes[0].get_title(loc="left"))
+    assert idle == 2 * [f"{50 * sum(plan.bubble):.1f}"], "of both workers; as measured, just the same"
 
 
 def test_the_load_of_an_expert_is_relative_to_the_mean(tmp_path: Path, drawn: list[Any]) -> None:

@@ -10,6 +10,7 @@ class Mend:
     exhibit: str
     changes: Changes
     says: str = ""  # a part of the sentence about it; "" if it is right
+    also: str = ""  # a part of a further sentence
 
 
 AVERAGE = "            parameter.grad /= run.world_size\n"
@@ -88,6 +89,7 @@ MENDS = [
         "slices",
         ((MLP_BELOW, "return CopyTo.apply(x) + " + MLP_BELOW.removeprefix("return x + ")),),
         "step 0: the gradient of",
+        also="times that of the right one, and ranks that hold copies have different ones",
     ),
     Mend("groups", ((GROUPS, GROUPS.replace("ranks", "ranks.T")),)),
     Mend("groups", (("ReduceOp.AVG, replicas)", "ReduceOp.AVG)"),), "is no combination of the 2 replicas'"),

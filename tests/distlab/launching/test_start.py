@@ -133,15 +133,17 @@ def test_a_story_is_printed_in_comments(
     assert capsys.readouterr().out == f"# Am\u00e9lie sang {tmp_path}.\n# 3 tokens\n"
 
 
-@pytest.mark.parametrize("kills", [0, 1, 3])
-def test_a_rank_killed_for_memory_is_named_as_that(kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kills", "by"), [(0, "SIGKILL"), (1, "SIGABRT"), (3, "SIGKILL")])
+def test_a_rank_killed_for_memory_is_named_as_that(
+    kills: int, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "killed.py"
-    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    script.write_text(f"import os, signal\nos.kill(os.getpid(), signal.{by})\n")
     counts = iter([5, 5 + kills])
     monkeypatch.setattr("distlab.launching.local_ranks.memory_kills", lambda: next(counts))
     ended = fork_launcher(script, "--world-size", "1").finish()
     assert ended.status == 1
-    assert ended.err.endswith(" had no memory left\n") == (kills > 0), ended.err
+    assert ended.err.endswith(" had no memory left\n") == (kills > 1), ended.err
 
 
 LESSON = '''

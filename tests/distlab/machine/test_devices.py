@@ -169,13 +169,14 @@ def test_threads_that_are_bound_to_cores_are_remarked_on_where_ranks_share_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By ranks that were started by hand: launch.sh leaves the variable out."""
-    monkeypatch.setenv("OMP_PROC_BIND", "true")
     monkeypatch.setattr("distlab.run.starting.set_up_heap", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    for ranks in (1, 2):
+    for ranks, bound in ((1, "true"), (2, "true"), (2, "FALSE")):
+        monkeypatch.setenv("OMP_PROC_BIND", bound)
         set_up(Grid(0, {"dp": ranks}), places(*[""] * ranks), RunSettings())
         said = capsys.readouterr().out
-        assert ("OMP_PROC_BIND=true: binds the threads of every rank to the same cores" in said) == (ranks == 2)
+        is_told = "OMP_PROC_BIND=true: binds the threads of every rank to the same cores" in said
+        assert is_told == ("binds the threads" in said) == ((ranks, bound) == (2, "true"))
 
 
 def test_the_variable_that_asks_for_tf32_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,8 +124,9 @@ def test_only_connections_that_were_there_are_shut_down() -> None:
 def test_a_limit_on_open_files_that_is_too_low_for_a_rank_is_refused(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
-    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    limits = [(1, most)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
     refused = pytest.raises(InputError, match=f"^a process may have {most} open files, and a rank needs {most + 1}; ")
     with refused if most == LEAST_OPEN_FILES - 1 else contextlib.nullcontext():
         require_open_files()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.chapters import train_on
 
+from distlab.comm.recorder import Recorder
 from distlab.machine.saved_activations import SavedActivations
 from distlab.reports import memory
 from distlab_figures.runs import holdings
@@ -27,6 +28,11 @@ def test_every_kind_is_counted() -> None:
     assert copied == gathered == 0
     assert state == 2 * 400 + 4  # two moments, and the number of steps
     assert activations == 2 * 280  # the input, and the result of exp()
+    report, recorder = memory.MemoryReport(optimizer), Recorder()
+    with report.counting():
+        pass
+    recorder.kept_bytes.append((0.0, 500))  # by a pipeline, in a later step
+    assert report.counts(recorder)[5:7] == [500, 500], "without recomputation, no less than with it"
 
 
 def test_ranks_that_hold_the_same_share_a_line() -> None:
@@ -57,6 +63,9 @@ def test_a_column_is_there_for_any_rank_that_has_such_bytes() -> None:
 def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_path: Path) -> None:
     memory.keep(tmp_path / "memory.json", [[9, 9, 0, 0, 0, 1, 1], [8, 8, 0, 0, 0, 4, 4], [7, 7, 0, 0, 0, 5, 5]])
     assert memory.read_largest(tmp_path) == [8, 8, 0, 0, 0, 4]
+    earlier = {"parameters": 1, "gradients": 2, "optimizer state": 3, "activations": 4}
+    (tmp_path / "memory.json").write_text(json.dumps([earlier]))
+    assert memory.read_largest(tmp_path) == [1, 2, 3, 0, 0, 4], "of a run before there were further kinds"
 
 
 def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:

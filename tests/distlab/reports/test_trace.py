@@ -75,8 +75,9 @@ def replicas() -> Trace:
 
 
 def test_shares_of_a_pipelines_time(pipelines: Trace) -> None:
-    for rank in range(4):
-        assert pipelines.busy(rank) == pytest.approx([(6 / 13, 7 / 13), (8 / 13, 5 / 13)][rank % 2])
+    for trace in (pipelines, replace(pipelines, layout={"ep": 2, "pp": 2})):
+        for rank in range(4):
+            assert trace.busy(rank) == pytest.approx([(6 / 13, 7 / 13), (8 / 13, 5 / 13)][rank % 2])
 
 
 def test_shares_of_a_replicas_time(replicas: Trace) -> None:

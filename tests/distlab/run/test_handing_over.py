@@ -27,6 +27,7 @@ GA, DILOCO = "DP/gradient_aggr/intro_DP_GA.py", "DP/diloco/intro_DP_DiLoCo.py"
         ("hybrid/intro_hybrid.py", "--shard optimizer", "intro_5d"),
         ("TP/intro_TP.py", "--sequence-parallel", "intro_TP_styles"),
         ("PP/microbatches/intro_PP_microbatches.py", "--schedule interleaved", "intro_PP_schedules"),
+        ("PP/microbatches/intro_PP_microbatches.py", "--run-on", "intro_PP_schedules"),
     ],
 )
 def test_a_flag_finds_its_script(script: str, flags: str, runs: str) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import itertools
 import json
 import os
 import time
@@ -27,8 +28,8 @@ def test_a_prefixed_rank_writes_whole_lines_and_says_whose_they_are() -> None:
     assert terminal.getvalue() == ""
     output.write("lo\n# a remark\nres")
     assert terminal.getvalue() == "# rank 2: hello\n# rank 2: a remark\n"
-    output.write("t\n# rank 2 waits\n")
-    assert terminal.getvalue().endswith("# rank 2: rest\n# rank 2 waits\n")
+    output.write("t\n# rank 2 waits\n# rank 20 waits\n")
+    assert terminal.getvalue().endswith("# rank 2: rest\n# rank 2 waits\n# rank 2: rank 20 waits\n")
 
 
 def test_the_log_holds_everything_also_what_came_before_its_file(tmp_path: Path) -> None:
@@ -76,8 +77,9 @@ def test_the_times_of_work_between_steps_add_up(tmp_path: Path) -> None:
     assert log.seconds_apart["checkpoints"] >= 0.04
 
 
-def test_each_record_is_of_its_own_step(tmp_path: Path) -> None:
+def test_each_record_is_of_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes, waits, and also the values of a step that has none, as of losses that are not added up in each step."""
+    monkeypatch.setattr(time, "perf_counter", itertools.count(0.0, 2.0).__next__)
     context = replace(context_of(), ledger=Ledger(), world_size=2)
     ledger = context.ledger
     ledger.sent_bytes["weights"] += 7
@@ -95,8 +97,11 @@ def test_each_record_is_of_its_own_step(tmp_path: Path) -> None:
     assert (first["sent_bytes"], second["sent_bytes"]) == ({"gradients": 3}, {"gradients": 4})
     assert (first["waited_seconds"], first["collective_seconds"]) == (0.75, 0.5)
     assert (second["waited_seconds"], second["collective_seconds"]) == (1.75, 1.5)
+    assert (second["tokens"], second["seconds"], second["tokens_per_second"]) == (20, 2.0, 5.0)
     assert (first["loss"], first["grad_norm"], second["loss"]) == (2.0, 9.0, None)
     assert "grad_norm" not in second
+    account = log.account()
+    assert (account["steps"], account["waited_seconds"], account["collective_seconds"]) == (2, 2.5, 2.0), "of both"
 
 
 def test_the_summary_is_of_the_steps_that_this_run_has_taken(
@@ -107,6 +112,7 @@ def test_the_summary_is_of_the_steps_that_this_run_has_taken(
     log.begin(10, "tokens", before=50)
     log.times += [StepTime(seconds, 0.5, 0.25) for seconds in (1.0, 1.5, 5.0)]
     log.count += 30
+    assert log.speed().split() == ["2", "tokens/s"], "of the last of them"
     log.summary()
     assert capsys.readouterr().out.splitlines()[:-1] == [
         "# 3 steps, 30 tokens in 7.5 s: 4 tokens/s",

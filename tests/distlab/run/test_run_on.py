@@ -16,9 +16,11 @@ from support.processes import free_port, meeting_of, run_ranks
 from torch import Tensor, nn
 
 from distlab.checkpoints.format import latest_valid
+from distlab.comm.context import context_of
+from distlab.comm.recorder import StepTime
 from distlab.pipeline.executor import Pipeline
 from distlab.run.loss_sum import NotFiniteError
-from distlab.run.run_on import Arrived, LossSum, RunningOn, UndoableRun
+from distlab.run.run_on import Arrived, LossSum, RunningOn, UndoableLog, UndoableRun
 from distlab.run.state_copy import StateCopy
 from distlab.run.training import TrainingRun
 
@@ -219,6 +221,17 @@ def test_the_step_after_a_clipped_one_waits_too() -> None:
     for step, norm, waits_in in ((3, 0.5, None), (4, 2.0, 5)):
         late.has_waited(step, norm)
         assert late.waits_in == waits_in
+
+
+def test_steps_that_are_taken_back_count_apart(tmp_path: Path) -> None:
+    log = UndoableLog(tmp_path, context_of())
+    log.begin(10, "tokens", before=50)
+    log.times += [StepTime(seconds, 0, 0) for seconds in (1, 2, 4)]
+    log.count += 30
+    for steps in (0, 2):
+        log.take_back(steps)
+    assert log.seconds_apart == {"steps that were taken again": 6}
+    assert ([time.seconds for time in log.times], log.count) == ([1], 60)
 
 
 def test_a_script_without_track_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

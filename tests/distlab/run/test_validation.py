@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.terminals import fork_python
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
+from distlab.axes.shards import ReplicaShards
 from distlab.comm.names import name_of
 from distlab.comm.transports.queues import QueuedMessage, SharedQueue
 from distlab.run.model import ModelParts
@@ -96,6 +98,17 @@ class Around(nn.Module):
 def test_the_names_of_parameters_are_those_of_the_model_inside_of_a_wrapper() -> None:
     net = LLama(CausalLLama, 8, dmodel=16, num_heads=2, n_layers=1)
     assert ModelParts.of(Around(net), Grid(0, {})).parameters() == dict(net.named_parameters())
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "weights"])
+def test_a_rank_computes_with_shards_only_of_weights_that_replicas_share_out(shard: str) -> None:
+    net, own = LLama(CausalLLama, 8, dmodel=16, num_heads=2, n_layers=1), {"a": nn.Parameter(torch.ones(1))}
+    others = dict.fromkeys(ReplicaShards.__abstractmethods__)
+    around: Any = type("InShards", (ReplicaShards,), others | {"shard": shard, "own_parameters": lambda _: own})()
+    around.net = net
+    parts = ModelParts.of(around, Grid(0, {}))
+    assert parts.parameters() == own
+    assert parts.held() == (own if shard == "weights" else dict(net.named_parameters()))
 
 
 def test_later_stages_are_told_where_documents_end() -> None:

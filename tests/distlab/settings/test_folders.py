@@ -13,6 +13,8 @@ from support.processes import run_ranks
 from support.small_models import saved_model
 from support.terminals import fork_python
 
+from distlab.checkpoints.models import write_model
+from distlab.run.starting import decide
 from distlab.settings.common import parse
 from distlab.settings.folders import Claim, check_out, write_config
 from distlab.settings.training import TrainSettings
@@ -101,6 +103,23 @@ def test_an_earlier_runs_records_are_replaced_and_that_is_said(tmp_path: Path) -
 
 def test_a_run_that_goes_on_in_its_folder_replaces_nothing(tmp_path: Path) -> None:
     run_ranks(1, train, "primer/intro.py", ["--save-every", "2", "--out", str(tmp_path)])
-    ended = fork_python("primer/intro.py", "--resume", tmp_path, "--steps", "6", "--out", tmp_path).finish()
+    flags = ["--resume", tmp_path, "--steps", "6", "--out", tmp_path, "--record-gradients", "1"]
+    ended = fork_python("primer/intro.py", *flags).finish()
     assert ended.status == 0, ended.err
     assert "are replaced" not in ended.out
+    recorded = sorted(path.name for path in (tmp_path / "recorded").iterdir())
+    assert recorded == ["step-00000004", "step-00000005"], "its first step, and the weights after it"
+
+
+def test_a_run_that_goes_on_from_a_third_one_replaces_the_records_of_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    third, out = tmp_path / "third", tmp_path / "out"
+    write_model(third, saved_model())
+    for folder in (out, third):
+        (folder / "recorded").mkdir(parents=True)
+        write_config(folder, {"settings": {}, "layout": {}})
+        flags = ["--resume", str(third), "--out", str(folder), "--data", "sample"]
+        decide(parse(TrainSettings(), "", flags), Path("intro.py"))[1].release()
+        assert (folder / "recorded").exists() == (f"in {folder} are replaced" not in capsys.readouterr().out)
+    assert [folder.name for folder in (out, third) if (folder / "recorded").exists()] == ["third"]

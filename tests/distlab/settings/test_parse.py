@@ -1,6 +1,7 @@
 """The command line of a run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.small_models import saved_model
@@ -18,6 +19,9 @@ def test_without_arguments_it_is_that_of_the_process_and_with_none_it_is_empty(m
     monkeypatch.setattr("sys.argv", ["intro.py", "--steps", "7"])
     assert parse(TrainSettings(steps=3), "").steps == 7
     assert parse(TrainSettings(steps=3), "", []).steps == 3
+    unknown: Any = "lion"
+    with pytest.raises(InputError, match=r"^--optimizer lion: give one of adam, adamw, sgd"):
+        TrainSettings(optimizer=unknown).check()  # which a script may have for its defaults
 
 
 def test_a_file_without_a_document_for_validation_is_refused_only_where_one_is_needed(tmp_path: Path) -> None:

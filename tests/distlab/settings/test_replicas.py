@@ -52,6 +52,14 @@ def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
     assert not re.search(DEATH, " ".join(settings.remarks(settings.decide())))
 
 
+def test_a_pass_of_a_stage_is_over_the_positions_of_a_micro_batch_that_a_rank_has() -> None:
+    flags = "--batch-size 1 --micro-batches 1", "--batch-size 6 --micro-batches 3", "--cp 2 --batch-size 3"
+    work = [
+        parse(HybridSettings(data="sample"), "", each.split()).pass_costs(100).layer_multiply_adds for each in flags
+    ]
+    assert work == [work[0], 2 * work[0], work[0] / 2]
+
+
 def test_the_slices_of_a_stage_share_the_cores_in_the_plan_of_a_death() -> None:
     whole, slices = (parse(HybridRepairSettings(data="sample"), "", ["--tp", tp]) for tp in "12")
     expected = whole.slowdown(range(1, 6), cores=3)
