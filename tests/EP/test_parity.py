@@ -203,8 +203,9 @@ def test_resumes_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     """
     recipe = "--pp 1 --eval-every 1 --eval-sequences 3 --save-every 1 --record-gradients 1".split()
     shapes = ["--dp 1 --batch-size 24", "--dp 2 --ep 2", "--dp 4 --ep 4"]  # the batch is the checkpoint's
-    whole = Run(1, ALL_AXES, tmp_path / "whole", "--pp", "1", *shapes[0].split(), exact=False, steps=4)
+    whole = Run(1, ALL_AXES, tmp_path / "whole", *recipe[:6], *shapes[0].split(), exact=False, steps=4)
     losses: list[float] = []
+    validated: list[float] = []
     saved: State = {}
     for ranks, steps, shape in zip((1, 2, 4), (1, 2, 4), shapes, strict=True):
         before = ["--resume", str(tmp_path / str(ranks // 2))] if losses else []
@@ -214,7 +215,8 @@ def test_resumes_with_other_numbers_of_ranks(tmp_path: Path) -> None:
         assert all(read.whole(first, "weights", name).equal(tensor) for name, tensor in saved.items())
         assert read.names(first, "gradient"), "the first step of a run is recorded, also of one that is resumed"
         assert bool(read.names(first, "share.0")) == (ranks == 1), "several ranks average the shares"
-        losses, saved = losses + run.losses, run.parameters
+        losses, saved, validated = losses + run.losses, run.parameters, validated + run.of("validation_loss")
+    assert validated == pytest.approx(whole.of("validation_loss"), rel=1e-6)
     assert losses == pytest.approx(whole.losses, rel=1e-6)
     assert_close(saved, whole.parameters, 1e-5)
     for name, tensor in whole.parameters.items():

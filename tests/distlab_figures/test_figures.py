@@ -24,7 +24,7 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.memory import MEMORY_KINDS
 from distlab.reports.style import PALE, SERIES
-from distlab.reports.timeline import draw, draw_schedules, planned_panel
+from distlab.reports.timeline import Bar, Panel, draw, draw_schedules, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures import diagrams
 from distlab_figures import runs as figures
@@ -263,6 +263,11 @@ def test_schedules_are_drawn_where_their_worker_is_that_keeps_most(drawn: list[A
     for axes in drawn[0].axes:
         kept = {text.get_text(): text.xy[0] for text in axes.texts}
         assert (kept["dapple"], kept["gpipe"], kept["zb-h1"]) == (2, 2, 2)
+
+
+def test_a_dead_rank_has_its_name_though_it_has_no_bars(drawn: list[Any]) -> None:
+    draw(Path("a.png"), [Panel("", ["rank 0", "rank 1"], [Bar(0, 0, 1, "compute")], "ms", deaths=[(1, 0.5)])])
+    assert sorted(label.get_text() for label in drawn[0].axes[0].get_yticklabels()) == ["rank 0", "rank 1"]
 
 
 @pytest.mark.parametrize(("schedule", "several"), [("dapple", False), ("zb-v", True)])

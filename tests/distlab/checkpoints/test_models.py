@@ -102,6 +102,9 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     assert parse(StreamingSettings(), "", resume).fragments == 2
     with pytest.raises(InputError, match="it was trained with --fragments 2, which this script does not have"):
         parse(DiLoCoSettings(), "", resume)
+    record |= {"settings": {"compress": "topk"}, "layout": {"dp": 3}}  # as of dp-buckets, where it has other choices
+    saving.save(tmp_path / "topk", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
+    assert parse(StreamingSettings(), "", ["0", "--resume", str(tmp_path / "topk")]).compress == "none"
 
 
 @pytest.mark.parametrize(

@@ -171,13 +171,17 @@ def test_rank_0_says_who_is_where(hosts: str, tp: int, said: list[str], capsys: 
 def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
     node: int, sent: signal.Signals, tmp_path: Path
 ) -> None:
-    port, out = free_port(), tmp_path / "out"
-    launcher = multiprocessing.get_context("fork").Process(target=wait_for_the_others, args=(node, port, out))
+    """Under nohup, not by a terminal that is closed."""
+    port, out, has_nohup = free_port(), tmp_path / "out", sent is not signal.SIGHUP
+    asked = node, port, out, has_nohup
+    launcher = multiprocessing.get_context("fork").Process(target=wait_for_the_others, args=asked)
     launcher.start()
     try:
         looks = f"looking for node 0 at 127.0.0.1:{port}"
         assert wait_for(lambda: listens("127.0.0.1", port) if node == 0 else looks in written(out), 30)
         assert launcher.pid is not None
+        if has_nohup:
+            os.kill(launcher.pid, signal.SIGHUP)
         os.kill(launcher.pid, sent)
         launcher.join(5)
         assert launcher.exitcode == 128 + sent
@@ -187,8 +191,10 @@ def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
         launcher.join()
 
 
-def wait_for_the_others(node: int, port: int, out: Path) -> None:
+def wait_for_the_others(node: int, port: int, out: Path, has_nohup: bool) -> None:
     """`./launch.sh` at loopback, which the command line refuses."""
+    if has_nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with out.open("w", buffering=1) as sys.stdout, contextlib.redirect_stderr(sys.stdout):
         settings = RunSettings(master_addr="127.0.0.1", master_port=port)
         sys.exit(run_ranks(Path("never_started.py"), [], settings, Nodes(node, (1, 1)), max_restarts=0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distlab.axes.grid import Grid
-from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, REPAIR, SEND, STEP, WAIT, Event, Recorder
+from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, PART, REPAIR, SEND, STEP, WAIT, Event, Recorder
 from distlab.pipeline.actions import Forward
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.timeline import measured_panel, repair_panel
@@ -224,6 +224,12 @@ def test_waits_between_two_steps_are_in_neither() -> None:
     within, saving, late = (Event(WAIT, "w", at, at + 1) for at in (2, 4, 10.5))
     trace = RankTrace([Event(WAIT, "w", 0, 1), within, first, saving, second, late])
     assert [trace.within(step, WAIT) for step in (first, second)] == [[within], [late]]
+
+
+def test_the_time_in_a_step_of_a_ring_is_that_of_both_passes_of_a_layer() -> None:
+    parts = [("ring step 0", 1), ("ring step 0, backward", 2), ("ring step 1", 4)] * 2  # layers
+    events = [Event(PART, name, at, at + seconds) for at, (name, seconds) in enumerate(parts)]
+    assert Trace([RankTrace([Event(STEP, "step", 0, 10), *events])], {"cp": 2}).seconds_in_ring(0) == {0: 3, 1: 4}
 
 
 def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace) -> None:

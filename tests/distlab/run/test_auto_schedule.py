@@ -25,7 +25,7 @@ from distlab.settings.stages import ScheduledPipelineSettings
 
 MICRO_BATCHES, ROWS = 6, 2
 SLOW = 0.1  # seconds that stage 2 takes: far more than any other, on a machine with other work
-LATE = 0.03  # seconds that a message takes
+LATE = 0.05  # seconds that a message takes
 
 
 def rehearse_and_run(

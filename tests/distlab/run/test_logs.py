@@ -25,6 +25,7 @@ def test_a_prefixed_rank_writes_whole_lines_and_says_whose_they_are() -> None:
     terminal = io.StringIO()
     output = RankOutput(terminal, "# rank 2: ")
     output.write("hel")
+    output.flush()
     assert terminal.getvalue() == ""
     output.write("lo\n# a remark\nres")
     assert terminal.getvalue() == "# rank 2: hello\n# rank 2: a remark\n"

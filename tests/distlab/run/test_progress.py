@@ -254,13 +254,18 @@ def test_what_cannot_be_erased_is_not_drawn(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_own", [True, False])
 def test_one_rank_of_a_terminal_leaves_the_bars_of_libraries_on(has_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And draws nothing where standard error is a file."""
     monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     for name in (bars := ["HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"]):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    Terminal(0, has_own).give_back()
+    ours = Terminal(0, has_own)
+    print("a remark", file=sys.stderr)
+    ours.give_back()
+    assert file.getvalue() == ("" if has_own else "# rank 0: ") + "a remark\n"
     assert [name in os.environ for name in bars] == 2 * [not has_own]
 
 

@@ -269,6 +269,8 @@ def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: py
 )
 def test_a_mistake_of_the_lab_is_told_in_one_line(error: Exception, told: str) -> None:
     assert Failure.of(error, 2).sentence == f"rank 2 failed: {told}"
+    assert Failure.of(error).cause == told, "for the others"
+    assert Failure.of(InputError("no disk")).cause == "no disk"
 
 
 def test_a_script_of_another_checkout_is_told_by_one_rank(

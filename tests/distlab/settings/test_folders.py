@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def test_a_run_that_begins_while_its_folder_is_looked_at_is_a_run(
     assert listed(tmp_path) == ["config.json"]
 
 
+def test_a_run_that_is_about_to_leave_its_folder_is_waited_for(tmp_path: Path) -> None:
+    leaves = threading.Timer(0.1, Claim(tmp_path).release)
+    leaves.start()
+    Claim(tmp_path).release()
+    leaves.join()
+
+
 def test_where_folders_cannot_be_locked_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -107,6 +115,7 @@ def test_a_run_that_goes_on_in_its_folder_replaces_nothing(tmp_path: Path) -> No
     ended = fork_python("primer/intro.py", *flags).finish()
     assert ended.status == 0, ended.err
     assert "are replaced" not in ended.out
+    assert "\n# resume: " in ended.out, "from step 4: nothing was saved since"
     recorded = sorted(path.name for path in (tmp_path / "recorded").iterdir())
     assert recorded == ["step-00000004", "step-00000005"], "its first step, and the weights after it"
 
@@ -116,10 +125,13 @@ def test_a_run_that_goes_on_from_a_third_one_replaces_the_records_of_an_earlier_
 ) -> None:
     third, out = tmp_path / "third", tmp_path / "out"
     write_model(third, saved_model())
+    unfinished = out / "checkpoints/step-00000009.unfinished"
+    unfinished.mkdir(parents=True)
     for folder in (out, third):
         (folder / "recorded").mkdir(parents=True)
         write_config(folder, {"settings": {}, "layout": {}})
-        flags = ["--resume", str(third), "--out", str(folder), "--data", "sample"]
+        flags = ["--resume", str(third), "--out", str(folder), "--data", "sample", "--save-every", "2"]
         decide(parse(TrainSettings(), "", flags), Path("intro.py"))[1].release()
         assert (folder / "recorded").exists() == (f"in {folder} are replaced" not in capsys.readouterr().out)
     assert [folder.name for folder in (out, third) if (folder / "recorded").exists()] == ["third"]
+    assert not unfinished.exists()

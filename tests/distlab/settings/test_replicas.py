@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -37,6 +38,14 @@ def test_only_generated_stories_depend_on_the_seed() -> None:
     decided = TrainSettings(data="auto", seed=7).decide()
     assert decided["data_identity"] == TrainSettings(data=decided["data"], seed=7).data_identity
     assert TrainSettings(data="sample").decide()["data_because"] == "the generator (--data sample)"
+
+
+def test_a_folder_of_stories_is_known_by_its_files_under_their_names(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(f"a story of {name}")
+    before = TrainSettings(data=str(tmp_path)).data_identity
+    (tmp_path / "a").rename(tmp_path / "A")
+    assert TrainSettings(data=str(tmp_path)).data_identity != before
 
 
 def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
