@@ -156,9 +156,12 @@ def _rehearse(function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> No
 def _in_thread(work: Callable[[], None]) -> None:
     """Run a function in a new thread, whose settings of autograd are the usual ones; raise its exception."""
     done: Future[None] = Future()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run() -> None:
         try:
+            if gpu is not None:  # each thread has a current device
+                torch.cuda.set_device(gpu)
             work()
             done.set_result(None)
         except BaseException as error:

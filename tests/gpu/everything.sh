@@ -38,8 +38,10 @@ part loading 60 2 $probe loading
 part runs 80 5 "$python" bench/gpu.py --tables runs --turns 3 --sizes 1B
 part compiled 90 5 "$python" bench/gpu.py --tables compiled --turns 4 --sizes 100M
 part kernels 60 1 $probe kernels --compiled
-# The others that begin in the time that is left.
-part tests 110 40 "$python" -m pytest --gpu --minutes 1.5 $at_a_time -vv -rsf --durations 0 --show-capture no --deselect tests/gpu/test_nccl.py
+# Of the others, those that begin in time.
+others="tests/gpu/test_checkpoints.py tests/gpu/test_reports.py tests/gpu/test_failures.py tests/gpu/test_model.py"
+part tests 110 40 "$python" -m pytest --gpu --minutes 1.5 $at_a_time -vv -rsf --durations 0 --show-capture no $others
+part parity 70 40 "$python" -m pytest --gpu --minutes 0.8 $at_a_time -vv -rsf --durations 0 --show-capture no tests/gpu/test_parity.py
 part one-process 30 8 $launch primer $training --batch-size 6
 part timeline 30 8 $launch pp-dapple $training --world-size 3 --batch-size 6 --micro-batches 6 --trace --out "$out/timeline"
 part calibrate 50 8 "$python" -m distlab.calibrate "$out/machine.json" --device cuda --world-size 4 --seconds 6

@@ -10,6 +10,9 @@ from support.processes import run
 # Most important first. Ranks share a GPU if there are too few; six sequences to a step.
 LINES = """
 dp-ga --world-size 2 --batch-size 3
+cp-ring --world-size 2 --batch-size 6
+cp-ring --world-size 3 --batch-size 6
+5d --dp 1 --pp 2 --cp 2 --batch-size 6
 pp-dapple --world-size 2 --batch-size 6 --micro-batches 6
 pp-dapple --world-size 2 --batch-size 6 --micro-batches 6 --schedule interleaved
 pp-dapple --world-size 2 --batch-size 6 --micro-batches 6 --schedule zb-v
@@ -33,6 +36,12 @@ hybrid --dp 1 --pp 2 --batch-size 6 --schedule gpipe
 """
 
 
+def test_a_run_goes_on_in_another_layout(reference: GPURun, tmp_path: Path) -> None:
+    saved = train(f"pp-dapple --world-size 2 --batch-size 6 --backend {NCCL} --save-every 3", tmp_path / "before")
+    resumed = train(f"tp --world-size 2 --backend {NCCL}", tmp_path / "after", "--resume", saved.checkpoint(3))
+    assert resumed.losses == pytest.approx(reference.losses[3:], rel=SAME)
+
+
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
 def test_several_ranks_are_the_run_of_one_process(line: str, reference: GPURun, tmp_path: Path) -> None:
     assert_trained_alike(train(f"{line} --backend {NCCL}", tmp_path), reference)
@@ -42,12 +51,6 @@ def test_several_ranks_are_the_run_of_one_process(line: str, reference: GPURun, 
 def test_eight_gpus(reference: GPURun, tmp_path: Path) -> None:
     line = f"hybrid --dp 2 --pp 2 --tp 2 --batch-size 3 --backend {NCCL}"
     assert_trained_alike(train(line, tmp_path), reference)
-
-
-def test_a_run_goes_on_in_another_layout(reference: GPURun, tmp_path: Path) -> None:
-    saved = train(f"pp-dapple --world-size 2 --batch-size 6 --backend {NCCL} --save-every 3", tmp_path / "before")
-    resumed = train(f"tp --world-size 2 --backend {NCCL}", tmp_path / "after", "--resume", saved.checkpoint(3))
-    assert resumed.losses == pytest.approx(reference.losses[3:], rel=SAME)
 
 
 @pytest.mark.skipif(REHEARSAL > 0, reason="is about NCCL itself")

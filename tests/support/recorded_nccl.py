@@ -79,10 +79,13 @@ class Library:
 
     def __init__(self, recorded: "RecordedNCCL", ranks: tuple[int, ...], number: int) -> None:
         self._recorded, self._ranks, self._number = recorded, ranks, number
+        self._is_coalescing = False
 
     def _record(self, what: str, tensors: Iterable[Tensor], peer: int | None = None) -> Work:
         for tensor in tensors:
             assert tensor.device == GPU, f"{what}: NCCL moves no tensor that is on {tensor.device}"
+        if self._is_coalescing:
+            return Work([], Call(what))
         own = self._recorded.rank
         ranks = self._ranks if peer is None else tuple(sorted((own, self._ranks[peer])))
         return self._recorded.begin(what, ranks, self._number)
@@ -93,11 +96,22 @@ class Library:
     def recv(self, tensors: list[Tensor], source: int, _: int) -> Work:
         return self._record("receive", tensors, source)
 
+    def _start_coalescing(self) -> None:
+        self._is_coalescing = True
+
+    def _end_coalescing(self) -> Work:
+        """Begin the messages since `_start_coalescing`: one operation of all ranks of the group, if each takes part."""
+        self._is_coalescing = False
+        return self._record("messages", [])
+
     def allreduce(self, tensors: list[Tensor], *_: object) -> Work:
         return self._record("all_reduce", tensors)
 
     def broadcast(self, tensors: list[Tensor], *_: object) -> Work:
         return self._record("broadcast", tensors)
+
+    def alltoall_base(self, output: Tensor, own: Tensor, *_: object) -> Work:
+        return self._record("all_to_all", [output, own])
 
     def _allgather_base(self, output: Tensor, own: Tensor, *_: object) -> Work:
         return self._record("all_gather", [output, own])

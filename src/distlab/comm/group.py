@@ -3,6 +3,7 @@
 None stands for the group of all ranks.
 """
 
+import contextlib
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -80,6 +81,15 @@ def close_queues(row: Sequence[int], group: Group = None) -> None:
     for link in pairwise(row):
         if found and found.queues:
             found.queues.close_queue(link)
+
+
+def starting_together(group: Group = None) -> contextlib.AbstractContextManager[None]:
+    """Return a context for sends and receives that all ranks of the group start together, as around a ring.
+
+    Without it, NCCL would start one after another, and ranks that all send first would wait for each other.
+    """
+    found = _lab_group(group)
+    return found.starting_together() if found else contextlib.nullcontext()
 
 
 def connect_nccl(group: Group) -> None:

@@ -20,6 +20,7 @@ reduce-scatter the coalesced ones. A method that this class does not override wo
 # torch's annotations have overloads that its Python layer does not call.
 # mypy: disable-error-code="override,assignment"
 
+import contextlib
 import time
 import weakref
 from collections import Counter
@@ -226,7 +227,9 @@ class LabGroup(ContextGroup):
         tensor = torch.zeros(1, device=self.context.device)
         with counted_as(CONTROL):
             wait = self._collective("barrier")
-        return self._begin(wait, lambda by: by.all_reduce(tensor, ReduceOp.SUM), [tensor], None)
+        pending = self._begin(wait, lambda by: by.all_reduce(tensor, ReduceOp.SUM), [tensor], None)
+        # By the read, this thread waits over NCCL too, and not only its stream.
+        return pending.then(tensor.item) if self.context.is_over_nccl else pending
 
     # The names of torch 2.11 for the same methods.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
@@ -267,6 +270,10 @@ class LabGroup(ContextGroup):
         pending, source = self._begin(wait, lambda _: carried, [tensor], None), carried.by._source_rank
         pending._source_rank = source  # `dist.recv` asks for it
         return pending.then(lambda: self._next_message(self.ranks[source()], self.context.rank))
+
+    def starting_together(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for messages that all ranks of the group start together; see `Library`."""
+        return self._plain.starting_together()
 
     def _next_message(self, sender: int, receiver: int) -> str:
         """Count a message, and return its name in a trace, which is the same on both ranks; "" if there is no trace."""

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from distlab.axes.grid import Axis
 from distlab.comm.context import context_of
-from distlab.comm.group import open_queues
+from distlab.comm.group import open_queues, starting_together
 from distlab.comm.names import named
 from distlab.comm.recorder import PART, RING_STEP
 from simplellm.attention_blocks import Mask, attention_block, attention_block_backward, merge
@@ -136,9 +136,10 @@ class _RingAttention(torch.autograd.Function):
                 arriving[1].wait()
                 grads += arriving[0]
             if step:  # the first rank visited starts the sum; messages of a link arrive in the order of sending
-                sent.append(ring.send(grads, f"the gradients of rank {block.source}'s keys", GRADIENTS))
                 source = (block.source - 1) % ring.axis.size
-                arriving = ring.receive(grads, f"the gradients of rank {source}'s keys", GRADIENTS)
+                with starting_together(ring.axis.group):
+                    sent.append(ring.send(grads, f"the gradients of rank {block.source}'s keys", GRADIENTS))
+                    arriving = ring.receive(grads, f"the gradients of rank {source}'s keys", GRADIENTS)
         if arriving is not None:
             arriving[1].wait()
             own_grads += arriving[0]
@@ -159,9 +160,10 @@ def around(ring: Ring, own: Tensor) -> Iterator[tuple[int, KeyBlock, Tensor]]:
         if step == last:
             yield step, block, visiting
             return
-        sent = ring.send(visiting, f"the keys and values of rank {block.source}", BLOCKS)
         source = ring.blocks[step + 1].source
-        following, arriving = ring.receive(visiting, f"the keys and values of rank {source}", BLOCKS)
+        with starting_together(ring.axis.group):
+            sent = ring.send(visiting, f"the keys and values of rank {block.source}", BLOCKS)
+            following, arriving = ring.receive(visiting, f"the keys and values of rank {source}", BLOCKS)
         yield step, block, visiting
         arriving.wait()
         sent.wait()

@@ -16,6 +16,7 @@ from distlab.pipeline.executor import Pipeline
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
 SEVERAL_STAGES = "interleaved", "zb-v", "dualpipe-v"  # schedules whose workers hold several stages
 DEEPER = f"{LLAMA} --n-layers 4 --batch-size 4 --micro-batches 4"
+RING = "CP/intro_CP_ring.py"
 SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"
 PIPELINES = {
     "2 stages": (2, SCHEDULES, f"{LLAMA} --world-size 2 --batch-size 3"),
@@ -24,12 +25,16 @@ PIPELINES = {
     "plain dapple": (3, PLAIN, f"{LLAMA} --n-layers 3 --world-size 3 --batch-size 4 --micro-batches 4"),
     **{name: (2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule {name}") for name in SEVERAL_STAGES},
     "2 replicas, interleaved": (4, "hybrid/intro_hybrid.py", f"{DEEPER} --dp 2 --pp 2 --schedule interleaved"),
+    "2 stages, sequences over 2 ranks": (4, "hybrid/intro_5d.py", f"{LLAMA} --dp 1 --pp 2 --cp 2 --batch-size 3"),
     "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),
 }
 OTHERS = {
     "dp-ga": (2, "DP/gradient_aggr/intro_DP_GA.py", f"{LLAMA} --world-size 2"),
     "dp-wa": (2, "DP/weight_aggr/intro_DP_WA.py", f"{LLAMA} --world-size 2"),
     "tp": (2, "TP/intro_TP.py", f"{LLAMA} --world-size 2"),
+    "cp-ring, 2 ranks": (2, RING, f"{LLAMA} --world-size 2"),
+    "cp-ring, 3 ranks": (3, RING, f"{LLAMA} --world-size 3"),
+    "cp-ring, heads": (2, RING, f"{LLAMA} --world-size 2 --cp-kind heads"),
     "both-send": (3, "PP/deadlock/intro_deadlock.py", "--case both-send --cure --device cuda"),
     "order": (3, "PP/deadlock/intro_deadlock.py", "--case order --cure --device cuda"),
     "skipped": (3, "PP/deadlock/intro_deadlock.py", "--case skipped --cure --device cuda"),
@@ -99,6 +104,37 @@ def test_every_kind_of_pass_runs_twice_before_the_first_step(tmp_path: Path) -> 
     """The first time sets gradients, the second time adds to them, by another kernel."""
     found = run_ranks(2, passes_before_the_first_step, tmp_path)
     assert found == [[(stage, "FB") for stage in (rank, rank + 2) for _ in range(2)] for rank in range(2)]
+
+
+MEETING = """
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from distlab.settings.common import RunSettings, WorldSize
+
+
+@dataclass
+class Settings(WorldSize, RunSettings):
+    @property
+    def layout(self):
+        return {"dp": self.world_size}
+
+
+DEFAULTS = Settings()
+
+
+def compare(run):
+    dist.barrier()
+"""
+
+
+def test_a_barrier_keeps_the_thread_waiting(tmp_path: Path) -> None:
+    """As torch's does, also over NCCL: programs measure times between barriers."""
+    script = tmp_path / "meeting.py"
+    script.write_text(MEETING)
+    for own in record(2, str(script), "--world-size 2", tmp_path):
+        assert "all_reduce wait read" in " ".join(call.what for call in own)
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [("--case both-send", [0, 1, 2]), ("--case order", [0, 1, 2])])

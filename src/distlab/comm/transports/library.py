@@ -4,7 +4,8 @@ gloo carries CUDA tensors through pinned host memory. Its reduce-scatter sends a
 sends every part to the rank that adds it up.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,7 @@ class Library(Transport):
         self._members, self._size, self._timeout = members, members.size, timeout
         self._is_nccl = members.context.is_over_nccl
         self._sockets: Sockets = set()  # of gloo, if the group can be abandoned
+        self._several: _Several | None = None  # the messages that are being started together
         self.group: Any
         with patient_threads():
             if self._is_nccl:
@@ -141,11 +143,31 @@ class Library(Transport):
         return Carried(self.group.scatter([own], input, options))
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Carried:
-        return Carried(self.group.send([self._staged(tensor)], to, tag))
+        work = self.group.send([self._staged(tensor)], to, tag)
+        return Carried(self._several or work)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Carried:
         into = self._host_buffer(tensor)
-        return _brought(self.group.recv([into], source, tag), tensor, into)
+        work = self.group.recv([into], source, tag)
+        return _brought(self._several or work, tensor, into)
+
+    @contextlib.contextmanager
+    def starting_together(self) -> Iterator[None]:
+        """Start the messages inside together, over NCCL; all ranks of the group enter this context.
+
+        There, a message that starts alone uses a communicator of its two ranks. It keeps later ones between them
+        waiting, and its first use keeps the thread waiting for the other rank. These use the group's communicator.
+        """
+        if not self._is_nccl:
+            yield
+            return
+        several = self._several = _Several()
+        self.group._start_coalescing()
+        try:
+            yield
+        finally:
+            self._several = None
+            several.work = self.group._end_coalescing()
 
     def recv_anysource(self, tensor: Tensor, tag: int) -> Carried:
         """Receive the next tensor of any rank of the group."""
@@ -165,6 +187,18 @@ class Library(Transport):
             carried.copy_(tensor, non_blocking=True)
             torch.cuda.current_stream(tensor.device).synchronize()
         return carried
+
+
+class _Several(dist.Work):
+    """Messages that NCCL starts together; `work` is torch's handle, once they have started."""
+
+    work: dist.Work
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
 
 
 def _brought(work: dist.Work, tensor: Tensor, carried: Tensor) -> Carried:
