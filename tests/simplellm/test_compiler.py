@@ -11,11 +11,12 @@ from simplellm.compiler import Compiler
 
 
 def test_it_compiles_on_the_gpu_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread starts with the first GPU as its current one, where each rank would open a context."""
+    """A new thread starts with the first GPU as its current one, whichever its rank has."""
     of_thread, found = threading.local(), list[int]()
 
     def current() -> int:
-        return getattr(of_thread, "gpu", 0)
+        gpu: int = getattr(of_thread, "gpu", 0)
+        return gpu
 
     def noting(function: Callable[[Tensor], Tensor], **_: object) -> Callable[[Tensor], Tensor]:
         def call(x: Tensor) -> Tensor:

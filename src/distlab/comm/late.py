@@ -25,12 +25,12 @@ class LateNumber:
         if not self._number.is_cuda:
             return
         from distlab.comm.pending import Pending
-        from distlab.machine.streams import copied_to_host, passed
+        from distlab.machine.streams import copied_to_host, passed, side_stream
 
         transfer = self._transfer
         if isinstance(transfer, Pending) and not transfer.is_on_stream:  # the host brings the sum
             return
-        side = torch.cuda.Stream()
+        side = side_stream(self._number.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             if isinstance(transfer, Pending):

@@ -133,7 +133,7 @@ def test_a_barrier_keeps_the_thread_waiting(tmp_path: Path) -> None:
     """As torch's does, also over NCCL: programs measure times between barriers."""
     script = tmp_path / "meeting.py"
     script.write_text(MEETING)
-    for own in record(2, str(script), "--world-size 2", tmp_path):
+    for own in record(2, str(script), "--world-size 2", tmp_path / "run"):
         assert "all_reduce wait read" in " ".join(call.what for call in own)
 
 

@@ -17,6 +17,7 @@ from distlab.comm.late import LateNumber
 from distlab.comm.pending import Pending
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
 from distlab.comm.waits import StreamWait, StreamWaits, TrafficError, Wait, Waits
+from distlab.machine.streams import side_stream
 
 GRADIENTS = Wait("the gradients", "collective", (1,))
 
@@ -112,7 +113,10 @@ def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
 
 @pytest.fixture
 def copies_on_the_side(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Checks at the end that a number's copy waited for the main stream, and ran on a side stream."""
+    """Checks at the end that a number's copy waited for the main stream, and ran on a side stream.
+
+    It is the one stream of its kind, of another priority than NCCL's.
+    """
     given: list[object] = []
 
     @contextlib.contextmanager
@@ -120,13 +124,21 @@ def copies_on_the_side(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         given.append(stream)
         yield
 
-    main, side = object(), SimpleNamespace(wait_stream=given.append)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    main, side, made = object(), SimpleNamespace(wait_stream=given.append), list[int]()
+
+    def new_stream(_: object, priority: int) -> object:
+        made.append(priority)
+        return side
+
+    side_stream.cache_clear()
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr("distlab.machine.streams.copied_to_host", torch.Tensor.clone)
     yield
-    assert given == [main, side]
+    assert given == [main, side] * max(1, len(given) // 2)
+    assert made == [-1]
+    side_stream.cache_clear()
 
 
 @pytest.mark.usefixtures("gpu", "copies_on_the_side")
@@ -135,7 +147,10 @@ def test_a_rank_alone_reads_a_number_that_it_has_left_without_a_wait_for_later_w
     late = LateNumber(number.as_subclass(OnGPU), dist.all_reduce(number, async_op=True))
     late.leave()
     number += 1  # the next step has another
+    following = LateNumber(number.as_subclass(OnGPU), None)
+    following.leave()
     assert late.read() == 6
+    assert following.read() == 7
 
 
 class WorkOfAnotherBackend(dist.Work):
