@@ -33,3 +33,10 @@ def test_color_blind_readers_can_distinguish_the_palette(cones: str) -> None:
     colors = [*style.SERIES, style.YELLOW, style.INK, "#bbbbbb"]  # the last one is that of waits
     seen = [lab(color, torch.tensor(SEEN[cones], dtype=torch.float32)) for color in colors]
     assert min(float((one - other).norm()) for one, other in itertools.combinations(seen, 2)) > 10
+
+
+def test_a_legend_of_long_names_is_no_wider_than_the_figure() -> None:
+    figure, _ = style.subplots(3)
+    style.legend(figure, {f"curve with the number {number}": style.swatch(style.INK) for number in range(6)})
+    figure.canvas.draw()
+    assert 0 < figure.legends[0].get_window_extent().width < figure.bbox.width
