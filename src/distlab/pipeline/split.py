@@ -79,11 +79,10 @@ def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
     require(stages <= n_layers + 2, f"{what}; give at most {n_layers + 2} stages, or more layers")
     # Besides layers, only the last stage holds something that can cost as much as a layer: the head. Try each number of
     # layers for that stage, and divide the other layers evenly; the first stage gets none of the remainder.
-    found: list[tuple[float, float, Split]] = []  # cost of the slowest stage, sum of squared costs, split
+    found: list[tuple[float, Split]] = []  # cost of the slowest stage, split; the first of equal ones is the most even
     for last in range(1 if stages == 1 else 0, n_layers + 1):
         share, more = divmod(n_layers - last, max(1, stages - 1))
         split = ((share,) * (stages - 1 - more) + (share + 1,) * more + (last,))[-stages:]
-        costs = parts.of_stages(split)
         if sum(split) == n_layers and 0 not in split[1:-1]:
-            found.append((max(costs), sum(cost**2 for cost in costs), split))
-    return min(found)[2]
+            found.append((max(parts.of_stages(split)), split))
+    return min(found)[1]
