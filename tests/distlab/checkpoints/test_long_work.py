@@ -6,18 +6,22 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.chapters import MODEL, TRAINING, load, losses, train
 from support.processes import free_port, process_group, run_ranks
 from support.terminals import fork_launcher
+from torch import Tensor
 
 from distlab.checkpoints import saving
 from distlab.checkpoints.format import RECORD, checksum_of, latest_valid, place_of
+from distlab.comm import together as rounds
 from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
@@ -126,6 +130,29 @@ def test_a_rank_that_ends_or_stops_is_found_while_others_work(ends: str) -> None
     with pytest.raises(AssertionError, match=r"rank \d died"):
         run_ranks(2, at_work, free_port(), ends)
     assert time.monotonic() - started < 3 + 5
+
+
+def test_a_rank_that_loses_another_ends_its_own_work_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if that ends in an exception which would end a thread."""
+    ended = []
+
+    def work() -> None:
+        time.sleep(0.1)
+        ended.append(True)
+
+    def lose(at_work: Tensor) -> None:
+        if at_work:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lose)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        together("the test's work", work)
+    assert ended
+    monkeypatch.setattr(rounds, "SHORTEST_ROUND", 1.0)
+    with pytest.raises(SystemExit):
+        together("the test's work", sys.exit)
 
 
 def tell(rank: int, port: int, text_of: Callable[[int], str]) -> list[str]:

@@ -47,6 +47,7 @@ def test_two_ranks_that_send_first_are_a_deadlock_at_once() -> None:
     ("sources", "sentence"),
     [
         ({0: 3, 1: 2, 2: 1}, "rank 1 waits for a message from rank 2; rank 2 waits for a message from rank 1"),
+        ({0: 2, 1: 2, 2: 1}, "rank 1 waits for a message from rank 2; rank 2 waits for a message from rank 1"),
         ({0: 1, 1: None, 2: None}, "rank 0 waits for a message from rank 1; rank 1 waits in the barrier"),
     ],
 )

@@ -121,6 +121,9 @@ class Compared:
         if self.dtype == torch.int64:
             reduce_scatter_single(self.own.fill_(-1), self.whole, ReduceOp.BAND, self.group)
             self.same(self.own, functools.reduce(torch.bitwise_and, to_this))
+        else:
+            reduce_scatter_single(self.own.fill_(-1), self.whole, ReduceOp.AVG, self.group)
+            torch.testing.assert_close(self.own, (combine(to_this, ReduceOp.SUM) / self.size).to(self.dtype))
         dist.reduce_scatter(self.own.fill_(-1), list(self.whole), group=self.group)
         self.same(self.own, combine(to_this, ReduceOp.SUM))
 
@@ -162,11 +165,14 @@ class Compared:
         own = [rows[self.rank] for rows in of_ranks]
         summed = calls.all_reduce_coalesced(own, "sum", name)
         gathered = calls.all_gather_into_tensor_coalesced(own, self.size, name)
-        scattered = calls.reduce_scatter_tensor_coalesced([*map(torch.flatten, of_ranks)], "sum", self.size, name)
+        flat = [*map(torch.flatten, of_ranks)]
+        scattered = calls.reduce_scatter_tensor_coalesced(flat, "sum", self.size, name)
+        largest = calls.reduce_scatter_tensor_coalesced(flat, "max", self.size, name)
         for number, rows in enumerate(of_ranks):
             self.same(calls.wait_tensor(summed[number]), combine(list(rows), ReduceOp.SUM))
             self.same(calls.wait_tensor(gathered[number]), rows)
             self.same(calls.wait_tensor(scattered[number]), self.size * rows[self.rank])
+            self.same(calls.wait_tensor(largest[number]), rows[self.rank])
 
     def several_under_way(self) -> None:
         self.mine()

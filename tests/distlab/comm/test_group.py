@@ -25,6 +25,7 @@ from distlab.comm.group import (
     shares,
 )
 from distlab.comm.names import counted_as, named
+from distlab.comm.recorder import MESSAGE, WAIT
 from distlab.comm.together import texts_of_all, together
 
 
@@ -195,6 +196,7 @@ def test_the_kind_to_count_as_is_the_outer_one_again_after_the_inner_one() -> No
 def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int], bool]:
     """Three messages round a ring of three, receives posted before anything is sent."""
     with process_group(rank, 3, port) as context:
+        context.recorder.enabled = True
         received = [torch.empty(2) for _ in range(3)]
         before, after = (rank - 1) % 3, (rank + 1) % 3
         begun: list[Any] = [dist.irecv(tensor, before) for tensor in received]
@@ -202,6 +204,10 @@ def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str
             begun += [dist.isend(torch.full((2,), 10.0 * rank + number), after) for number in range(3)]
         for pending in begun:
             pending.wait()
+        waited_from = min(event.start for event in context.recorder.events if event.kind == WAIT)
+        seen = [event for event in context.recorder.events if event.kind == MESSAGE]
+        assert len(seen) == 3, "a send says nothing of the arrival"
+        assert all(event.start < waited_from for event in seen), "a message lasts from the posting of its receive"
         ledger = context.ledger
         waits_apart = ledger.waited_seconds > ledger.collective_seconds == 0
         return [tensor[1].item() for tensor in received], dict(ledger.sent_bytes), dict(ledger.messages), waits_apart

@@ -93,8 +93,8 @@ def pass_on(rank: int, world_size: int, port: int) -> None:
     """Reduce-scatters, all-gathers and broadcasts, in shared memory or not, have the bits that are promised."""
     ranks = range(world_size)
     with process_group(rank, world_size, port, options=SHARED) as context:
-        for dtype in DTYPES:
-            exact = torch.float32 if dtype == torch.bfloat16 else dtype
+        for dtype in (*DTYPES, torch.float16):
+            exact = torch.float32 if dtype.itemsize == 2 else dtype
             for elements in (1, 7, 70_001):
                 rows = [[operand(10 * sender + row, elements, dtype) for row in ranks] for sender in ranks]
                 expected = sum((rows[sender][rank].to(exact) for sender in ranks[1:]), rows[0][rank].to(exact))

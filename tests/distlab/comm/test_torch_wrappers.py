@@ -205,6 +205,7 @@ def work_with(rank: int, port: int, transport: TransportName, work: Callable[...
     with process_group(rank, 2, port, options=Options(transport=transport)) as context:
         context.recorder.enabled = True
         work(rank, context, folder)
+        assert context.waits.waits_for() is None, "later failures are not of these waits"
         return context.shares_memory
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from distlab.comm.recorder import Ledger
-from distlab.comm.waits import Wait, Waits, reason
+from distlab.comm.waits import TrafficError, Wait, Waits, reason
 
 pytestmark = pytest.mark.quick
 
@@ -22,6 +22,9 @@ def test_an_outer_wait_goes_on_after_an_inner_one() -> None:
             assert under_way() == "the barrier"
         assert under_way() == "the checkpoint"
     assert under_way() == "nothing"
+    inner = "rank 0 waited .* for the barrier: "  # it says more than the outer one
+    with pytest.raises(TrafficError, match=inner), waits.during("the checkpoint"), waits.during("the barrier"):
+        raise RuntimeError("timed out")
     for number, age in enumerate((3, 2)):  # the oldest of all counts, also of those in libraries
         waits.in_libraries[number] = Wait(f"bucket {number}", "collective", (1,)), time.perf_counter() - age
     with waits.during("the checkpoint"):
@@ -40,6 +43,7 @@ def test_an_error_without_words_is_named_by_its_kind() -> None:
         "Connection closed by peer [127.0.0.1]:4222",
         "writev [127.0.0.1]:4222: Broken pipe",
         "recvmsg [10.0.0.2]:4222: No route to host",
+        "connect [10.0.0.2]:4222: Network is unreachable",
     ],
 )
 def test_an_error_of_a_library_is_that_of_the_wait_which_the_library_has_begun(why: str) -> None:

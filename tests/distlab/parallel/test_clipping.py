@@ -81,9 +81,9 @@ def sum_over_ranks(rank: int, port: int) -> tuple[list[float], list[int]]:
             parameters.append(with_gradient(on_one, Placement(apart=("pp", "xp"))))
         parameters.append(with_gradient(everywhere))
         norms, sent = [], []
-        for some in (parameters, parameters[-1:]):
+        for some, exact in ((parameters, False), (parameters, True), (parameters[-1:], False)):
             before = context_of().ledger.sent_bytes["gradient norm"]
-            norms.append(sum_norm(some, grid, "the norm", CPU).wait())
+            norms.append(sum_norm(some, grid, "the norm", CPU, exact).wait())
             sent.append(context_of().ledger.sent_bytes["gradient norm"] - before)
         return norms, sent
 
@@ -93,8 +93,9 @@ def test_each_weight_counts_once_whoever_holds_it() -> None:
     whole = torch.cat([grad.double().flatten() for grad in gradients()]).norm().item()
     everywhere = gradients()[-1].double().norm().item()
     for norms, sent in ended:
-        assert norms == pytest.approx([whole, everywhere], rel=1e-12)
-        assert sent == [2 * 5 * 8 // 6, 0], "one number in float64, and none of what all ranks have"
+        assert norms == pytest.approx([whole, whole, everywhere], rel=1e-12)
+        # A number in float64, or, to be exact, one for each place in a replica; and none of what all ranks have.
+        assert sent == [2 * 5 * 8 // 6, 2 * 5 * 24 // 6, 0]
     assert len({tuple(norms) for norms, _ in ended}) == 1, "to the bit: all scale by the same"
 
 

@@ -10,8 +10,8 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.axes.grid import Grid
-from distlab.parallel.data import MyDP, flatten_weights
+from distlab.axes.grid import Grid, all_ranks
+from distlab.parallel.data import GradientRows, MyDP, flatten_gradients, flatten_weights
 from distlab.parallel.flat_parameters import shards_of
 from distlab.parallel.same_model import broadcast_weights, check_parameter_closeness, check_same_model
 from distlab.parallel.sharded import ShardedDP
@@ -249,7 +249,9 @@ def wrap_different(rank: int, how: str, port: int) -> list[str]:
     """What each wrapper says of a model that rank 1 has built in another way."""
     said = []
     with process_group(rank, 3, port):
-        for wrap in (MyDP, lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")):
+        shards = [lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")]
+        rows: Callable[[nn.Module], object] = lambda net: GradientRows(net, 1, 1, all_ranks("dp"))  # noqa: E731
+        for wrap in (MyDP, *shards, flatten_weights, flatten_gradients, rows):
             net = DIFFERENT[how][0]() if rank == 1 else nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
             with pytest.raises(InputError) as refused:
                 wrap(net)
