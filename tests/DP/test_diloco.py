@@ -108,9 +108,9 @@ def reference(_: int, args: Settings) -> list[State]:
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        pytest.param(2, "--sync-every 2 --steps 6", marks=pytest.mark.quick),
+        pytest.param(2, "--sync-every 2 --steps 6 --batch-size 2 --micro-batches 2", marks=pytest.mark.quick),
         (3, "--sync-every 4 --steps 12 --outer-lr 0.5 --optimizer adamw --lr 1e-3 --compress bf16"),
-        (3, "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2"),
+        (3, "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2 --outer-momentum 0.8"),
         (2, "--sync-every 6 --fragments 3 --overlap-steps 1 --steps 13 --merge-alpha 0.25 --compress int4 --lr 0.1"),
     ],
 )
@@ -122,7 +122,8 @@ def test_is_the_run_of_a_one_process_reference(ranks: int, flags: str, tmp_path:
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (2, "--sync-every 2 --steps 6 --transport gloo --save-every 3"),  # a loss is known before a checkpoint
+        # A loss is known before a checkpoint.
+        (2, "--sync-every 2 --steps 6 --batch-size 2 --micro-batches 2 --transport gloo --save-every 3"),
         (3, "--sync-every 4 --steps 13 --outer-lr 0.5 --optimizer adamw --lr 1e-3 --outer-momentum 0.8"),
     ],
 )
@@ -164,7 +165,11 @@ def is_run_of_reference(script: str, ranks: int, flags: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        ("--dp 3 --pp 2", "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2"),
+        (
+            "--dp 3 --pp 2",
+            "--sync-every 4 --fragments 2 --overlap-steps 1 --steps 11 --lr 0.2 --outer-lr 0.5 --outer-momentum 0.8 "
+            "--merge-alpha 0.25",
+        ),
         (
             "--dp 2 --pp 2 --schedule zb-v",
             "--n-layers 4 --sync-every 4 --fragments 2 --overlap-steps 1 --steps 9 --lr 0.2",

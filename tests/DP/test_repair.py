@@ -99,7 +99,7 @@ def test_a_spare_that_comes_while_a_checkpoint_is_saved_saves_it_with_the_others
 
 
 def test_those_that_are_left_divide_the_validation_split_among_them(tmp_path: Path) -> None:
-    flags = [*FLAGS, "--eval-every", "4", "--eval-sequences", "7"]  # after the death
+    flags = [*FLAGS, *"--clip-norm 0.3 --eval-every 4 --eval-sequences 7".split()]  # after the death
     train_on(1, "primer/intro.py", tmp_path / "one", *SHAPE, *flags, "--batch-size", "6")
     printed = run_with([(0, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
     held = printed.partition("# memory, MB")[2].splitlines()[1]

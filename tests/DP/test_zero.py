@@ -91,7 +91,7 @@ def test_by_hand_it_is_the_run_of_one_process(
 
 @pytest.mark.quick
 def test_micro_batches_change_nothing_and_matrices_decay_in_shards(one_process: OneProcess, tmp_path: Path) -> None:
-    decay = "--weight-decay", "0.1"
+    decay = "--weight-decay", "0.1", "--clip-norm", "0.3"
     expected_parameters, expected_gradients, expected_losses = one_process(6, *decay)
     flags = ["--world-size", "2", "--batch-size", "3", "--micro-batches", "3", "--shard", "weights", *decay]
     parameters, gradients, own_losses = train_on(2, SCRIPT, tmp_path, *flags)

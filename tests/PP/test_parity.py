@@ -30,13 +30,17 @@ def together(stages: list[State]) -> State:
     return whole
 
 
+def clipping_in(flags: str) -> list[str]:
+    return "".join(flags.partition("--clip-norm")[1:]).split()
+
+
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
         (NAIVE, "--world-size 1"),
         (NAIVE, "--world-size 2 --micro-batches 3 --transport shared"),
         (NAIVE, "--world-size 3 --micro-batches 6 --transport gloo"),
-        (NAIVE, "--world-size 3 --layers-per-stage 0,2,0 --recompute blocks"),
+        (NAIVE, "--world-size 3 --layers-per-stage 0,2,0 --recompute blocks --clip-norm 0.3 --lr 1.5"),
         (MICRO_BATCHES, "--world-size 3 --schedule gpipe --micro-batches 6"),
         (MICRO_BATCHES, "--world-size 3 --schedule dapple --micro-batches 2 --layers-per-stage 1,1,0"),
         (MICRO_BATCHES, "--world-size 4 --schedule naive --micro-batches 1"),
@@ -45,7 +49,7 @@ def together(stages: list[State]) -> State:
     ],
 )
 def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(6)
+    expected_parameters, expected_gradients, expected_losses = one_process(6, *clipping_in(flags))
     world_size = int(flags.split()[1])
     parameters, gradients, own_losses = train_on(world_size, script, tmp_path, "--batch-size", "6", *flags.split())
     assert "changed nothing" not in (tmp_path / "rank0.log").read_text(), "with --transport shared"
@@ -85,7 +89,7 @@ def test_a_stage_lets_go_of_a_micro_batch_after_its_backward_pass(monkeypatch: p
     [
         (HYBRID, 2, 2, "--micro-batches 3 --recompute all"),
         (HYBRID, 3, 2, "--micro-batches 2 --layers-per-stage 2,0"),
-        (HYBRID, 3, 1, "--micro-batches 2"),
+        (HYBRID, 3, 1, "--micro-batches 2 --clip-norm 0.3 --lr 1.5"),
         (HYBRID, 2, 2, "--micro-batches 6 --schedule dualpipe-v"),
         (FIVE_AXES, 1, 2, "--micro-batches 3 --schedule auto --keep-at-most 100MB --recompute all"),
     ],
@@ -93,7 +97,7 @@ def test_a_stage_lets_go_of_a_micro_batch_after_its_backward_pass(monkeypatch: p
 def test_a_hybrid_is_the_run_of_one_process(
     script: str, dp: int, pp: int, flags: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(dp * 6)
+    expected_parameters, expected_gradients, expected_losses = one_process(dp * 6, *clipping_in(flags))
     layout = ["--dp", str(dp), "--pp", str(pp)]
     parameters, gradients, own_losses = train_on(
         dp * pp, script, tmp_path, "--batch-size", "6", *layout, *flags.split()

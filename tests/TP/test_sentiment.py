@@ -76,6 +76,7 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(
     world_size: int, tp: int, more: str, alone: dict[str, Trained], tmp_path: Path
 ) -> None:
     expected_losses, [expected], expected_right = alone[more]
+    assert (expected_losses == alone[""][0]) == (not more)
     losses, gradients, right = train(tmp_path, world_size, tp, *SGD, *more.split())
     assert right == expected_right
     assert len(losses) == 2 * (36 // 14)
@@ -97,20 +98,21 @@ def test_learns(tmp_path: Path) -> None:
 
 
 def test_the_time_of_validation_is_no_steps_and_training_goes_on_as_before(tmp_path: Path) -> None:
-    def work() -> tuple[list[float], set[bool], list[bool]]:
+    def work() -> tuple[list[float], set[tuple[bool, torch.dtype]], list[bool]]:
         script, clock, spent, drops = load("tp_tensor_parallel"), time.perf_counter, list[float](), list[bool]()
-        while_validating = set[bool]()
+        while_validating = set[tuple[bool, torch.dtype]]()
         time.perf_counter = lambda: clock() + sum(spent)  # only in this fork
         validate = script.validate
 
         def validate_slowly(run: Run[Any], net: nn.Module, *others: Any) -> None:
-            with net.register_forward_pre_hook(lambda *_: while_validating.add(net.training)):
+            with net.register_forward_hook(lambda _, __, y: while_validating.add((net.training, y.dtype))):
                 validate(run, net, *others)
             drops.append(net.training)
             spent.append(1000)
 
         script.validate = validate_slowly
-        flags = [*SAMPLE, "--world-size", "1", "--tp", "1", "--master-port", str(free_port()), "--out", str(tmp_path)]
+        flags = [*SAMPLE, *"--world-size 1 --tp 1 --dtype bfloat16 --out".split(), str(tmp_path)]
+        flags += ["--master-port", str(free_port())]
         current: Run[Any] = Run(parse(script.DEFAULTS, "", ["0", *flags]), Path(script.__file__))
         script.train(current)
         records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -119,7 +121,7 @@ def test_the_time_of_validation_is_no_steps_and_training_goes_on_as_before(tmp_p
     seconds, while_validating, drops = in_a_fork(work)
     assert len(seconds) == 8
     assert max(seconds) < 1000
-    assert (while_validating, drops) == ({False}, [True, True])
+    assert (while_validating, drops) == ({(False, torch.bfloat16)}, [True, True])
 
 
 def test_launch_prints_losses_and_accuracy(tmp_path: Path) -> None:

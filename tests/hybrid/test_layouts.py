@@ -60,7 +60,7 @@ RUNS = [
         "--dp 1 --pp 3 --cp 2 --schedule auto --micro-batches 1 --shard optimizer --recompute blocks "
         "--neighbors replicas --run-on --cp-kind heads --transport gloo",
     ),
-    ("experts", "--dp 1 --pp 3 --cp 2 --schedule gpipe --micro-batches 1 --run-on"),
+    ("experts", "--dp 1 --pp 3 --cp 2 --cp-order contiguous --schedule gpipe --micro-batches 1 --run-on"),
     ("experts", "--dp 3 --ep 3 --pp 2 --schedule interleaved --micro-batches 2 --recompute blocks --run-on"),
     (
         "experts",
@@ -113,6 +113,7 @@ def test_is_the_run_of_one_process(training: str, flags: str, alone: Callable[[s
     own, expected = run(training, flags, tmp_path), alone(training)
     reported = [False, True, True] if "report-every" in flags else [True] * 3
     assert [record["loss"] is not None for record in own.records] == reported
+    assert ("heads" in own.records[-1]["sent_bytes"]) == ("--cp-kind heads" in flags)
     for mine, right in zip(own.records, expected.records, strict=True):
         for name in ("loss", "grad_norm", "validation_loss", "lr"):
             if mine.get(name) is not None:

@@ -134,7 +134,7 @@ def test_a_rank_that_ends_or_stops_is_found_while_others_work(ends: str) -> None
 
 def test_a_rank_that_loses_another_ends_its_own_work_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that ends in an exception which would end a thread."""
-    ended = []
+    ended = list[bool]()
 
     def work() -> None:
         time.sleep(0.1)

@@ -249,9 +249,10 @@ def wrap_different(rank: int, how: str, port: int) -> list[str]:
     """What each wrapper says of a model that rank 1 has built in another way."""
     said = []
     with process_group(rank, 3, port):
-        shards = [lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")]
-        rows: Callable[[nn.Module], object] = lambda net: GradientRows(net, 1, 1, all_ranks("dp"))  # noqa: E731
-        for wrap in (MyDP, *shards, flatten_weights, flatten_gradients, rows):
+        wraps: list[Callable[[nn.Module], object]] = [MyDP, flatten_weights, flatten_gradients]
+        wraps += [lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")]
+        wraps += [lambda net: GradientRows(net, 1, 1, all_ranks("dp"))]
+        for wrap in wraps:
             net = DIFFERENT[how][0]() if rank == 1 else nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
             with pytest.raises(InputError) as refused:
                 wrap(net)

@@ -303,20 +303,31 @@ def test_any_order_is_either_simulated_as_it_stands_or_refused_by_name(random: R
 
 
 class Peek(Action):
-    """Looks at what another stage keeps."""
+    """Looks at a result of another stage."""
 
     letter = "P"
+    needed = GRAPH
 
     def needs(self, stages: int) -> list[Result]:
-        return [self.result(GRAPH, stage=0)]
+        return [self.result(self.needed, stage=0)]
 
     def seconds(self, costs: ActionCosts) -> float:
         return 1.0
 
 
-def test_what_stays_on_its_stage_cannot_be_needed_elsewhere() -> None:
+@pytest.mark.parametrize(
+    ("needed", "sentence"),
+    [
+        (GRAPH, "P0 of stage 1 needs the graph of micro-batch 0, which stays on stage 0"),
+        (ACTIVATIONS, "stage 1 needs the activations of micro-batch 0 for F0 and for P0, but it is sent only once"),
+    ],
+)
+def test_what_stays_on_its_stage_or_is_sent_to_another_action_cannot_be_needed(
+    needed: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peek, "needed", needed)
     programs = [passes(0, "F0 B0"), [Forward(1, 0), Peek(1, 0), Backward(1, 0)]]
-    with pytest.raises(ScheduleError, match="P0 of stage 1 needs the graph of micro-batch 0, which stays on stage 0"):
+    with pytest.raises(ScheduleError, match=sentence):
         simulate(programs)
 
 

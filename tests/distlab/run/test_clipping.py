@@ -31,15 +31,13 @@ Run = tuple[list[State], list[State], list[float], list[float]]
 
 
 def clipped(layout: str, out: Path, clip_norm: str, *flags: str) -> Run:
-    """Each rank's parameters and gradients of the last step, the losses and the norms."""
+    """Each rank's parameters and gradients of the last step, the losses, also of a validation, and the norms."""
     ranks, script, own = RUNS[layout]
-    clipping = ["--steps", "4", "--clip-norm", clip_norm]
+    clipping = [*"--steps 4 --eval-every 4 --eval-sequences 5 --clip-norm".split(), clip_norm]
     parameters, gradients, own_losses = train_on(ranks, script, out, *own.split(), *clipping, *flags)
-    return parameters, gradients, own_losses, norms(out)
-
-
-def norms(out: Path) -> list[float]:
-    return [json.loads(line)["grad_norm"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    own_losses += [record["validation_loss"] for record in records if "validation_loss" in record]
+    return parameters, gradients, own_losses, [record["grad_norm"] for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def test_one_process_is_clipped_as_the_limit_says(alone: dict[str, Run]) -> None
     assert alone[SOMETIMES][2][: first + 1] == alone["100"][2][: first + 1], "the same run until it bites"
 
 
-@pytest.mark.parametrize("layout", ["dp-ga", "dp-zero", "ddp", "tp", "pp-tp", *OTHERS])
+@pytest.mark.parametrize("layout", ["dp-ga", "dp-zero", "ddp", "tp", "pp-tp", "pp-zbv", *OTHERS])
 def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[str, Run], tmp_path: Path) -> None:
     """Those of hybrid/test_layouts.py clip, too: shards, schedules, and parts of sequences."""
     most = SOMETIMES if layout in ("dp-ga", "tp") else ALWAYS
