@@ -17,6 +17,7 @@ from distlab.checkpoints import saving, writer
 from distlab.checkpoints.format import place_of
 from distlab.checkpoints.models import SavedModel, read_model, write_model
 from distlab.launching.start import check_story
+from distlab.run.main import flags_to_resume
 from distlab.settings.common import parse
 from distlab.settings.experts import ExpertParallelSettings
 from distlab.settings.hybrid import HybridSettings
@@ -105,6 +106,14 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     record |= {"settings": {"compress": "topk"}, "layout": {"dp": 3}}  # as of dp-buckets, where it has other choices
     saving.save(tmp_path / "topk", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
     assert parse(StreamingSettings(), "", ["0", "--resume", str(tmp_path / "topk")]).compress == "none"
+
+
+def test_only_restarted_ranks_go_on_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(run := tmp_path / "run", saved_model())
+    for restarts, out, expected in ("0", run, []), ("1", run, ["--resume", str(run)]), ("1", tmp_path / "none", []):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        monkeypatch.setattr("sys.argv", ["intro.py", "--out", str(out)])
+        assert flags_to_resume() == expected
 
 
 @pytest.mark.parametrize(
