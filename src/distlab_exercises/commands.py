@@ -38,8 +38,10 @@ def exercise(args: Sequence[str], prog: str) -> int:
     require(is_folder, f"{folder}: is not a folder; give one, the file in it will be {wanted.file_name}")
     if path.exists():
         held = name_of(read(path)) or wanted.name
-        what = "already exists, and may hold your work" if held == wanted.name else f"holds the exercise {held}"
-        raise InputError(f"{path}: {what}; give another folder, such as {folder / wanted.name}")
+        what, other = f"holds the exercise {held}", folder / wanted.name
+        if held == wanted.name:
+            what, other = "already exists, and may hold your work", folder.parent / f"{wanted.name}-2"
+        raise InputError(f"{path}: {what}; give another folder, such as {other}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(write_out(wanted, path), encoding="utf-8", errors="replace")

@@ -67,7 +67,8 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
     ("command", "sentence"),
     [
         ("exercise dp-gaa my", "dp-gaa: no such exercise; there are dp-ga, "),
-        ("exercise dp-ga", "my/dp-ga/intro_DP_GA.py: already exists, and may hold your work"),
+        ("exercise dp-ga", "my/dp-ga/intro_DP_GA.py: already exists, and may hold your work; give another folder, "),
+        ("exercise dp-ga", "such as my/dp-ga-2"),
         ("exercise dp-ga taken", "already exists, and may hold your work"),
         ("exercise pp-dapple other", "holds the exercise pp-gpipe; give another folder, such as other/pp-dapple"),
         ("exercise dp-ga taken/intro_DP_GA.py", "is not a folder"),
