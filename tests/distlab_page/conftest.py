@@ -29,6 +29,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ended = fork_launcher("hybrid", *flags).finish()
     assert ended.status == 0, ended.err
     assert f"# the run as a page: {out / 'page.html'}" in ended.out
+    assert "The run is complete: " in (out / "page.html").read_text(encoding="utf-8")
     return out
 
 
@@ -82,8 +83,8 @@ def heeded_ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def server(alone: Path, heeded_ctrl_c: None) -> Iterator[str]:
-    process = start_server("page", alone.parent, "--serve")
+def server(alone: Path, hybrid: Path, heeded_ctrl_c: None) -> Iterator[str]:
+    process = start_server("page", alone.parent, hybrid, "--serve")
     assert process.stdout is not None
     yield process.stdout.readline().split()[1]
     process.send_signal(signal.SIGINT)

@@ -1,128 +1,29 @@
 """The page of a run: its numbers, also those in its sentences, are those of the records."""
 
 import json
-import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import repairs
 from support.page_numbers import STEPS, Expected, in_texts, lines, named, numbers, of_schedule
 
-from distlab.comm.recorder import COMPUTE, REPAIR, STEP, WAIT, Event
+from distlab.comm.recorder import COMPUTE, REPAIR, SEND, STEP, WAIT, Event
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures.runs import timelines
 from distlab_page.contents import contents, layout
 from distlab_page.ends import detours
-from distlab_page.passes import efficiency, timeline
+from distlab_page.passes import efficiency, time_spent, timeline
 from distlab_page.records import Records, read
 from distlab_page.tables import evenly_spaced
-from distlab_page.verdict import verdict
 from distlab_page.writing import html, write
 from simplellm.errors import InputError
 
 pytest.importorskip("plotly.offline", reason="pages need plotly: pip install plotly")
-
-
-def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alone: Path, killed: Path) -> None:
-    page = contents(read(hybrid), read(alone))["verdict"]
-    most = max(abs(a["loss"] - b["loss"]) for a, b in zip(lines(hybrid), lines(alone), strict=True))
-    assert (page["is_same"], page["most"], page["steps"]) == (True, most, STEPS)
-    assert page["text"] == f"The same run as one process: losses differ by at most {most:.2g} over {STEPS} steps."
-    for factor, dtype, is_same, text in (
-        (1 + 5e-6, "float32", True, "The same run as one process: "),
-        (1 + 1e-4, "float32", False, "Close to one process, but not the same run: "),
-        (1 + 1e-2, "float32", False, "Not the same losses as one process: "),
-        (1 + 1e-3, "bfloat16", True, "The same run as one process: "),
-        (1 + 1e-2, "bfloat16", False, "Close to one process, but not the same run: "),
-    ):
-        config = {**read(alone).config, "settings": {**read(alone).settings, "dtype": dtype}}
-        right = replace(read(alone), config=config)
-        metrics = [*right.metrics[:-1], right.metrics[-1] | {"loss": right.metrics[-1]["loss"] * factor}]
-        page = contents(replace(right, metrics=metrics), right)["verdict"]
-        assert (page["is_same"], page["text"][: len(text)]) == (is_same, text)
-        assert ("launch.sh compare" in page["text"]) == text.startswith("Close")
-    other = contents(read(killed), read(alone))["verdict"]
-    assert other["is_same"] is None
-    assert "tokens in a step 48 and 96" in other["text"]
-    one = read(hybrid)
-    unused = replace(one, config=one.config | {"settings": one.settings | {"sync_every": 4, "outer": "none"}})
-    assert contents(unused, read(alone))["verdict"] == contents(one, read(alone))["verdict"]
-    for changed, differs in (
-        ({"residual": "bfloat16"}, "residual bfloat16 and float32"),
-        ({"sync_every": 4, "outer": "diloco"}, "sync_every 4 and None"),
-        ({"data": "hub"}, "data hub and sample"),
-    ):
-        config = one.config | {"settings": one.settings | changed, "data": changed.get("data", "sample")}
-        other = contents(replace(one, config=config), read(alone))["verdict"]
-        assert other["text"] == f"Not the same training run as one process: {differs}."
-    streaming = {"outer": "diloco", "sync_every": 4, "outer_lr": 0.7, "overlap_steps": 1, "merge_alpha": 0.5}
-    outer = {"outer_lr": 0.5, "fragments": 2, "overlap_steps": 1, "merge_alpha": 0.0}
-    top, low = {"compress": "topk", "topk_share": 0.1}, {"compress": "powersgd"}
-    trials: list[tuple[dict[str, Any], dict[str, Any], bool | None]] = [
-        (streaming, {"outer_lr": 0.5}, None),
-        (streaming, {"outer_momentum": 0.8}, None),
-        (streaming, {"fragments": 2}, None),
-        (streaming, {"fragments": 1}, True),
-        (streaming, {"overlap_steps": 0}, None),
-        (streaming, {"merge_alpha": 0.0}, None),
-        (streaming | {"overlap_steps": 0}, {"merge_alpha": 0.0}, True),
-        ({"outer": "none"}, outer, True),
-        ({"sync_every": 4}, {"outer": "diloco"}, True),  # a script that always takes outer steps
-        (low, {"powersgd_rank": 2}, None),
-        (top, {"topk_share": 0.2}, None),
-        (top, {"powersgd_rank": 2}, True),
-    ]
-    for given, other_values, same in trials:
-        ours, theirs = (
-            replace(one, config=one.config | {"settings": one.settings | given | more}) for more in ({}, other_values)
-        )
-        assert verdict(ours, theirs)["is_same"] is same, (given, other_values)
-
-
-def test_a_verdict_says_which_losses_are_missing_and_how_many_steps_count(alone: Path) -> None:
-    run = read(alone)
-
-    def compared(left: Collection[int], right: Collection[int], every: int = 1, steps: int = STEPS) -> tuple[bool, str]:
-        """Compare the run with itself, with losses lost in some steps; one has ended early, or reports some losses."""
-        one, other = (
-            [r | ({"loss": None} if r["step"] in lost else {}) for r in run.metrics] for lost in (left, right)
-        )
-        settings = run.settings | {"report_every": every}
-        seldom = replace(run, config=run.config | {"settings": settings}, metrics=one)
-        page = contents(seldom, replace(run, metrics=other[:steps]))["verdict"]
-        return page["is_same"], page["text"].partition("one process: ")[2]
-
-    some = [12, 13, 14]
-    assert compared([12], []) == (False, "equal losses over 19 of 20 steps; in step 12, the run has no finite loss.")
-    neither = "equal losses over 17 of 20 steps; in step 12 and 2 more, neither has a finite loss."
-    assert compared(some, some) == (True, neither)
-    one = (
-        "equal losses over 17 of 20 steps; in step 12 and 1 more, one process has no finite loss; in step 14, neither "
-    )
-    assert compared([14], some) == (False, f"{one}has a finite loss.")
-    assert compared(range(STEPS), []) == (False, "in step 0 and 19 more, the run has no finite loss.")
-    early = "equal losses over the first 12 of 20 steps (one process ended early)."
-    assert compared([], [], steps=12) == (True, early)
-    longer = replace(run, config=run.config | {"settings": run.settings | {"steps": 2 * STEPS}})
-    text = contents(run, longer)["verdict"]["text"]
-    assert text.endswith("equal losses over the first 20 of 40 steps (one process ended early).")
-    seldom = [step for step in range(STEPS) if (step + 1) % 5]
-    assert compared(seldom, [], every=5) == (True, "equal losses over 4 of 20 steps.")
-    nothing = contents(run, replace(run, metrics=[]))["verdict"]
-    assert (nothing["is_same"], nothing["text"]) == (
-        None,
-        "Nothing to compare with one process: the runs share no step.",
-    )
-    lost = [record | {"loss": math.nan} for record in run.metrics]
-    found = contents(replace(run, metrics=lost), run)["verdict"]
-    assert (found["is_same"], "in step 0 and 19 more, the run has no finite loss" in found["text"]) == (False, True)
 
 
 def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: Path, killed: Path) -> None:
@@ -213,7 +114,7 @@ def test_a_run_that_ended_early_says_so_and_why(killed: Path) -> None:
     assert page["time"]["rows"] == [pytest.approx((sums[0] - sums[1], sums[1] - sums[2], sums[2]))]
     waits = ["who waits for whom:", "  rank 0  waits for the gradients  -> rank 1", "  rank 1  has published no wait"]
     long = ["    it was killed", *map(str, range(300))]
-    logs = {"rank 0": ["rank 0 waited 10 s", *waits, "next"], "rank 1": long, "rank 2": waits[:2]}
+    logs = {"rank 0": ["rank 0 waited 10 s", *waits[:2], "next"], "rank 1": long, "rank 2": waits}
     page = contents(replace(read(killed), logs=logs))
     assert page["ended"]["waits"] == waits
     assert page["ended"]["causes"] == ["rank 0 waited 10 s"]
@@ -226,6 +127,9 @@ def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Pat
     settings = run.settings | {"repair": "exact"}
     repaired = replace(run, config=run.config | {"settings": settings}, logs={"rank 0": said, "rank 1": said})
     assert repaired.dead == {4}
+    early = contents(replace(repaired, metrics=run.metrics[:9], trace=None, memory=[]))["missing"]
+    assert early["timeline"] == early["memory"] == "The run ended before its ranks reported this."
+    assert replace(run, logs={"rank 0": ["rank 2 was terminated by SIGKILL, and no rank is left"]}).dead == {2}
     later = [*said, "ranks 0, 1, 2, 3, 4 and 5 go on with step 9, 0.1 s after that"]
     logs = {"rank 0": later[1:], "rank 1": later}
     assert replace(repaired, logs=logs).dead == set(), "spares have taken the places of rank 4, and of rank 0 before"
@@ -243,7 +147,8 @@ def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Pat
         found = detours(replace(run, config=config, logs={"rank 0": said}, trace=None, ledger=[]))
         assert found is not None
         assert sorted(row[3][:6] for row in found["rows"]) == hosts
-    rows = contents(replace(run, ledger=[]))["ledger"]["table"]["rows"]
+    resumed = replace(run, ledger=[], metrics=run.metrics[5:])
+    rows = contents(resumed)["ledger"]["table"]["rows"]
     assert {kind: each for kind, _, each, *_ in rows if kind in ("activations", "gradients", "loss")} == {
         kind: pytest.approx(formula, abs=1) for kind, _, _, formula, words in rows if formula and words
     }
@@ -283,6 +188,12 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     ]
     assert (page["experts"]["steps"], page["experts"]["loads"][9]) == ([*range(1, STEPS + 1)], 1 + 9 / 64)
     assert page["ring"]["rows"] == [[0.25, 0.25], [0.125, 0.0]]
+    sends = [Event(STEP, "step 0", 0.0, 4.0), Event(COMPUTE, "pass", 0.0, 2.0)]
+    sends += [Event(SEND, "a message", 1.0, 1.5), Event(WAIT, "its receiver", 1.25, 1.5)]  # within the pass
+    spent = time_spent(replace(further, trace=Trace([RankTrace(sends)], {"dp": 1})))
+    assert spent is not None
+    assert spent["rows"] == [(1.5, 0.25, 0.25, 2.0)]
+    assert "the last step" in spent["table"]["caption"], "there is no other"
     steps = [Event(STEP, f"step {n}", n, n + 1.0) for n in range(3)]
     ranks = [RankTrace([*steps, Event(WAIT, "gradients", n + 0.25, n + 0.75)]) for n in (1, 2)]  # each in another step
     factors = efficiency(Trace(ranks, {"dp": 2}))
@@ -292,8 +203,9 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
 
 def test_a_timeline_of_many_bars_shows_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distlab_page.passes.MOST_BARS", 7)
-    rank = RankTrace([Event(STEP, f"step {n}", n, n + 1.0) for n in range(10)])
+    rank = RankTrace([Event(STEP, f"step {n}", 10 * n, 11 * n + 1.0) for n in range(10)])
     page = timeline(Trace([rank, rank], {"dp": 2}))
+    assert (page["typical"], page["slowest"]) == (1, 2), "of those that are shown"
     assert ([step["label"] for step in page["steps"]], page["of_steps"]) == (["step 1", "step 5", "step 9"], 9)
 
 
@@ -303,7 +215,10 @@ def test_a_wait_within_a_pass_is_no_time_of_free_messages() -> None:
     passes = [[("F0", 0.0, 1.0), ("B0", 4.0, 5.0)], [("F0", 1.0, 3.0), ("B0", 3.0, 4.0)]]
     ranks = [RankTrace([step, *(Event(COMPUTE, *one) for one in own)]) for own in passes]
     ranks[1].events.append(wait)
-    factors = efficiency(Trace(ranks, {"pp": 2}, all_stages("gpipe", 2, micro_batches=1)))
+    programs = all_stages("gpipe", 2, micro_batches=1)
+    rows = timeline(Trace([ranks[0], ranks[0], ranks[1], ranks[1]], {"pp": 2, "dp": 2}, programs))["table"]["rows"]
+    assert [row[3] for row in rows] == pytest.approx([0.6, 0.6, 0.4, 0.4]), "the bubbles of neighboring replicas"
+    factors = efficiency(Trace(ranks, {"pp": 2}, programs))
     assert factors is not None
     assert factors["seconds"] == {"mean": 2, "busiest": 2, "free messages": 4, "taken": 5}
     assert efficiency(Trace([RankTrace([step, Event(WAIT, "a sum", 0.0, 5.0)])], {"dp": 1})) is None, (
@@ -344,8 +259,9 @@ def test_slices_and_parts_stand_side_by_side_in_the_place_of_a_stage(alone: Path
     ]
 
 
-def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, tmp_path: Path) -> None:
+def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, alone: Path, tmp_path: Path) -> None:
     run = read(hybrid)
+    assert contents(replace(run, memory=[], ledger=[]))["missing"]["memory"] == "The run did not count its memory."
     page = contents(replace(run, memory=run.memory[:4]))
     assert page["memory"] is None
     assert page["missing"]["memory"] == "The counts of 4 ranks are recorded, but not which ranks these are."
@@ -353,9 +269,13 @@ def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, tmp_path: Path)
         settings = run.settings | {"compile": True, "recompute": recompute}
         page = contents(replace(run, config=run.config | {"settings": settings}))
         assert (page["memory"]["plan"] is not None) == is_planned, recompute
+    one = read(alone)
+    sharded = one.config | {"settings": one.settings | {"compile": True, "shard": "weights"}}
+    assert contents(replace(one, config=sharded))["memory"]["plan"] is not None, "layer by layer"
     first = run.memory[0] | {"activations": 0}
     assert contents(replace(run, memory=[first, *run.memory[1:]]))["memory"]["bars"]["activations"][0] == 0
-    said = {"rank 1": ["rank 0 has exited: ranks 1, 2, 3, 4 and 5 go on with step 7, 0.1 s after that"]}
+    before = "rank 5 has exited: ranks 0, 1, 2, 3 and 4 go on with step 3, 0.1 s after that"
+    said = {"rank 1": [before, "rank 0 has exited: ranks 1, 2, 3 and 4 go on with step 7, 0.1 s after that"]}
     left = replace(run, logs=said, trace=None, ledger=[])
     caption = contents(left)["time"]["table"]["caption"]
     assert "rank 0 and, after it died, the first rank that was left (after a repair" in caption
@@ -372,5 +292,7 @@ def test_the_curves_of_a_long_run_keep_all_validation_losses(alone: Path) -> Non
     [curve] = contents(replace(read(alone), metrics=steps))["curves"]["runs"]
     assert curve["values"]["validation_loss"].count(1.0) == 100
     assert 4000 <= len(curve["at"]["steps"]) < 4100
+    assert curve["at"]["seconds"][-1] == pytest.approx(9700 * record["seconds"]), "of all steps"
     assert curve["caption"] == f"{len(curve['at']['steps']):,} of 9,700 steps"
+    assert read(alone).state == replace(read(alone), metrics=lines(alone)[5:]).state == "complete", "if it is resumed"
     assert [evenly_spaced(range(9), most) for most in (1, 3, 9)] == [[4], [0, 4, 8], [*range(9)]], "first and last"

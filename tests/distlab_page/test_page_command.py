@@ -73,12 +73,12 @@ def test_the_drawing_library_is_cut_to_what_a_page_draws_with() -> None:
         assert needed_parts(other) == other, "all of a script in which the parts are not found"
 
 
-def test_the_server_answers_this_machine_only(server: str, alone: Path) -> None:
+def test_the_server_answers_this_machine_only(server: str, alone: Path, hybrid: Path) -> None:
     assert server.startswith("http://127.0.0.1:")
     (later := alone.parent / "later").mkdir()  # a run that begins later is another one
     (later / "config.json").write_bytes((alone / "config.json").read_bytes())
     with urllib.request.urlopen(f"{server}data.json") as answer:
-        assert json.load(answer)["curves"] == contents(read(alone))["curves"]
+        assert json.load(answer)["curves"] == contents(read(alone), read(hybrid))["curves"]
     urllib.request.urlopen(urllib.request.Request(f"{server}data.json", headers={"Host": "localhost:80"})).close()
     foreign = urllib.request.Request(server, headers={"Host": "example.org"})
     for request, status in ((foreign, 403), (urllib.request.Request(f"{server}config.json"), 404)):

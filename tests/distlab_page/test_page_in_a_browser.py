@@ -54,7 +54,7 @@ def test_a_browser_draws_each_number_and_asks_for_nothing(
         "hybrid": (one, None),
         "killed": (read(killed), None),
         "two runs": (one, another),
-        "served": (another, None),
+        "served": (another, one),
         "further panels": (further, None),
     }[name]
     file = tmp_path / "page.html"
@@ -95,7 +95,8 @@ def test_a_browser_draws_each_number_and_asks_for_nothing(
     assert content["status"]["text"] in texts["top"]
     assert (" %" in texts["timeline"]) == (run.trace is not None)
     if other:
-        assert "The same run as one process: losses differ by at most " in texts["top"]
+        assert "The same run as " in texts["top"]
+        assert ": losses differ by at most " in texts["top"]
     if run is one:
         assert "hybrid <b>&: 2 dp x 3 pp" in texts["top"]
         assert texts["time"].count(" %") == 4, "the factors of efficiency; all else is in seconds"
@@ -124,6 +125,13 @@ def test_a_page_is_read_with_keys_and_on_paper(hybrid: Path, browser: Browser, t
     listed = page.wait_for("document.querySelector('#timeline details[open] table')?.tBodies[0].rows.length")
     assert listed == len(steps[at]["bars"]) + len(steps[at]["arrows"])
     assert "waiting for other ranks" in page.value("document.querySelector('#timeline details').innerText")
+    assert page.value("+document.getElementById('step').max") == len(steps) - 1
+    page.value("[...document.querySelectorAll('button')].find(button => button.innerText == 'slowest').click()")
+    assert page.value(label).startswith(f"{steps[content['slowest']]['label']}: ")
+    against = "document.getElementById('against')"
+    page.value(f"{against}.value = 'tokens', {against}.dispatchEvent(new Event('change'))")
+    where = page.value("document.querySelector('#curves .js-plotly-plot').data[0].x")
+    assert where == [record["tokens"] for record in lines(hybrid)]
     printed = base64.b64decode(page.call("Page.printToPDF")["data"])
     assert printed.startswith(b"%PDF")
     assert page.value("document.querySelectorAll('#time details[open], #schedules details[open]').length") == 3

@@ -43,7 +43,7 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "outer gradients, loss",
     ),
     "averaged weights, resumed": (
-        "dp-wa --sync-every 3 --save-every 3; dp-wa --sync-every 3 --resume RUN --steps 7",
+        "dp-wa --sync-every 3 --save-every 3; dp-wa --sync-every 3 --resume RUN --steps 6",
         "weights, loss; weights, loss",
     ),
     "a sum for each replica, and a copy of the state": (
@@ -76,7 +76,7 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
     "a residual in bfloat16": (
         "5d --dp 1 --pp 3 --n-layers 4 --layers-per-stage 1,2,1 --batch-size 2 --micro-batches 2 --recompute all "
         "--dtype bfloat16 --residual bfloat16; "
-        "5d --dp 1 --pp 2 --layers-per-stage 2,2 --n-layers 4 --batch-size 2 --micro-batches 2 --schedule zb-h1 "
+        "5d --dp 1 --pp 2 --layers-per-stage 1,1,1,1 --n-layers 4 --batch-size 2 --micro-batches 2 --schedule zb-v "
         "--dtype bfloat16 --residual bfloat16",
         "activations, loss; activations, loss",
     ),
