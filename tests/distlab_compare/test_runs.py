@@ -21,22 +21,24 @@ from distlab.checkpoints.saving import save
 from distlab.run.recording import file_of
 from distlab.run.steps import STOP_AFTER
 from distlab_compare.command import RecordedRun, Request, compare, one_process_flags
+from distlab_compare.differences import Difference, tell
 from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.runs import Pair
 from distlab_compare.saved import Saved, first_divergence
+from distlab_compare.shares import Mistake
 from simplellm.errors import InputError
 
 
 def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_path: Path) -> None:
     """All replicas update with replica 0's gradient: that is not each replica's own."""
-    shares = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
+    shares = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(0))  # of two micro-batches of each replica
     for rank in range(4):  # two replicas of two slices
-        record(tmp_path / "run", rank, {"gradient.weight": shares[0]}, start=2 * (rank % 2), rows=2)
-    kept = {f"share.{replica}.weight": share / 2 for replica, share in enumerate(shares)}
+        record(tmp_path / "run", rank, {"gradient.weight": shares[:2].mean(0)}, start=2 * (rank % 2), rows=2)
+    kept = {f"share.{number}.weight": share / 4 for number, share in enumerate(shares)}
     record(tmp_path / "one", 0, {"gradient.weight": shares.mean(0), **kept})
     run = Recordings(tmp_path / "run", {"layout": {"dp": 2, "tp": 2}, "world_size": 4})
     one = Recordings(tmp_path / "one", ONE_PROCESS)
-    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
+    divergence = Pair(run, one, tolerance=1e-4, micro_batches=2).first_divergence()
     assert divergence is not None
     told = "step 0: the gradient of weight on all ranks looks as if rank 1's share was lost; the others count 2 times"
     assert divergence.sentences[0].startswith(told)
@@ -61,7 +63,7 @@ def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_eac
     tmp_path: Path,
 ) -> None:
     settings: dict[str, Any] = {"dp": 2, "pp": 3, "batch_size": 6, "micro_batches": 3}
-    settings |= {"n_layers": 4, "lr": 8e-4, "seed": 7}
+    settings |= {"n_layers": 4, "lr": 8e-4, "seed": 7, "device": "cpu"}
     config = {"settings": settings, "layout": {"dp": 2, "pp": 3}, "world_size": 6, "data": "sample"}
     config |= {"script": str(LAB / "hybrid/intro_hybrid.py"), "resume": "runs/before"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -69,7 +71,7 @@ def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_eac
     assert script == str(LAB / "primer/intro.py")
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     wanted = {"--batch-size": "12", "--micro-batches": "6", "--n-layers": "4", "--seed": "7"}
-    assert given == {**wanted, "--resume": "runs/before", "--data": "sample"}
+    assert given == {**wanted, "--resume": "runs/before", "--data": "sample", "--device": "cpu"}
     config["settings"] = settings | {"experts": 4, "betas": [0.8, 0.95]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     script, *flags = one_process_flags(RecordedRun(tmp_path), None)
@@ -88,17 +90,29 @@ def test_one_process_records_the_steps_whose_gradients_the_run_has_recorded(
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     shutil.copytree(tmp_path / "run", tmp_path / "same")
 
+    given, until = dict[str, str](), list[str]()
+
     def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
-        given = dict(itertools.pairwise(command))
-        assert (given["--record-gradients"], env[STOP_AFTER]) == ("2", "5")
+        given.update(itertools.pairwise(command))
+        until.append(env[STOP_AFTER])
         shutil.copytree(tmp_path / "same", given["--out"])
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr("distlab_compare.command.subprocess.run", run)
     assert compare(Request(tmp_path / "run", with_one_process=True)) == 0
     assert capsys.readouterr().out.startswith("# one process runs steps 3 to 4: ")
+    assert (given["--record-gradients"], until) == ("2", ["5"])
+    for folder in (tmp_path / "run", tmp_path / "same"):  # with checkpoints alone
+        shutil.rmtree(folder)
+        for step in (2, 4, 6, 8):
+            save(folder, {"weight": torch.ones(SHAPE)}, {**ABOUT, "step": step}, None, keep=4)
+        (folder / "config.json").write_text(json.dumps(config | {"settings": {"save_every": 2}}))
+    assert compare(Request(tmp_path / "run", with_one_process=True)) == 0
+    assert (given["--save-every"], until[1]) == ("2", "8")
+    assert int(given["--keep"]) >= 4, "all that are compared"
 
 
+ABOUT: dict[str, Any] = {"architecture": "mlp", "tokens": 0, "model": {}, "settings": {}}  # of a checkpoint
 OWN_SCRIPT = """from dataclasses import dataclass
 from distlab.settings.training import TrainSettings
 
@@ -125,6 +139,8 @@ def test_one_process_has_the_settings_of_a_script_s_own(tmp_path: Path) -> None:
     ("own", "others", "told"),
     [
         ({"lr_schedule": "cosine", "steps": 10}, {"lr_schedule": "cosine", "steps": 20}, "--steps 10 and 20, on which"),
+        ({"lr_schedule": "linear", "steps": 10}, {"lr_schedule": "linear", "steps": 20}, "--steps 10 and 20, on which"),
+        ({"layout": {"dp": 2, "ep": 2}, "batch_size": 1}, {"batch_size": 4}, ""),  # replicas that share experts
         ({"lr_schedule": "constant", "steps": 10}, {"lr_schedule": "constant", "steps": 20}, ""),
         ({"hidden_dim": None}, {"hidden_dim": 96}, ""),
         ({"tokenizer": "a.model"}, {"tokenizer": None}, "different tokenizers"),
@@ -141,6 +157,16 @@ def test_trainings_that_should_not_be_equal_are_not_compared(
     request = Request(tmp_path / "own", tmp_path / "others")
     with pytest.raises(InputError, match=f"are different trainings: {told}") if told else contextlib.nullcontext():
         assert compare(request) == 0
+
+
+def test_a_parameter_that_only_one_model_has_is_told_whichever_counts_as_right(tmp_path: Path) -> None:
+    for name, more in (("small", []), ("large", ["weights.bias"])):
+        kinds = ["gradient.weight", "weights.weight", *more]
+        record(tmp_path / name, 0, dict.fromkeys(kinds, torch.ones(SHAPE)))
+        (tmp_path / name / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+    for pair in itertools.permutations(("small", "large")):
+        with pytest.raises(InputError, match=r"have different models: only .*/large has bias"):
+            compare(Request(*(tmp_path / name for name in pair)))
 
 
 def test_another_shape_is_told(tmp_path: Path) -> None:
@@ -162,6 +188,7 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
     ("wrong", "told"),
     [
         (lambda right, _: right * torch.nan, "is not finite"),
+        (lambda right, _: right * torch.inf, "is not finite"),
         (lambda right, before: right + before, "also contains the gradient of the step before"),
         (lambda right, before: 2 * right + before, "is not a multiple of the other run's"),
         (lambda right, _: 0 * right, "is zero or None: nothing was added to it, or it was cleared"),
@@ -213,6 +240,40 @@ def test_the_first_difference_of_a_step_is_told(
     assert divergence is not None
     assert divergence.step == 0
     assert divergence.sentences[0].startswith(told.format("step 0"))
+
+
+def test_a_loss_is_compared_relative_to_itself_and_named_by_replicas_and_micro_batches(tmp_path: Path) -> None:
+    for rank in range(3):
+        record(tmp_path, rank, {"gradient.weight": START})
+    run = Recordings(tmp_path, {"layout": {"dp": 3}, "world_size": 3})
+    for factor, told in ((1 + 5e-5, ""), (2, "by their number, 2 "), (3, "added up over 3 replicas, not averaged ")):
+        losses = {0: 8.0 * factor}, {0: 8.0}
+        divergence = Pair(run, run, tolerance=1e-4, losses=losses, micro_batches=2).first_divergence()
+        said = divergence.sentences[0] if divergence else ""
+        assert (bool(said), told in said) == (bool(told), True), said
+
+
+def test_a_rank_that_has_not_updated_its_slice_is_told(tmp_path: Path) -> None:
+    after = OTHER - 1
+    for rank, own in ((0, after), (1, OTHER)):
+        record(tmp_path / "run", rank, {"gradient.weight": START, "weights.weight": OTHER}, start=2 * rank, rows=2)
+        record(tmp_path / "run", rank, {"weights.weight": own}, start=2 * rank, rows=2, step=1)
+    record(tmp_path / "one", 0, {"gradient.weight": START, "weights.weight": OTHER})
+    record(tmp_path / "one", 0, {"weights.weight": after}, step=1)
+    run = Recordings(tmp_path / "run", {"layout": {"tp": 2}, "world_size": 2})
+    one = Recordings(tmp_path / "one", ONE_PROCESS)
+    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
+    assert divergence is not None
+    assert divergence.sentences[0].startswith("after step 0: the weights weight on rank 1")
+    assert "are those before the update" in divergence.sentences[0]
+
+
+def test_a_certain_mistake_is_told_without_what_may_follow_from_it() -> None:
+    found = [
+        Difference(0, rank, "weight", Mistake(name, f"is {name}")) for rank, name in enumerate(("summed", "imprecise"))
+    ]
+    told = tell("step 0: the gradient of", found, "rank {}".format, [["weight", "bias"]] * 3)
+    assert told == ["step 0: the gradient of weight on rank 0 is summed", "rank 2: right"]
 
 
 def test_ranks_of_the_right_run_that_part_among_each_other_are_told(
@@ -281,13 +342,18 @@ def test_with_adam_an_element_whose_mean_gradient_was_rounding_once_may_have_any
 
     assert first_divergence(kept(1), kept(-1), [2, 4], tolerance=1e-4) == []
     assert first_divergence(kept(1), kept(-1), [4], tolerance=1e-4) != []
+    for moments, count in ((torch.ones(SHAPE), 0), (None, 1)):  # Adam makes rounding larger
+        pair = ({2: Kept(2, weight, moments)} for weight in (1 + 5e-4, 1.0))
+        assert len(first_divergence(*pair, [2], tolerance=1e-4)) == count
+    with pytest.raises(InputError, match=r"its model has no weight of \[3, 4, 2\]"):
+        first_divergence({2: Kept(2, 1.0)}, {2: Kept(2, torch.ones(3, *SHAPE))}, [2], tolerance=1e-4)
 
 
 def test_runs_that_have_no_step_in_common_are_told(tmp_path: Path) -> None:
-    tensors, about = {"weight": torch.ones(SHAPE)}, {"architecture": "mlp", "tokens": 0, "model": {}, "settings": {}}
+    tensors = {"weight": torch.ones(SHAPE)}
     for name, step in (("a", 2), ("b", 4)):
         record(tmp_path / f"recorded-{name}", 0, {"gradient.weight": torch.ones(SHAPE)}, step=step)
-        save(tmp_path / f"saved-{name}", dict(tensors), {**about, "step": step}, None, keep=1)
+        save(tmp_path / f"saved-{name}", dict(tensors), {**ABOUT, "step": step}, None, keep=1)
     for folder in tmp_path.iterdir():
         (folder / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
     for own, right, told in (

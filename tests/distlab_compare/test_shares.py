@@ -33,6 +33,8 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert "sequences, 2 times as large: it" in name_ratios([[2 * n] * m, [0] * m, [0] * m], 0).sentence
     assert named([1, 1], [0, 0], [0, 0]) == "not-added-up"
     assert named([0, 0], [n, n], [0, 0]) == "one-rank-only"
+    assert "is that of rank 1's sequences alone" in name_ratios([[0, 0], [n, n], [0, 0]], 0).sentence
+    assert "the shares of ranks 1 and 2 were lost" in name_ratios([[1], [0], [0], [1]], 0).sentence
     assert named([1, 1], [0, 0], [1, 1]) == named([0, 0], [2, 2]) == "rank-missing"
     assert named([1, 1], [2, 2], [0.5, 0.5]) == "unequal"
     assert named([0, m], [0, m], [0, m]) == "last-micro-batch"
@@ -41,7 +43,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
         named_so = name_ratios([ratios] * n, 0)
         assert named_so.name == "micro-batch-missing"
         assert named_so.sentence == f"looks as if nothing was added of micro-batch {lost}"
-    assert named([9, 3], [9, 3], [9, 3]) == "combined-again"
+    assert named([9, 3], [9, 3], [9, 3]) == named([3, 9], [3, 9], [3, 9]) == "combined-again"
     assert named([1, 2], [1, 2], [1, 2]) == "unequal-micro-batches"
     assert named([0, 2 * n], [0, 0], [0, 0]) == "not-averaged"
     own_only = name_ratios([[n, 2 * n], [0, 0], [0, 0]], 0).sentence
@@ -53,6 +55,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
         (before - 0.1 * without_last, "are wrong as if, in the gradient used, rank 2's share was lost"),
         (before.clone(), "are those before the update: the update was undone, or changed other memory"),
         (1.5 * before - 0.1 * mean, "are 1.5 times what they should be"),
+        (before / 3 - 0.1 * mean, "are 1/3 of what they should be: divided by 3 twice"),
         (before - 0.101 * mean, "differ slightly from those of one process"),
     ):
         assert name_weights(observed, before, [[share] for share in shares], lr=0.1, own=-1).sentence == told

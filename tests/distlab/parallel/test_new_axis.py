@@ -78,6 +78,7 @@ def test_trains_as_one_process_and_resumes_without_the_axis(layout: dict[str, in
         wrong[2 * number] = True
         [writer] = saved.writers("rows", wrong)
         assert coordinate(layout, writer, "xp") == number
+    assert len(saved.writers("rows", torch.ones(6, 6, dtype=torch.bool))) == 3
     resumed, after = run(Grid(0, {}), range(3, 5), tmp_path / "run", resumed=True)
     assert resumed == pytest.approx(norms[3:], rel=1e-5)
     assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(after, parameters, strict=True))
