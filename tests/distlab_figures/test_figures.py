@@ -160,8 +160,6 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path, drawn: list[Any
     for against, where in {"steps": [21, 22], "tokens": [900, 1000], "seconds": [0.5, 0.75]}.items():
         losses(tmp_path / "a.png", [str(tmp_path)], against=against, smooth=1)
         assert curves(drawn[-1]) == [(where, [4.0, 3.0])]
-    losses(tmp_path / "a.png", [str(tmp_path)], of="lr")
-    assert curves(drawn[-1]) == [([21, 22, 23], [0.1, 0.2, 0.1])]
     with pytest.raises(
         InputError, match="its records have no grad_norm, which --of asks for; the run needs --clip-norm"
     ):
@@ -170,6 +168,8 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path, drawn: list[Any
     lines(metrics, rows)
     losses(tmp_path / "a.png", [str(tmp_path)])
     assert ([22], [3.5]) in curves(drawn[-1])
+    losses(tmp_path / "a.png", [str(tmp_path)], of="lr")
+    assert curves(drawn[-1]) == [([21, 22, 23], [0.1, 0.2, 0.1])]
     rows[0]["validation_loss"] = None  # as that of a run that has diverged
     lines(metrics, rows)
     assert math.isnan(read_metrics(tmp_path)[0]["validation_loss"])
@@ -195,15 +195,18 @@ def test_memory_over_time_needs_a_trace_with_stages(tmp_path: Path) -> None:
 def test_the_memory_of_a_step_begins_and_ends_with_it(tmp_path: Path, drawn: list[Any]) -> None:
     steps = [Event(STEP, f"step {step}", step, step + 1.0) for step in range(3)]
     kept = [(step + at, size * 10**6) for step in range(3) for at, size in ((0.25, 2 + step), (0.75, step))]
-    write_chrome(Trace([RankTrace(steps, kept)], {"pp": 1}, all_stages("dapple", 1, 1)), tmp_path / "trace.json")
+    replicas = Trace([RankTrace(steps, kept)] * 2, {"dp": 2, "pp": 1}, all_stages("dapple", 1, 1))
+    write_chrome(replicas, tmp_path / "trace.json")
     figures.memory(tmp_path / "a.png", [f"run={tmp_path / 'trace.json'}"])
-    [(times, sizes)] = curves(drawn[0])
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["stage 0"], "of both"
+    (times, sizes), again = curves(drawn[0])
+    assert again == (times, sizes)
     assert [round(time) for time in times] == [0, 250, 750]
     assert sizes in ([0, 3, 1], [0, 4, 2]), "of one step that is not the first"
 
 
 def test_a_line_marks_the_first_token_with_another_route(tmp_path: Path, drawn: list[Any]) -> None:
-    one, other = record(tmp_path / "one", [4.0, 2.0, 1.0]), record(tmp_path / "other", [4.0, 2.0, 1.5])
+    one, other = record(tmp_path / "one", [4.0, 2.0, 2.0]), record(tmp_path / "other", [4.0, 2.0, 3.0])
     steps = [
         json.loads(line) | {"other_routes": routes}
         for line, routes in zip((other / "metrics.jsonl").read_text().splitlines(), (0, 2, 3), strict=True)
@@ -211,6 +214,7 @@ def test_a_line_marks_the_first_token_with_another_route(tmp_path: Path, drawn: 
     lines(other / "metrics.jsonl", steps)
     figures.partings(tmp_path / "a.png", [str(one), str(other)])
     assert curves(drawn[0])[1] == ([1, 1], [0, 1])
+    assert curves(drawn[0])[0][1] == [1e-9, 1e-9, 0.5], "relative"
 
 
 def test_schedules_on_one_axis_say_what_is_idle_in_the_plan_and_measured(recorded: Path, drawn: list[Any]) -> None:
@@ -232,6 +236,9 @@ def test_contiguous_parts_of_sequences_are_unequal_work_by_the_pairs_of_position
     diagrams.sequence_parts(Path("a.png"), ranks=2)
     for axes, share in zip(drawn[0].axes, ("zigzag: busiest rank 1 ", "contiguous: busiest rank 1.5 "), strict=True):
         assert axes.get_title().startswith(share)
+    diagrams.sequence_parts(Path("a.png"), ranks=3)
+    steps = {text.get_position(): text.get_text() for text in drawn[1].axes[1].texts}  # contiguous
+    assert [steps[0.5, 0.5 + 2 * rank] for rank in range(3)] == ["0", "1", "2"], "the keys of rank 0 come that late"
 
 
 def test_the_parts_of_a_diagram_fill_its_width(recorded: Path, drawn: list[Any]) -> None:
@@ -263,6 +270,36 @@ def test_schedules_are_drawn_where_their_worker_is_that_keeps_most(drawn: list[A
     for axes in drawn[0].axes:
         kept = {text.get_text(): text.xy[0] for text in axes.texts}
         assert (kept["dapple"], kept["gpipe"], kept["zb-h1"]) == (2, 2, 2)
+        zb_v = simulate(all_stages("zb-v", 2, 2), ActionCosts(0.5, 1.0, activation_bytes=0.5))
+        assert kept["zb-v"] == max(zb_v.peak_bytes)
+    equal, other = ({text.get_text(): text.xy[1] for text in axes.texts} for axes in drawn[0].axes)
+    assert (equal["dapple"] == other["dapple"], equal["zb-h1"] == other["zb-h1"]) == (True, False)
+
+
+def test_the_curves_of_a_collective_are_its_own(recorded: Path, drawn: list[Any]) -> None:
+    figures.collectives(Path("a.png"), recorded)
+    figures.shared_memory(Path("a.png"), recorded)
+    for axes in (*drawn[0].axes[:3], drawn[1].axes[0]):
+        shown = [line.get_xdata() for line in axes.lines if len(line.get_xdata())]
+        assert [[*sizes] for sizes in shown] == [[10**3, 10**7]] * len(shown)
+
+
+def test_steps_of_a_ring_are_side_by_side_and_the_busiest_rank_is_relative_to_the_mean(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    steps = [Event(PART, f"ring step {n}{way}", n / 4, n / 4 + 0.125) for n in (0, 1) for way in ("", ", backward")]
+    ranks = [RankTrace([Event(STEP, "step 0", 0.0, 1.0), *own]) for own in (steps, steps[:1])]
+    write_chrome(Trace(ranks, {"cp": 2}), tmp_path / "trace.json")
+    figures.ring_steps(tmp_path / "a.png", [f"run={tmp_path / 'trace.json'}"])
+    axes = drawn[0].axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 250), (250, 250), (0, 125)]
+    assert "busiest rank 1.60 " in axes.get_title()
+
+
+def test_ranks_with_neighboring_numbers_hold_what_was_asked_for(drawn: list[Any]) -> None:
+    for neighbors, stage in (("stages", 1), ("replicas", 0)):
+        diagrams.layout(Path("a.png"), dp=2, pp=2, neighbors=neighbors)  # type: ignore[arg-type]
+        assert f"rank 1\nstage {stage}" in [text.get_text() for text in drawn[-1].axes[0].texts]
 
 
 def test_a_dead_rank_has_its_name_though_it_has_no_bars(drawn: list[Any]) -> None:
@@ -300,6 +337,8 @@ def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
     holdings(tmp_path / "a.png", [str(folder) for folder in folders])
     labels = [label.get_text() for label in drawn[0].axes[0].get_xticklabels()]
     assert labels == [str(folders[0]), str(folders[1]), "c"]
+    totals = [int(text.get_text()) for text in drawn[0].axes[0].texts]
+    assert totals == [len(MEMORY_KINDS) * megabytes for megabytes in (1, 2, 3)]
     for figure in (losses, holdings, figures.timelines, figures.memory):
         with pytest.raises(InputError, match="give one or more runs"):
             figure(tmp_path / "a.png", [])
