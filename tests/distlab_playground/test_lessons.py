@@ -28,6 +28,7 @@ from distlab_playground.lessons import (
     both,
     difference,
     held,
+    load,
     loss,
     messages,
     printed,
@@ -45,7 +46,7 @@ LESSON = Lesson(
     about="",
     commands={"plan": "show-schedule gpipe --stages 3 --micro-batches 6"},
     questions=(
-        Question("bubble", "", printed("plan", r"formula .*: ([\d.]+)%"), ""),
+        Question("bubble", "", printed("plan", r"formula .*: ([\d.]+)%"), "", tolerance=0.05),
         Question("ticks", "", printed("plan", r"(\d+) ticks"), "", tolerance=0, least=2),
     ),
 )
@@ -55,12 +56,15 @@ def outcome(folder: Path, losses: list[float], scale: int) -> Outcome:
     """Of a run of two ranks: rank 0 sends a message in each of two steps, rank 1 two of them."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"settings": {}, "layout": {"dp": 2}}))
-    steps = [json.dumps({"step": step, "loss": loss, "seconds": 1.0}) for step, loss in enumerate(losses)]
+    steps = [
+        json.dumps({"step": step, "loss": loss, "seconds": 1.0, "expert_loads": [[3 + step, 1]]})
+        for step, loss in enumerate(losses)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(steps) + "\n")
-    way = {"kind": "gradients", "bytes": 100 * scale, "messages": 2, "peers": [1]}
+    ways = [{"kind": "gradients", "bytes": 50 * scale, "messages": 1, "peers": [1]}] * 2  # of two groups
     other = {"kind": "loss", "bytes": 1, "messages": 1, "peers": [1]}
     more = {"steps": 2, "seconds": 1.0, "waited_seconds": 0.0, "collective_seconds": 0.0}
-    accounts = [{"name": f"rank {r}", "rank": r, **more, "sent": [way, other][: 2 - r]} for r in (0, 1)]
+    accounts = [{"name": f"rank {r}", "rank": r, **more, "sent": [*ways, other][: 3 - r]} for r in (0, 1)]
     (folder / "ledger.json").write_text(json.dumps(accounts))
     (folder / "memory.json").write_text(json.dumps([{"activations": 8 * scale}, {"activations": 1}]))
     return Outcome("", read(folder))
@@ -72,7 +76,8 @@ def test_numbers_are_read_from_the_records(tmp_path: Path) -> None:
     assert messages("b", "gradients")(runs) == 1
     assert both("a", "gradients", "loss")(runs) == 1
     assert ratio(held("b", "activations"), held("a", "activations"))(runs) == 3
-    assert difference(loss("a"), loss("b"))(runs) == 0.5
+    assert difference(loss("a"), loss("b"))(runs) == difference(loss("b"), loss("a"))(runs) == 0.5
+    assert load("a")(runs) == 4 / 2.5, "in the last step"
     assert [same(loss("a"), scaled(loss("a"), factor))(runs) for factor in (1, 1 + 5e-6, 1 + 5e-5)] == [1, 1, 0]
     with pytest.raises(InputError, match="a: rank 0 sent no weights"):
         sent("a", "weights")(runs)
@@ -83,13 +88,13 @@ def test_numbers_are_read_from_the_records(tmp_path: Path) -> None:
 def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -> None:
     here = LESSON.measured(LESSON.run())
     assert here == {"bubble": 25, "ticks": 24}
-    answers = Answers("small", "ada", {"bubble": 25.2, "ticks": 21}, here)
+    answers = Answers("small", "ada", {"bubble": 26, "ticks": 21}, here)
     assert [line.split()[-1] for line in verdicts(LESSON, answers, here)] == ["right", "off"]
     assert LESSON.questions[1].is_right(22, 24), "up to the least difference that counts"
-    other = replace(answers, guesses={"ticks": 26}, measured={"bubble": 24})
+    other = replace(answers, guesses={"ticks": 26}, measured={"bubble": 20})
     last = [line.partition("  ")[2].split("  ")[-1] for line in verdicts(LESSON, other, here)]
     assert last == ["not answered", "not measured"]
-    other = replace(answers, measured={"bubble": 24, "ticks": 24})
+    other = replace(answers, measured={"bubble": 20, "ticks": 24})
     assert "measured something else; here it is 25" in next(iter(verdicts(LESSON, other, here)))
     path = tmp_path / answers.file_name
     path.write_text(answers.to_json())
@@ -129,6 +134,12 @@ def test_what_is_not_answers_is_named(text: str, tmp_path: Path, capsys: pytest.
     file.write_text(Answers("dance", "ada", {}, {}).to_json())
     assert run_subcommand("answers", [str(tmp_path)]) == 1
     assert "# dance: no such lesson; there are replicas, collectives" in capsys.readouterr().out
+    others = [tmp_path / "a.json", tmp_path / "b.json"]
+    for one in others:
+        one.write_text("{")
+    assert check(Request(tmp_path)) == 1
+    told = capsys.readouterr().out
+    assert all(sentence in told for sentence in (*(f"# {one}: not a file" for one in others), "# dance: no such"))
 
 
 PREDICTED: dict[str, dict[str, float]] = {  # by hand, from what each lesson says

@@ -81,11 +81,12 @@ def test_workers_whose_stages_have_other_numbers_are_written_with_these() -> Non
     assert schedules.as_typed(simulate(schedules.typed(text))) == text
 
 
-def test_the_newest_run_is_the_first_and_names_are_no_markup(folder: Path) -> None:
+def test_the_newest_run_is_the_first(folder: Path) -> None:
     write_run(folder, steps=2)
     os.utime(folder / "config.json", (1, 1))
     assert runs.known(folder) == [str(folder / "runs/first"), str(folder)]
-    assert "<b>" not in drawing.table(["<b>"], [["<b>"]], "<b>") + drawing.legend({"<b>": style.INK})
+    os.utime(folder / "runs/first/config.json", (0, 0))
+    assert runs.known(folder) == [str(folder), str(folder / "runs/first")]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,10 @@ def test_a_schedule_is_played_in_order_and_drawn_whole() -> None:
     assert [span.start for _, span in order] == sorted(span.start for _, span in order)
     assert len(order) == sum(map(len, plan.spans)) == drawing.passes(plan, plan.rows, 5, title).count('class="bar"')
     assert "*" in drawing.passes(plan, plan.rows, 5, title)  # work of the dead worker
+    assert drawing.passes(plan, plan.rows, 5, title).count(f'opacity="{drawing.PLAYED_NOT_YET}"') == len(order) - 5
     for line, most in zip(plan.spans, plan.peak_bytes, strict=True):
         assert max(size for _, size in schedules.kept(line, costs)) == most
+    assert "it needs" not in schedules.says(simulate(all_stages("gpipe", 1, 1)), ["worker 0"], 2), "results of others"
     worker, span = order[1]
     said = schedules.says(plan, plan.rows, 2)
     assert said.startswith(f"At {span.start:g}, {plan.rows[worker]} begins {plan.labels[span.action]}, forward of")
@@ -181,6 +184,7 @@ def test_the_bubbles_are_those_of_the_library_s_schedules(monkeypatch: pytest.Mo
     bubbles = schedules.bubbles(2, 4)
     assert {"gpipe", "dapple", "zb-h1"} <= bubbles.keys()
     assert not {AUTO, "my/order.py"} & bubbles.keys()
+    assert schedules.bubbles(2, 4, steps=10)["zb-v"] < bubbles["zb-v"] / 2, "a step fills the bubble of another"
 
 
 def test_the_verdict_names_the_schedules_without_a_bubble_if_there_are_any() -> None:

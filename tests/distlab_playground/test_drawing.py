@@ -1,0 +1,30 @@
+"""The drawings of the playground: all of each is seen, and can be read."""
+
+import re
+
+import pytest
+
+from distlab.collectives.simulation import Passed
+from distlab.reports import style
+from distlab_page.tables import table
+from distlab_playground import drawing, runs
+
+
+def test_what_is_drawn_is_within_the_drawing_and_legible() -> None:
+    drawn = drawing.kept([[(1.0, 2.0)]], ["worker 0"], end=2.0, limit=4.0)
+    assert f"M{drawing.LEFT} 0.00H" in drawn, "the limit is the highest"
+    message = Passed(0, 1, 4, 0.25, 0.5)
+    assert f"L{drawing.WIDTH - 12:.2f} " in drawing.messages(2, [message], makespan=0.5), "at the end of the axis"
+    assert drawing.messages(2, [message] * 3, makespan=0.5, shown=2).count('class="bar"') == 2
+    for end in (0.37, 7.0, 10.0, 123.0):
+        bars = [drawing.Bar(0.0, end / 2, "#000000", "F0", ""), drawing.Bar(end / 2, end, "#ffffff", "F1", "")]
+        drawn = drawing.rows(["worker 0"], [bars], "", "ticks")
+        assert drawing.TICKS / 3 <= drawn.count("v5") <= drawing.TICKS + 1
+        widths = [float(width) for width in re.findall('class="bar".*?width="(.*?)"', drawn)]
+        assert widths == pytest.approx([(drawing.WIDTH - drawing.LEFT - 12) / 2] * 2, abs=0.01)
+        inks = [re.search(f'fill="([^"]*)">{label}<', drawn) for label in ("F0", "F1")]
+        assert [ink and ink[1] for ink in inks] == [style.BACKGROUND, style.INK]
+    assert ">10<" in drawing.rows(["worker 0"], [[drawing.Bar(0, 10, "#000000", "", "")]], "", "ticks")
+    assert "<b>" not in drawing.table(["<b>"], [["<b>"]], "<b>") + drawing.legend({"<b>": style.INK})
+    shares = runs.table(table("", ("run", "busy", "idle"), [("a", 0.25, 0.5)], ("busy", "idle")))
+    assert re.findall(r">([\d.%]+)<", shares) == ["25.0%", "50.0%"]
