@@ -98,8 +98,7 @@ def sent_in_step(costs: Costs, rank: int) -> Formulas:
         if one.axis != "cp" or one.kind == "heads":
             add_ring(one.kind, layout.size(one.axis), count, one.rounds, one.size)
         else:
-            to = worker if layout.cp_kind == "ring" else None
-            add(one.kind, to, count, f"{count} messages", one.size)
+            add(one.kind, None, count, f"{count} messages", one.size)
 
     if sizes.experts and (layers := sum(layout.parts(stage)["block"] for stage in stages)):
         k, forward, others = sizes.experts_per_token, layers * parts, layout.size("cp") - 1

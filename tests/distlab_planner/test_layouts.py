@@ -108,6 +108,7 @@ def test_choices_narrow_the_layouts() -> None:
     found = list(layouts(MODEL, 4, 8, Choices({"dp": (2,)}, schedules=("gpipe",), recompute=("all",), shard=("none",))))
     assert {(layout.size("dp"), layout.recompute, layout.shard) for layout in found} == {(2, "all", "none")}
     assert {layout.schedule for layout in found if layout.size("pp") > 1} == {"gpipe"}
+    assert {layout.size("dp") for layout in layouts(MODEL, 4, 6, Choices(shard=("none",)))} == {1, 2}, "of 6 sequences"
     for asked, left in ((("gpipe", "naive"), {"gpipe", "naive"}), (("gpipe", "dapple"), {"dapple"})):  # all the same
         one = Choices({"pp": (2,)}, micro_batches=(1,), schedules=asked)
         assert {layout.schedule for layout in layouts(MODEL, 4, 8, one)} == left

@@ -134,6 +134,7 @@ def test_a_machine_is_measured_with_the_flags_of_the_model_and_at_least_two_rank
 def test_a_plan_is_verified_where_there_is_a_gpu_for_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     plan.check_computer(cluster(), plan.PlanRequest(ranks=2, verify=1))
+    plan.check_computer(cluster(cores_per_host=2), plan.PlanRequest(ranks=4, verify=1))  # of which two share one
     with pytest.raises(InputError, match="have 3 GPUs, and torch sees 2 here"):
         plan.check_computer(cluster(), plan.PlanRequest(ranks=3, verify=1))
 

@@ -135,8 +135,11 @@ def test_a_pass_takes_longer_if_its_rank_has_waited(slowdown: tuple[float, ...])
 
 def test_a_slow_link_decides_what_a_step_takes() -> None:
     """A step of GPipe takes what the link carries: all activations, and then all their gradients."""
-    slow = Costs(cluster(inside=Link(0.0, 1e3)), MODEL, layout("gpipe", micro_batches=4))
-    assert predict(slow).seconds == pytest.approx(2 * 4 * slow.activations.message_bytes / 1e3, rel=0.01)
+    machine, model = cluster(inside=Link(0.0, 1e3)), replace(MODEL, sizes=replace(SIZES, dtype="bfloat16"))
+    for by_hand, number_bytes in ((False, 2), (True, 4)):
+        slow = Costs(machine, model, layout("gpipe", micro_batches=4), by_hand=by_hand)
+        sent = 2 * 4 * SIZES.seq_len * SIZES.dmodel * number_bytes
+        assert predict(slow).seconds == pytest.approx(sent / 1e3, rel=0.01)
 
 
 def test_threads_that_slow_each_other_are_not_slowed_twice() -> None:
@@ -164,6 +167,7 @@ def test_recomputation_takes_longer_with_attention() -> None:
     again = [replace(layout(), recompute=recompute) for recompute in ("none", "except-attention", "blocks")]
     none, without, whole = (Costs(CLUSTER, MODEL, one).seconds(Backward(0, 0)) for one in again)
     assert none < without < whole
+    assert len({Costs(CLUSTER, MODEL, one).seconds(Forward(0, 0)) for one in again}) == 1, "but not forward passes"
 
 
 def test_threads_of_a_rank_that_computes_alone() -> None:

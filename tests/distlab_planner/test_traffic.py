@@ -146,6 +146,7 @@ def test_messages_of_several_replicas_of_a_host_take_what_so_many_took_at_once()
 def test_both_ends_of_a_message_in_a_ring_handle_it() -> None:
     ring = placement(4, 4, message_seconds=1e-3)
     assert ring.message_in_ring(RankGroup(4, 1), 1e6) == near(FAST.seconds(1e6) + 2e-3)
+    assert placement(4, 2).message_in_ring(RankGroup(2, 2), 1e6) == near(SLOW.seconds(2e6)), "two share a card"
 
 
 def test_the_ranks_of_a_host_stand_for_each_other() -> None:
@@ -156,6 +157,8 @@ def test_the_ranks_of_a_host_stand_for_each_other() -> None:
     two_hosts = placement(4, 2, pp=2, tp=2)
     assert [two_hosts.host_of(worker) for worker in (0, 1)] == [0, 1]
     assert two_hosts.message(0, 1, 1e6) == SLOW.seconds(2e6)
+    pipelines = placement(4, 2, pp=2)  # one on each host
+    assert not pipelines.is_inside(pipelines.replicas)
 
 
 def test_pipelines_divided_between_hosts_average_inside_each() -> None:
