@@ -301,3 +301,13 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
         for part in (found.embedding, found.block, found.head):
             assert part == PassSeconds(*[(1.0, 2.0)] * 4)
         assert found.again == (1.0, 2.0)
+
+
+def test_what_is_measured_is_of_one_weight_and_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, ticks = torch.device("cpu"), iter(range(1000))
+    monkeypatch.setattr(measuring, "now", lambda _: next(ticks))
+    weights = torch.nn.Linear(10, 10, bias=False).parameters()
+    assert measuring.measure_optimizer(torch.optim.SGD(weights), cpu) == 1 / 100
+    monkeypatch.setattr(measuring, "passes_per_second", lambda *_: 10.0)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)  # the second rank adds nothing
+    assert measuring.measure_slowdown(SIZES, 0, 2, cpu, 0.0) == (1, 2)
