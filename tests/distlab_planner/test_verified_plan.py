@@ -1,6 +1,7 @@
 """What a plan prints beside the layouts: the memory that they take, and with --verify what was measured."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,8 @@ def test_the_memory_is_that_of_the_optimizer(machine: list[str], capsys: pytest.
     megabytes = []
     for optimizer in ("adam", "sgd"):
         plan.command([*SMALL, *machine, "--micro-batches", "4", "--shard", "none", "--optimizer", optimizer])
-        [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1   2 dp")]
-        megabytes.append(int(row.split(" ms ")[1].split()[2]))
+        [memory] = re.findall(r"^1 +2 dp .* ms +[\d,]+ +- +([\d,]+)", capsys.readouterr().out, re.MULTILINE)
+        megabytes.append(int(memory.replace(",", "")))
     assert megabytes[0] >= megabytes[1] + 2, "two numbers for each of 0.3 million weights"
 
 
