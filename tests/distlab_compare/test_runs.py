@@ -164,9 +164,9 @@ def test_a_parameter_that_only_one_model_has_is_told_whichever_counts_as_right(t
         kinds = ["gradient.weight", "weights.weight", *more]
         record(tmp_path / name, 0, dict.fromkeys(kinds, torch.ones(SHAPE)))
         (tmp_path / name / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
-    for pair in itertools.permutations(("small", "large")):
+    for own, right in itertools.permutations((tmp_path / "small", tmp_path / "large")):
         with pytest.raises(InputError, match=r"have different models: only .*/large has bias"):
-            compare(Request(*(tmp_path / name for name in pair)))
+            compare(Request(own, right))
 
 
 def test_another_shape_is_told(tmp_path: Path) -> None:
@@ -343,8 +343,8 @@ def test_with_adam_an_element_whose_mean_gradient_was_rounding_once_may_have_any
     assert first_divergence(kept(1), kept(-1), [2, 4], tolerance=1e-4) == []
     assert first_divergence(kept(1), kept(-1), [4], tolerance=1e-4) != []
     for moments, count in ((torch.ones(SHAPE), 0), (None, 1)):  # Adam makes rounding larger
-        pair = ({2: Kept(2, weight, moments)} for weight in (1 + 5e-4, 1.0))
-        assert len(first_divergence(*pair, [2], tolerance=1e-4)) == count
+        own, right = ({2: Kept(2, weight, moments)} for weight in (1 + 5e-4, 1.0))
+        assert len(first_divergence(own, right, [2], tolerance=1e-4)) == count
     with pytest.raises(InputError, match=r"its model has no weight of \[3, 4, 2\]"):
         first_divergence({2: Kept(2, 1.0)}, {2: Kept(2, torch.ones(3, *SHAPE))}, [2], tolerance=1e-4)
 

@@ -296,8 +296,11 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
             return dict.fromkeys(("F", "B", "I", "W", "again"), self.seconds)
 
     monkeypatch.setattr(measuring, "Passes", Passes)
+    before = torch.get_num_threads()
     for sizes in (SIZES, replace(SIZES, compiled=True)):
-        [found] = measuring.measure_passes(sizes, [measuring.Slicing(1, 1)], (1, 2), torch.device("cpu"), seconds=0)
+        kinds = [measuring.Slicing(1, before + 1)]
+        [found] = measuring.measure_passes(sizes, kinds, (1, 2), torch.device("cpu"), seconds=0)
+        assert torch.get_num_threads() == before
         for part in (found.embedding, found.block, found.head):
             assert part == PassSeconds(*[(1.0, 2.0)] * 4)
         assert found.again == (1.0, 2.0)
@@ -311,3 +314,4 @@ def test_what_is_measured_is_of_one_weight_and_of_one_rank(monkeypatch: pytest.M
     monkeypatch.setattr(measuring, "passes_per_second", lambda *_: 10.0)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)  # the second rank adds nothing
     assert measuring.measure_slowdown(SIZES, 0, 2, cpu, 0.0) == (1, 2)
+    assert measuring.ascending([3.0, 1.0, 2.0]) == (1, 1, 2), "what was disturbed is no longer than what takes longer"
