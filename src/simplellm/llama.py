@@ -150,7 +150,7 @@ class LLamaPart(nn.Module):
             raise InputError("n_layers 0 leaves no model: it must be at least 1")
         scaling = RopeScaling.of(rope_scaling)
         unusual = {
-            "head_dim": None if head_dim == dmodel / num_heads else head_dim,
+            "head_dim": head_dim,
             "rope_scaling": scaling and scaling._asdict(),
             "attention_bias": attention_bias,
             "mlp_bias": mlp_bias,

@@ -293,6 +293,7 @@ def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
     other = hand_in(tmp_path / "ada/other.py", "broadcast")
     assert launch(["grade", str(tmp_path), "--exercise", "ep-permutation"]) == 1
     told = capsys.readouterr().out
+    assert "# trying 1 file, " in told, "of the two"
     assert "# 1 of 2 passed" in told
     assert f"# not graded: {other}: is not asked for\n" in told
     other.unlink()
@@ -307,6 +308,14 @@ def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
     assert launch(["grade", str(tmp_path)]) == 1
     stopped = "# 1 of 1 file of ep-permutation: no-end: the check did not come to an end, and was stopped"
     assert stopped in capsys.readouterr().out
+
+
+def test_no_more_files_are_checked_at_once_than_asked_for(tmp_path: Path) -> None:
+    alone = f"import time\nopen({str(tmp_path / 'busy')!r}, 'x')\ntime.sleep(0.1)\n"
+    for student in ("ada", "bob"):
+        path = hand_in(tmp_path / f"course/{student}/mine.py", "ep-permutation")
+        path.write_text(f"{path.read_text()}\n{alone}import os; os.unlink({str(tmp_path / 'busy')!r})\n")
+    assert launch(["grade", str(tmp_path / "course"), "--at-once", "1"]) == 0
 
 
 def test_a_course_may_lie_in_a_hidden_folder(tmp_path: Path) -> None:

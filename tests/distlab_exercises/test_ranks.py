@@ -221,6 +221,11 @@ def test_the_rank_that_does_too_much_is_named_though_others_do_not(tmp_path: Pat
         Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, reports).expect_shared_out()
     with pytest.raises(Wrong, match=r"rank 1 .*sends 7 numbers of each token; 3 are enough"):
         Comparison(Trial({"tp": 2}, 2), run, one, facts, 0.5, reports).expect_no_logits_sent(3)
+    for report, counts in zip(reports, ((0, 0, 8), (0, 8, 8)), strict=True):
+        report.facts["sent"] = [{"weights": count} for count in counts]
+    trial = Trial({"dp": 2}, 2, settings={"sync_every": 2})
+    with pytest.raises(Wrong, match="after step 0 of 2: rank 1 sends weights"):
+        Comparison(trial, run, one, facts, 0.5, reports).expect_average_when_due(2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from simplellm.command_line import read
 from simplellm.errors import InputError, require_text
 from simplellm.exit_status import TOO_MANY_PROCESSES, about_system, status_of
 from simplellm.options import check_heads
@@ -43,6 +44,18 @@ def test_an_error_names_arguments_and_on_a_command_line_flags(capsys: pytest.Cap
     assert caught.value.with_flags().startswith("--data data/data.txt: there is no such file")
     assert status_of(lambda: require_text("\udcff", "prompt")) == 2
     assert capsys.readouterr().err.startswith("# --prompt is not valid text")
+
+
+@pytest.mark.parametrize("columns", [None, "20"])
+def test_a_terminal_is_narrow_again_when_the_command_line_is_read(
+    columns: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((20, 24)))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert read(lambda: os.environ["COLUMNS"]) == "40"
+    assert os.environ.get("COLUMNS") == columns
 
 
 def of_file(number: int, file: str | None = "f") -> OSError:

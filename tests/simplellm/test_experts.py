@@ -69,11 +69,22 @@ def test_is_its_formula(sizes: Mixture) -> None:
 @pytest.mark.quick
 def test_a_model_is_built_again_from_its_options() -> None:
     sizes: dict[str, Any] = {"dmodel": 32, "num_heads": 4, "n_layers": 1, "ctx_size": 9, "experts": 5, "seed": 1}
-    others = {"experts_per_token": 3, "shared_expert": True, "router_scores": "sigmoid", "qk_norm": True}
+    others = {"head_dim": 6, "experts_per_token": 3, "shared_expert": True, "router_scores": "sigmoid", "qk_norm": True}
     net = LLama(CausalLLama, 50, **sizes, **others)
     ids = torch.arange(9)[None]
     with torch.no_grad():
         assert torch.equal(LLama(CausalLLama, **net.options, seed=1)(ids), net(ids))
+
+
+def test_routers_are_not_rounded_to_bfloat16() -> None:
+    sizes: dict[str, Any] = {"dmodel": 8, "num_heads": 2, "n_layers": 1, "ctx_size": 4, "experts": 3}
+    net = LLama(CausalLLama, 50, **sizes, dtype=torch.bfloat16)
+    rounded = set(map(id, net.rounded_parameters()))
+    exact = {name for name, parameter in net.named_parameters() if id(parameter) not in rounded}
+    of_layer = "mlp.gate.weight mlp.gate.e_score_correction_bias input_layernorm.weight post_attention_layernorm.weight"
+    of_model = {"model.embed_tokens.weight", "model.norm.weight"}
+    assert exact == of_model | {f"model.layers.0.{name}" for name in of_layer.split()}
+    assert LLama(CausalLLama, 50, **sizes).rounded_parameters() == []
 
 
 def test_a_capacity_drops_the_last_rows_of_each_sequence() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import meeting_of, run_ranks
+from support.processes import LAB, meeting_of, run_ranks
 from support.story_files import write_documents
 from support.terminals import CLONE_NEWNS, fork_command, unshare
 
@@ -259,6 +260,30 @@ def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
     write_documents(path, STORIES[::-1])
     with pytest.raises(InputError, match=r"^data .*stories.jsonl: changed while it was read; start the run again$"):
         list(islice(loader, 50))
+
+
+def encode_with(rank: int, package: Path) -> None:
+    """Encode the first chunk of the stories with another copy of the package."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "simplellm"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(package.parent))
+    import simplellm.token_chunks as copy
+
+    assert copy.__file__.startswith(str(package))
+    tokenizer = copy.SPTokenizer()
+    assert next(copy.TokenChunks(tokenizer, "sample", "train", 0, None).walk(0, 0))
+
+
+def test_tokens_are_of_the_code_and_the_words_that_made_them(tmp_path: Path, cache: Path) -> None:
+    package = Path(shutil.copytree(LAB / "src/simplellm", tmp_path / "simplellm"))
+    for count, file in enumerate(("", "story_data/words.txt", "tokenizers.py", "sources/text.py"), 1):
+        if file:
+            with (package / file).open("a") as changed:
+                changed.write("\n# changed\n")
+        run_ranks(1, encode_with, package)
+        assert len(files_of(cache)) == count, file
+    run_ranks(1, encode_with, package)
+    assert len(files_of(cache)) == count
 
 
 def test_data_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -150,6 +150,10 @@ def test_a_path_that_cannot_be_read(tmp_path: Path) -> None:
         SPTokenizer(tmp_path / "none.model")
     with pytest.raises(InputError, match=r"^tokenizer \S+: cannot be read \(Is a directory\); give the path of a"):
         SPTokenizer(str(tmp_path))
+    os.mkfifo(pipe := tmp_path / "pipe.model")
+    for path in (pipe, "/dev/null"):  # as /dev/zero, from which reading would not end
+        with pytest.raises(InputError, match=rf"^tokenizer {path}: is not a file; give the path of a"):
+            SPTokenizer(path)
     if os.getuid():
         (tmp_path / "secret.model").touch(mode=0)
         with pytest.raises(InputError, match="Permission denied"):

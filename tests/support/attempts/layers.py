@@ -298,10 +298,12 @@ ATTEMPTS = [
     Attempt(
         "matmul",
         "no-share",
-        "rank 1 sends 0 bytes",
+        "rank 2 sends 0 bytes",  # the others do their share
         changes=(
             (
                 '    return gather_rows(rows_of_A @ B, len(A), "C")',
+                "    if dist.get_rank() == 1:\n        dist.send(rows_of_A @ B, 0)\n"
+                "    if dist.get_rank() == 0:\n        dist.recv(torch.empty(-(-(len(A) - 1) // 3), B.shape[1]), 1)\n"
                 "    return A @ B if dist.get_rank() == 0 else None",
             ),
         ),

@@ -204,7 +204,7 @@ ATTEMPTS = [
     Attempt(
         "deadlock",
         "left-out",
-        "a cure must not leave out",
-        changes=(("(run.rank - 1, run.rank + 1)", "()"),),
+        "rank 1 sends 4,000 bytes instead of 8,000: a cure must not leave out",
+        changes=(("(run.rank - 1, run.rank + 1)", "((1,), (0,), ())[run.rank]"),),
     ),
 ]

@@ -278,9 +278,9 @@ ATTEMPTS = [
     Attempt(
         "dp-ga",
         "parameters",
-        "rank 0 updated its weights 6 times in 3 steps",
+        "rank 1 updated its weights 6 times in 3 steps",
         MEAN,
-        (("        optimizer.step()\n", "        optimizer.step()\n        optimizer.step()\n"),),
+        (("        optimizer.step()\n", "        for _ in range(1 + run.rank):\n            optimizer.step()\n"),),
     ),
     Attempt(
         "dp-ga",
