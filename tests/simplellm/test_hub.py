@@ -303,9 +303,12 @@ def test_auto_goes_on_without_a_cache_that_may_not_be_read() -> None:
 
 
 def test_a_revision_is_the_one_that_is_asked_for(cache: Path) -> None:
-    for revision in ("abc", "def"):  # "def" is newer
-        put_revision(cache, revision, [f"{revision} {text}" for text in TEXTS])
-        os.utime(cache / revision, (0, {"abc": 1, "def": 2}[revision]))
+    identities = []
+    for age, revision in enumerate(("abc", "def"), 1):  # the later is the newer
+        put_revision(cache, revision, [f"{revision} {text}" for text in TEXTS] * age)
+        os.utime(cache / revision, (0, age))
+        identities.append(sources.source_identity("tinystories", "train", 0))
+    assert identities[0] != identities[1]
     assert hub.hub_revision() == "def"
     first = [next(sources.open_source("tinystories", "train", 0, which).documents(0)) for which in (None, "abc", "def")]
     assert [text[:3] for text in first] == ["def", "abc", "def"]

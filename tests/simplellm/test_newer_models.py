@@ -261,6 +261,10 @@ def test_a_tokenizer_json_is_a_tokenizer(tokenizer_json: Path, tmp_path: Path) -
             assert tokenizer.decode(ids) == text
             assert not {0, 1, 2} & set(ids)
     assert SPTokenizer(read_llama(folder).tokenizer).vocab_size == 320
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    other = SPTokenizer(indented)  # the same file, with another end of documents
+    assert other.eos_id != tokenizer.eos_id
+    assert other.identity != tokenizer.identity
     for content in (b'{"model": 3}', b'{"model": ', b'{"model": {"type": "Magic"}}'):
         (tmp_path / "bad.json").write_bytes(content)
         with pytest.raises(InputError, match=r"tokenizer .*bad.json: is not a tokenizer.json that can be read; give"):

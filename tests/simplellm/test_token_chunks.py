@@ -24,6 +24,7 @@ from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
 from simplellm.sources import open_source, source_identity
 from simplellm.stories import story
+from simplellm.token_chunks import TokenChunks
 from simplellm.token_files import HEAD
 from simplellm.tokenizers import SPTokenizer
 
@@ -145,7 +146,14 @@ def overwrite(path: Path) -> None:
     path.write_text("something else\n" * 20)
 
 
-@pytest.mark.parametrize("damage", [shorten, empty, flip, flip_in_head, flip_in_ends, overwrite])
+def replace_by_another(path: Path) -> None:
+    """By the file of the same documents of another seed."""
+    next(TinyStories(TOKENIZER, data="sample", seed=1))
+    [other] = [file for file in path.parents[1].rglob(path.name) if file != path]
+    other.replace(path)
+
+
+@pytest.mark.parametrize("damage", [replace_by_another, shorten, empty, flip, flip_in_head, flip_in_ends, overwrite])
 def test_a_broken_file_is_encoded_again(damage: object, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = next(TinyStories(TOKENIZER, data="sample"))
     [path] = files_of(cache)
@@ -154,6 +162,29 @@ def test_a_broken_file_is_encoded_again(damage: object, cache: Path, capsys: pyt
     assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
     assert capsys.readouterr().err == f"# {path} is broken: its tokens are encoded again\n"
     assert path.read_bytes() == content
+
+
+class Shouting(SPTokenizer):
+    def encode(self, text: str) -> list[int]:
+        return super().encode(text.upper())
+
+
+def test_a_tokenizer_derived_from_the_shipped_one_is_another(cache: Path) -> None:
+    next(TinyStories(TOKENIZER, data="sample"))
+    ids = next(TinyStories(Shouting(), data="sample"))[0]
+    assert TOKENIZER.decode(ids) in story(0).upper()
+    assert len(files_of(cache)) == 1
+
+
+def test_a_chunk_whose_file_is_gone_is_encoded_again(cache: Path) -> None:
+    chunks = TokenChunks(TOKENIZER, "sample", "train", 0, None)
+    _, (_, chunk) = islice(chunks.walk(0, 0), 2)
+    wanted = chunk.tokens(0, 9)
+    walk = chunks.walk(0, 0)
+    next(walk)
+    _, chunk = next(walk)  # of which only the head was read
+    shutil.rmtree(cache)
+    assert chunk.tokens(0, 9).tolist() == wanted.tolist()
 
 
 def encode_beside_others(rank: int, begin: Barrier) -> tuple[int, int]:
@@ -248,6 +279,7 @@ def test_an_edited_file_is_other_data(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     before = source_identity("~/stories.txt", "train", 0)
     assert before == source_identity(str(path), "train", 0)
+    assert before != source_identity(shutil.copy2(path, tmp_path / "stories.jsonl"), "train", 0)
     os.utime(path, ns=(0, 0))  # as after a change beyond the first MiB
     assert source_identity(str(path), "train", 0) != before
 
