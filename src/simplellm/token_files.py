@@ -168,12 +168,11 @@ class TokenFile(NamedTuple):
         try:
             descriptor = os.open(f"{self.folder}/{self.name}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                packed, size = os.read(descriptor, HEAD.size), os.fstat(descriptor).st_size
+                packed = os.read(descriptor, HEAD.size)
             finally:
                 os.close(descriptor)
-            checksum, *place, is_last, documents, tokens, bits, _, identity = HEAD.unpack(packed)
-            is_whole = size == HEAD.size + 8 * documents + 4 * _pieces(tokens) + bits // 8 * tokens
-            if is_whole and checksum == zlib.crc32(packed[4:]) and identity == self.folder.name.encode():
+            checksum, *place, is_last, documents, tokens, _, _, identity = HEAD.unpack(packed)
+            if checksum == zlib.crc32(packed[4:]) and identity == self.folder.name.encode():
                 return Head(TokenStart(*place[:3]), TokenStart(*place[3:]), is_last, documents, tokens)
         except OSError:
             return None

@@ -241,8 +241,10 @@ def test_the_cache_is_where_the_user_has_others(tmp_path: Path, monkeypatch: pyt
 def test_without_a_cache_tokens_stay_in_memory(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = next(TinyStories(TOKENIZER, data="sample"))
     (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SIMPLELLM_CACHE", value.format(file=tmp_path / "file"))
     assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "file"}, "nothing in the working folder"
 
 
 @pytest.mark.skipif(
