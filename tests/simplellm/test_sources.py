@@ -38,6 +38,8 @@ def test_a_file_is_split_and_starts_again_at_its_end(tmp_path: Path, ending: str
         assert list(islice(documents(path, start=start), 50)) == (train * 13)[start : start + 50], start
     for start in (1, 2, 9):
         assert list(islice(documents(path, "validation", start), 5)) == (validation * 8)[start : start + 5]
+    shorter = write_documents(tmp_path / f"shorter.{ending}", TEXTS[:39])
+    assert next(documents(shorter, start=38)) == TEXTS[0]
 
 
 def test_a_start_within_a_large_row_group(tmp_path: Path) -> None:

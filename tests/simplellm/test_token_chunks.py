@@ -281,7 +281,7 @@ def test_an_edited_file_is_other_data(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     before = source_identity("~/stories.txt", "train", 0)
     assert before == source_identity(str(path), "train", 0)
-    assert before != source_identity(shutil.copy2(path, tmp_path / "stories.jsonl"), "train", 0)
+    assert before != source_identity(str(shutil.copy2(path, tmp_path / "stories.jsonl")), "train", 0)
     os.utime(path, ns=(0, 0))  # as after a change beyond the first MiB
     assert source_identity(str(path), "train", 0) != before
 
