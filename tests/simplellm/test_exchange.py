@@ -26,7 +26,7 @@ from simplellm.import_hf import read_llama
 from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
-GROUPED = {"num_kv_heads": 2, "hidden_dim": 72, "rope_theta": 5e5, "norm_eps": 1e-3}
+GROUPED = {"num_kv_heads": 2, "hidden_dim": 72, "rope_theta": 5e5, "norm_eps": 1e-3, "head_dim": 10}
 
 
 @pytest.mark.parametrize("options", [{}, GROUPED], ids=["multi-head", "grouped-query"])
@@ -213,6 +213,7 @@ def refusal(folder: Path) -> str:
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0: it must be a number greater than 0"),
         ({"hidden_size": 2**40, "head_dim": ...}, "hidden_size is 1099511627776: model.embed_tokens.weight has the"),
         ({"intermediate_size": 2**63 - 1}, "intermediate_size is 9223372036854775807: model.layers.0.mlp.gate_proj"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers is 1: the files have the tensors of 2 layers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: the files have the tensors of 2 layers"),
         ({"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776: it must be at most"),
         ({"vocab_size": 32000}, "vocab_size is 32000: it must be the number of pieces of tokenizer.model, 4096"),

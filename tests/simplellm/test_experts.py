@@ -142,8 +142,12 @@ def test_ties_go_to_the_lower_number() -> None:
     net(torch.randn(TOKENS, DMODEL, dtype=torch.float64))
     assert net.load.tolist() == [TOKENS] * 3 + [0] * 4
     assert net.smallest_gap == 0
+    other, x = mixture_of(Mixture(7, 3)), torch.randn(TOKENS, DMODEL, dtype=torch.float64)
+    other(x)
+    ranked = (x @ other.gate.weight.T).softmax(1).sort(descending=True).values
+    assert other.smallest_gap == pytest.approx(float((ranked[:, 2] - ranked[:, 3]).min())) != 0
     initialize(net, seed=3)
-    net(torch.randn(TOKENS, DMODEL, dtype=torch.float64))
+    net(x)
     assert net.smallest_gap == 0, "of all passes"
 
 

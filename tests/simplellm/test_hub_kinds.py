@@ -99,6 +99,10 @@ def test_how_long_a_text_may_be_where_the_configuration_does_not_say(
     ("fields", "told"),
     [
         ({"num_local_experts": 10**9}, "the number of experts is 1000000000: the files have the tensors of 5 experts"),
+        (
+            {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "norm_topk_prob": False},
+            "norm_topk_prob is false: the",
+        ),
         ({"rope_parameters": [1]}, "rope_parameters is \\[1\\]"),
         ({"model_type": ["mixtral"]}, "model_type is"),
     ],

@@ -27,6 +27,8 @@ def test_matrices_are_normal_and_vectors_ones() -> None:
     assert (weight.std() - 0.02).abs() < 0.0005
     assert (weight.abs() > 0.04).float().mean().sub(0.0455).abs() < 0.005  # beyond two standard deviations
     assert torch.equal(initial_weight(0, "model.norm.weight", (5,)), torch.ones(5))
+    for bias in ("self_attn.q_proj.bias", "mlp.gate.e_score_correction_bias"):
+        assert torch.equal(initial_weight(0, bias, (5,)), torch.zeros(5))
 
 
 def test_seed_name_and_shape_decide() -> None:

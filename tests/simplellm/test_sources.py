@@ -48,6 +48,9 @@ def test_a_start_within_a_large_row_group(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts}), path, row_group_size=1000)
     for start in (0, 255, 256, 300, 700, 999, 1000, 1300):
         assert list(islice(parquet.Parquet([path]).documents(start), 300)) == (texts * 2)[start : start + 300]
+    pq.write_table(pa.table({"text": ["One more."]}), more := tmp_path / "more.parquet")
+    assert list(islice(parquet.Parquet([path, more]).documents(1500), 2)) == ["One more.", texts[0]]
+    assert next(parquet.Parquet([path, more]).documents(1501)) == texts[0]
 
 
 def test_text_between_blank_lines(tmp_path: Path) -> None:

@@ -117,6 +117,10 @@ def test_tokenizers_of_other_kinds(options: dict[str, Any], texts: list[str], tm
         ({"model_type": "char", "vocab_size": 60}, "splits text into words or characters; only BPE and unigram"),
         ({"treat_whitespace_as_suffix": True}, "treats a space as the end of a word; only one at its beginning"),
         ({"user_defined_symbols": ["<sep>"]}, "has the user-defined symbol '<sep>', which can be exported only from"),
+        (
+            {"user_defined_symbols": ["<sep>"], "model_type": "unigram", "add_dummy_prefix": False, "vocab_size": 60},
+            "has the user-defined symbol '<sep>', which can be exported only from BPE",
+        ),
     ],
 )
 def test_what_cannot_be_reproduced_is_refused(options: dict[str, Any], sentence: str, tmp_path: Path) -> None:

@@ -119,7 +119,9 @@ def test_files_that_cannot_work_are_refused(stories: Path, tmp_path: Path) -> No
         assert (
             refusal(Settings(str(stories), place)) == f"--out {place}: is a folder or a device; give the path of a file"
         )
-    assert refusal(Settings(str(stories), stories)) == f"--out {stories}: would replace the text"
+    (link := tmp_path / "link.txt").symlink_to(stories)
+    for place in (stories, link):
+        assert refusal(Settings(str(stories), place)) == f"--out {place}: would replace the text"
 
 
 @pytest.mark.parametrize("content", [b"\\documentclass{article}", b'{"my": "own"}', b"\x89PNG\r\n"])

@@ -77,7 +77,7 @@ ATTEMPTS = [
     Attempt(
         "ep-exchange",
         "wrong-counts",
-        "rows each; it should be",
-        changes=(("from_ranks.sum(dim=0).tolist())", "to_ranks.sum(dim=0).tolist())"),),
+        "the experts of rank 0 get [5, 3] rows each; it should be [3, 5]",
+        changes=(("from_ranks.sum(dim=0).tolist())", "from_ranks.sum(dim=0).flip(0).tolist())"),),
     ),
 ]
