@@ -67,6 +67,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --lr x", "Error parsing --lr: 'x' is not a number (--help lists the flags)"),
         ("dp-ga --seed 99999999999999999999", "--seed 99999999999999999999: give a number of at most 63 bits"),
         ("dp-ga --seed -99999999999999999999", "--seed -99999999999999999999: give a number of at most 63 bits"),
+        ("dp-ga --steps 2147483648", "--steps 2147483648: give a number of at most 31 bits"),
         ("dp-ga --save-every x", "Error parsing --save-every: 'x' is not a whole number (--help lists the flags)"),
         ("dp-ga --steps", "--steps: give a value (--help lists the flags)"),
         ("dp-ga --betas 0.9", "--betas: give 2 values (--help lists the flags)"),
