@@ -33,6 +33,13 @@ def trouble(reports: list[Report]) -> Wrong:
     return found.value
 
 
+def test_a_part_that_is_missing_is_told_before_what_fails_without_it() -> None:
+    states = "died", "failed", "wrong", "missing"  # each is told before those to its left
+    reports = [Report(rank, state, [state], mistake="summed") for rank, state in enumerate(states)]
+    for count, mistake in enumerate(("died", "exception", "summed", "not-written"), 1):
+        assert trouble(reports[:count]).mistake == mistake
+
+
 def misbehave(rank: int, submission: Submission) -> Facts:
     """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started a process that leaves its group."""
     if rank == 0:
