@@ -1,11 +1,12 @@
 """A skeleton is a chapter's script without the functions that are the lesson: the rest of it stays, and runs."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from distlab_exercises.catalogue import Exercise
+from distlab_exercises.catalogue import EXERCISES, Exercise
 from distlab_exercises.skeleton import write_out
 
 SCRIPT = '''"""What the chapter says."""
@@ -93,3 +94,12 @@ def test_functions_of_a_script_are_taken_out_and_the_rest_stays(tmp_path: Path) 
     (tmp_path / "my.py").write_text(write_out(exercise, tmp_path / "my.py", solved=True))
     solved = subprocess.run([sys.executable, tmp_path / "my.py"], capture_output=True, text=True, timeout=60)
     assert solved.stdout.split() == ["0", "1", "2"]
+
+
+def test_methods_that_are_given_stay_in_a_class_whose_others_are_to_be_written() -> None:
+    for name, missing in (
+        ("ep-backward", ["Exchange.backward"]),
+        ("mpi-collectives", ["Communicator.myAllreduce", "Communicator.ringAllreduce", "Communicator.myAlltoall"]),
+    ):
+        text = write_out(EXERCISES[name], Path("mine.py"))
+        assert re.findall(r'raise NotImplementedError\("write (.*)"\)', text) == missing
