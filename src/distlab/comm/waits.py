@@ -101,10 +101,12 @@ class Waits:
         self.of_stream = StreamWaits()
         self.waiting: tuple[Wait, float] | None = None  # of this rank's thread: the innermost wait, and its start
 
-    def watch(self, fail: Callable[[TrafficError], object]) -> None:
+    def watch(self, fail: Callable[[TrafficError], object], device: torch.device) -> None:
         """Start a thread that calls `fail` if a wait of the stream, or of a thread inside NCCL, passes the deadline."""
 
         def look() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # or its questions about events would open a context on the first GPU
             while True:
                 time.sleep(min(0.2, self.timeout_seconds / 4))
                 wait, started = self._under_way() or (None, 0.0)

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 
+import torch
 import torch.distributed as dist
 
 from distlab.comm.context import Context
@@ -135,6 +136,8 @@ class NoticeBoard:
 
     def _watch(self, store: SharedStore) -> None:
         """Answer when a rank asks, answer again when the answer changes, and note why other ranks exit."""
+        if self._context.device.type == "cuda":
+            torch.cuda.set_device(self._context.device)  # see `Waits.watch`
         told = None
         long_seconds = min(LONG_SECONDS, self._context.waits.timeout_seconds / 2)
         with contextlib.suppress(RuntimeError):  # the store was closed because the run ended

@@ -69,7 +69,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
         network.let_ranks_share_gpus(rank)
     context = init_group(settings, grid, places, store, decided["backend"])
     if context.is_over_nccl:
-        context.waits.watch(_end)
+        context.waits.watch(_end, context.device)
         connect_nccl(None)
     return Joined(grid, places, decided, claims[0] if claims else None, context, store)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -96,11 +97,12 @@ def test_a_wait_is_under_way_from_when_the_stream_reaches_it(gpu: Gpu) -> None:
     assert collected == [(0, 0)] * 5 + [(3, 3), (0, 0), (1, 1)]
 
 
-def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
-    waits, failures = waits_of_rank_0(), list[TrafficError]()
+def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, failures, given = waits_of_rank_0(), list[TrafficError](), list[tuple[object, threading.Thread]]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: given.append((device, threading.current_thread())))
     waits.timeout_seconds = 0.5
     waits.of_stream.add(stream_wait(gpu, reached=1, done=3))
-    waits.watch(failures.append)
+    waits.watch(failures.append, torch.device("cuda", 1))
     time.sleep(1)
     assert failures == []  # what is queued before it takes long
     gpu.seconds, started = 1, time.perf_counter()
@@ -109,6 +111,9 @@ def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu) -> None:
     sentence = r"rank 0 waited \d+\.\d s for the gradients from rank 1: no answer \(--timeout sets how long to wait\)"
     assert re.fullmatch(sentence, str(failures[0]))
     assert failures[0].wait == GRADIENTS
+    [(device, thread)] = given
+    assert device == torch.device("cuda", 1), "questions of another thread about events would go to the first GPU"
+    assert thread is not threading.current_thread()
 
 
 @pytest.fixture
@@ -182,7 +187,7 @@ def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, m
     context = context_over("nccl")
     number, pending = torch.tensor(6.0).as_subclass(OnGPU), begin(context)[0]
     context.waits.timeout_seconds, failures = 0.2, list[TrafficError]()
-    context.waits.watch(failures.append)
+    context.waits.watch(failures.append, torch.device("cpu"))
     late = LateNumber(number, pending)
     late.leave()
     assert pending.was_waited_for()
@@ -205,7 +210,7 @@ def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, m
 def test_the_watch_ends_a_wait_of_the_thread_inside_of_nccl() -> None:
     waits, failures = waits_of_rank_0(), list[TrafficError]()
     waits.timeout_seconds = 0.4
-    waits.watch(failures.append)
+    waits.watch(failures.append, torch.device("cpu"))
     with waits.during(Wait("its own disk", "other")):  # no other rank takes part in it
         time.sleep(1)
     assert failures == []

@@ -82,10 +82,21 @@ def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
     assert sentence == "rank 0 does not answer, nor does the store that the ranks share"
 
 
-def board_of_rank_1(store: dist.Store, is_rank_0s: bool = True) -> notices.NoticeBoard:
+def board_of_rank_1(store: dist.Store, is_rank_0s: bool = True, device: str = "cpu") -> notices.NoticeBoard:
     waits = SimpleNamespace(waits_for=lambda _: None, timeout_seconds=5, timeout_name="--timeout")
     context = SimpleNamespace(rank=1, world_size=2, describe="rank {}".format, waits=waits, begun={}, held_back=dict)
+    context.device = torch.device(device)
     return notices.NoticeBoard(store, context, is_rank_0s)  # type: ignore[arg-type]
+
+
+def test_it_asks_for_waits_of_the_stream_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[object, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda own: given.append((own, threading.current_thread().name)))
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    board_of_rank_1(store, device="cuda:1").close()
+    [(device, thread)] = given
+    assert device == torch.device("cuda", 1)
+    assert thread != threading.current_thread().name
 
 
 def lost_wait() -> TrafficError:
