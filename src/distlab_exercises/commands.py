@@ -40,7 +40,8 @@ def exercise(args: Sequence[str], prog: str) -> int:
         held = name_of(read(path)) or wanted.name
         what, other = f"holds the exercise {held}", folder / wanted.name
         if held == wanted.name:
-            what, other = "already exists, and may hold your work", folder.parent / f"{wanted.name}-2"
+            beside = (folder.parent / f"{wanted.name}-{number}" for number in itertools.count(2))
+            what, other = "already exists, and may hold your work", next(one for one in beside if not one.exists())
         raise InputError(f"{path}: {what}; give another folder, such as {other}")
     try:
         folder.mkdir(parents=True, exist_ok=True)

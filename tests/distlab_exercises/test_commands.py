@@ -67,9 +67,9 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
     ("command", "sentence"),
     [
         ("exercise dp-gaa my", "dp-gaa: no such exercise; there are dp-ga, "),
-        ("exercise dp-ga", "my/dp-ga/intro_DP_GA.py: already exists, and may hold your work; give another folder, "),
-        ("exercise dp-ga", "such as my/dp-ga-2"),
-        ("exercise dp-ga taken", "already exists, and may hold your work"),
+        ("exercise dp-ga", "my/dp-ga/intro_DP_GA.py: already exists, and may hold your work"),
+        ("exercise dp-ga", "; give another folder, such as my/dp-ga-3"),
+        ("exercise dp-ga taken", "may hold your work; give another folder, such as dp-ga-2"),
         ("exercise pp-dapple other", "holds the exercise pp-gpipe; give another folder, such as other/pp-dapple"),
         ("exercise dp-ga taken/intro_DP_GA.py", "is not a folder"),
         ("hint dp-ga 0", "hint 0: dp-ga has the hints 1 to 3"),
@@ -93,7 +93,7 @@ def test_what_cannot_work_is_said_in_a_sentence(
     command: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("taken", "empty", "other", "alone", "my/dp-ga"):
+    for folder in ("taken", "empty", "other", "alone", "my/dp-ga", "my/dp-ga-2"):
         Path(folder).mkdir(parents=True)
     Path("alone/mine.py").write_text('"""Exercise pp-gpipe: the order."""\n')
     Path("my/dp-ga/intro_DP_GA.py").touch()
