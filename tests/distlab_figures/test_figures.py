@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.colors import same_color
 from matplotlib.transforms import Bbox
 from support.chapters import load
 from support.processes import LAB
@@ -23,7 +22,7 @@ from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.memory import MEMORY_KINDS
-from distlab.reports.style import PALE, SERIES
+from distlab.reports.style import SERIES
 from distlab.reports.timeline import Bar, Panel, draw, draw_schedules, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures import diagrams
@@ -134,14 +133,6 @@ def record(run_folder: Path, values: Sequence[float | None]) -> Path:
     return run_folder
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures of a test, which are not written to files."""
-    kept: list[Any] = []
-    monkeypatch.setattr("distlab.reports.style.save", lambda figure, _: kept.append(figure))
-    return kept
-
-
 def curves(figure: Any) -> list[tuple[list[float], list[float]]]:
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines]
 
@@ -231,16 +222,6 @@ def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, drawn: list
         losses(tmp_path / "a.png", [str(record(tmp_path / "none", [None]))])
 
 
-def test_contiguous_parts_of_sequences_are_unequal_work_by_the_pairs_of_positions(drawn: list[Any]) -> None:
-    """Of 16 halves of chunks that two ranks compute, the second one has 12."""
-    diagrams.sequence_parts(Path("a.png"), ranks=2)
-    for axes, share in zip(drawn[0].axes, ("zigzag: busiest rank 1 ", "contiguous: busiest rank 1.5 "), strict=True):
-        assert axes.get_title().startswith(share)
-    diagrams.sequence_parts(Path("a.png"), ranks=3)
-    steps = {text.get_position(): text.get_text() for text in drawn[1].axes[1].texts}  # contiguous
-    assert [steps[0.5, 0.5 + 2 * rank] for rank in range(3)] == ["0", "1", "2"], "the keys of rank 0 come that late"
-
-
 def test_the_parts_of_a_diagram_fill_its_width(recorded: Path, drawn: list[Any]) -> None:
     for name in ("layout", "splits", "replicas", "averaging", "stages", "block", "sequence_parts", "topologies"):
         DRAWN[name](Path("a.png"), recorded)
@@ -249,31 +230,6 @@ def test_the_parts_of_a_diagram_fill_its_width(recorded: Path, drawn: list[Any])
             texts = [text for text in axes.texts if text.get_text()]
             parts = Bbox.union([part.get_window_extent() for part in (*texts, *axes.patches)])
             assert parts.width > 0.75 * axes.get_window_extent().width, name
-
-
-def test_a_replica_holds_its_own_part_of_what_is_sharded(drawn: list[Any]) -> None:
-    """Of two, each lacks half of: nothing, the optimizer state, also the gradients, also the weights."""
-    diagrams.replicas(Path("a.png"), ranks=2)
-    lacks = [same_color(part.get_facecolor(), PALE) for part in drawn[0].axes[0].patches]
-    rows = (lacks[first : first + len(lacks) // 4] for first in range(0, len(lacks), len(lacks) // 4))
-    assert [sum(row) for row in rows] == [0, 2, 4, 6]
-
-
-def test_the_last_stages_have_the_layers_that_do_not_divide(drawn: list[Any]) -> None:
-    diagrams.stages(Path("a.png"), pp=2, layers=5)
-    texts = [text.get_text() for text in drawn[0].axes[0].texts]
-    assert {"embedding\nlayers 0, 1", "layers 2 to 4\nhead, loss"} <= {*texts}
-
-
-def test_schedules_are_drawn_where_their_worker_is_that_keeps_most(drawn: list[Any]) -> None:
-    diagrams.schedules(Path("a.png"), stages=2, micro_batches=2)
-    for axes in drawn[0].axes:
-        kept = {text.get_text(): text.xy[0] for text in axes.texts}
-        assert (kept["dapple"], kept["gpipe"], kept["zb-h1"]) == (2, 2, 2)
-        zb_v = simulate(all_stages("zb-v", 2, 2), ActionCosts(0.5, 1.0, activation_bytes=0.5))
-        assert kept["zb-v"] == max(zb_v.peak_bytes)
-    equal, other = ({text.get_text(): text.xy[1] for text in axes.texts} for axes in drawn[0].axes)
-    assert (equal["dapple"] == other["dapple"], equal["zb-h1"] == other["zb-h1"]) == (True, False)
 
 
 def test_the_curves_of_a_collective_are_its_own(recorded: Path, drawn: list[Any]) -> None:
@@ -294,12 +250,6 @@ def test_steps_of_a_ring_are_side_by_side_and_the_busiest_rank_is_relative_to_th
     axes = drawn[0].axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 250), (250, 250), (0, 125)]
     assert "busiest rank 1.60 " in axes.get_title()
-
-
-def test_ranks_with_neighboring_numbers_hold_what_was_asked_for(drawn: list[Any]) -> None:
-    for neighbors, stage in (("stages", 1), ("replicas", 0)):
-        diagrams.layout(Path("a.png"), dp=2, pp=2, neighbors=neighbors)  # type: ignore[arg-type]
-        assert f"rank 1\nstage {stage}" in [text.get_text() for text in drawn[-1].axes[0].texts]
 
 
 def test_a_dead_rank_has_its_name_though_it_has_no_bars(drawn: list[Any]) -> None:

@@ -95,8 +95,8 @@ def test_a_browser_draws_each_number_and_asks_for_nothing(
     assert content["status"]["text"] in texts["top"]
     assert (" %" in texts["timeline"]) == (run.trace is not None)
     if other:
-        assert "The same run as " in texts["top"]
-        assert ": losses differ by at most " in texts["top"]
+        assert content["verdict"]["is_same"]
+        assert content["verdict"]["text"] in texts["top"]
     if run is one:
         assert "hybrid <b>&: 2 dp x 3 pp" in texts["top"]
         assert texts["time"].count(" %") == 4, "the factors of efficiency; all else is in seconds"

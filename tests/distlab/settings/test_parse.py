@@ -24,12 +24,6 @@ def test_without_arguments_it_is_that_of_the_process_and_with_none_it_is_empty(m
         TrainSettings(optimizer=unknown).check()  # which a script may have for its defaults
 
 
-@pytest.mark.parametrize("given", [["--out", ""], ["--out="]])
-def test_a_variable_of_the_shell_that_is_not_set_is_no_folder(given: list[str]) -> None:
-    with pytest.raises(InputError, match=r"^--out is given an empty value; is a variable of the shell not set"):
-        parse(TrainSettings(), "", given)
-
-
 def test_a_file_without_a_document_for_validation_is_refused_only_where_one_is_needed(tmp_path: Path) -> None:
     few, blank = tmp_path / "few.txt", tmp_path / "blank.jsonl"
     few.write_text("One day.\n\nThe end.\n")
