@@ -30,8 +30,8 @@ def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
         same = [name for name in marked(settings, ResumePolicy.SAME_LAYOUT) if name in saved]
         if chooses_program(settings, saved):
             same = [name for name in same if name not in ("schedule", *OF_SCHEDULE)]
-        choices = {name: get_args(kinds[name]) for name in same if get_origin(kinds[name]) is Literal}
-        values |= {name: saved[name] for name in same if saved[name] in choices.get(name, (saved[name],))}
+        is_choice = {name: get_origin(kinds[name]) is Literal for name in same}
+        values |= {name: saved[name] for name in same if not is_choice[name] or fits(saved[name], kinds[name])}
     values |= {name: saved[name] for name in marked(settings, *policies) if name in saved}
     replicas = max(1, replicas_in(settings.layout))  # the layout has not been checked yet
     for name, total in per_step(checkpoint, settings).items():
