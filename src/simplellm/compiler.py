@@ -160,7 +160,7 @@ def _in_thread(work: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            if gpu is not None:  # each thread has a current device
+            if gpu is not None:  # a new thread begins with the first GPU
                 torch.cuda.set_device(gpu)
             work()
             done.set_result(None)

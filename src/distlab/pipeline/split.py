@@ -78,8 +78,9 @@ def balance(n_layers: int, stages: int, parts: PartCosts) -> Split:
     what = f"{stages} stages for --n-layers {n_layers}: every stage except the first and the last needs a layer"
     require(stages <= n_layers + 2, f"{what}; give at most {n_layers + 2} stages, or more layers")
     # Besides layers, only the last stage holds something that can cost as much as a layer: the head. Try each number of
-    # layers for that stage, and divide the other layers evenly; the first stage gets none of the remainder.
-    found: list[tuple[float, Split]] = []  # cost of the slowest stage, split; the first of equal ones is the most even
+    # layers for that stage, and divide the other layers evenly; the first stage gets none of the remainder. Of splits
+    # whose slowest stages are equally fast, `min` takes the one with the fewest layers in front: the most even one.
+    found: list[tuple[float, Split]] = []  # cost of the slowest stage, split
     for last in range(1 if stages == 1 else 0, n_layers + 1):
         share, more = divmod(n_layers - last, max(1, stages - 1))
         split = ((share,) * (stages - 1 - more) + (share + 1,) * more + (last,))[-stages:]

@@ -155,8 +155,9 @@ class Library(Transport):
     def starting_together(self) -> Iterator[None]:
         """Start the messages inside together, over NCCL; all ranks of the group enter this context.
 
-        There, a message that starts alone uses a communicator of its two ranks. It keeps later ones between them
-        waiting, and its first use keeps the thread waiting for the other rank. These use the group's communicator.
+        A message that NCCL starts alone uses a communicator of its two ranks: it keeps later ones between them waiting,
+        and the first one keeps the thread waiting until the other rank starts it too. Those that start together use
+        the group's communicator.
         """
         if not self._is_nccl:
             yield
