@@ -86,7 +86,8 @@ def close_queues(row: Sequence[int], group: Group = None) -> None:
 def starting_together(group: Group = None) -> contextlib.AbstractContextManager[None]:
     """Return a context for sends and receives that all ranks of the group start together, as around a ring.
 
-    Without it, NCCL would start one after another, and ranks that all send first would wait for each other.
+    The caller waits for them after it. Without it, NCCL would start one after another, and ranks that all send first
+    would wait for each other.
     """
     found = _lab_group(group)
     return found.starting_together() if found else contextlib.nullcontext()
