@@ -71,7 +71,7 @@ class TrainingRun(Run[TrainSettingsT]):
     def pipeline_options(self) -> dict[str, Any]:
         """Return keyword arguments for a `Pipeline`: width, messages, cores, from the flags of `StageSettings`."""
         args: Any = self.settings
-        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 and args.casts_messages else None  # of activations
+        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else None  # of activations
         costs = args.pass_costs(SPTokenizer(args.tokenizer).vocab_size)  # by which an action uses cores of idle stages
         return {"width": args.dmodel, "run_on": args.run_on, "dtype": dtype, "cores": self.shared_cores, "costs": costs}
 
