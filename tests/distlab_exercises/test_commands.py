@@ -72,6 +72,7 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("exercise dp-ga taken", "may hold your work; give another folder, such as dp-ga-2"),
         ("exercise pp-dapple other", "holds the exercise pp-gpipe; give another folder, such as other/pp-dapple"),
         ("exercise dp-ga taken/intro_DP_GA.py", "is not a folder"),
+        ("exercise dp-ga my/new.py", "my/new.py: is not a folder; give one"),
         ("hint dp-ga 0", "hint 0: dp-ga has the hints 1 to 3"),
         ("hint dp-ga 9", "dp-ga has the hints 1 to 3"),
         ("hint dp-ga x", "launch.sh hint: argument number"),

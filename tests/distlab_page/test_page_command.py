@@ -60,7 +60,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) ->
 
 def test_a_script_element_holds_any_text() -> None:
     assert "<" not in as_script({"name": "</script><!--", "loss": float("nan")})
-    assert json.loads(as_script(["</script>", float("inf")])) == ["</script>", None]
+    assert json.loads(as_script(("</script>", [float("inf")]))) == ["</script>", [None]]
 
 
 def test_the_drawing_library_is_cut_to_what_a_page_draws_with() -> None:

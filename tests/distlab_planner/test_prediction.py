@@ -66,6 +66,7 @@ def test_the_layout_is_that_of_the_run(
         ("--schedule interleaved --chunks-per-stage 3", "--chunks-per-stage 3: the planner knows 2 only"),
         ("--compile --schedule zb-h1", "--compile and --schedule zb-h1: of compiled passes, the planner knows"),
         ("--compile --tp 2", "--compile and --tp 2: of compiled passes, the planner knows"),
+        ("--compile --experts 4", "--compile and --experts 4: of compiled passes, the planner knows"),
         ("--experts 4 --capacity 1.25", "--capacity 1.25: the planner does not know such runs"),
         ("--dp 40", " has 4 hosts with 8 ranks each, but the layout has 80 ranks"),
     ],

@@ -188,6 +188,16 @@ def test_a_script_with_more_flags_takes_over(flags: list[str], name: str, starts
     assert f"this is {name} of 1" in ended.out
 
 
+def test_a_rank_that_fails_before_it_has_joined_the_others_is_named(tmp_path: Path) -> None:
+    """As one that finds no room on its GPU."""
+    path = tmp_path / "lesson.py"
+    lesson = LESSON.format(settings="DataParallelSettings", name="lesson")
+    path.write_text(lesson.replace("DEFAULTS", "from distlab.run import joining\njoining.devices = None\nDEFAULTS", 1))
+    ended = fork_python(path, "1", "--world-size", "2").finish()
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1].startswith("# rank 1 failed: AttributeError"), ended.err
+
+
 def test_without_the_other_script_a_lesson_refuses_its_flags(tmp_path: Path) -> None:
     """As a copy of it in a student's folder."""
     (tmp_path / "lesson.py").write_text(LESSON.format(settings="DataParallelSettings", name="lesson"))
