@@ -32,6 +32,8 @@ def test_a_replica_holds_its_own_part_of_what_is_sharded(drawn: list[Any]) -> No
 
 def test_the_last_stages_have_the_layers_that_do_not_divide(drawn: list[Any]) -> None:
     diagrams.stages(Path("a.png"), pp=2, layers=5)
+    diagrams.stages(Path("a.png"), pp=6, layers=6)
+    assert drawn[1].get_figwidth() == 1.5 * drawn[0].get_figwidth(), "or the texts of more than four would overlap"
     texts = [text.get_text() for text in drawn[0].axes[0].texts]
     assert {"embedding\nlayers 0, 1", "layers 2 to 4\nhead, loss"} <= {*texts}
 

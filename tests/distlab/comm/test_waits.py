@@ -12,6 +12,8 @@ pytestmark = pytest.mark.quick
 
 def test_an_outer_wait_goes_on_after_an_inner_one() -> None:
     waits = Waits(0, 2, Ledger(), "rank {}".format)
+    with waits.during("the checkpoint"):
+        assert waits.waits_for() == Wait("the checkpoint", "other", (1,))
 
     def under_way() -> str:
         wait = waits.waits_for()

@@ -11,7 +11,7 @@ from distlab.axes.grid import Grid
 from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, PART, REPAIR, SEND, STEP, WAIT, Event, Recorder
 from distlab.pipeline.actions import Forward
 from distlab.pipeline.schedules import all_stages
-from distlab.reports.timeline import measured_panel, repair_panel
+from distlab.reports.timeline import PLANNED, measured_panel, repair_panel
 from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
 from distlab.run.tracing import keep_trace
 from simplellm.errors import InputError
@@ -238,6 +238,10 @@ def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace
     last = [(bar.label, bar.start, bar.end) for bar in panel.bars if bar.row == 3 and bar.label == "B1"]
     assert last == [("B1", 500 + 7 * 250, 500 + 10 * 250), ("B1", 6 * 250, 9 * 250)], "measured, planned"
     assert min(bar.start for bar in panel.bars) == 0
+    ranks = [rank_trace(events, 1.0) for events in STAGES for _ in range(2)]  # neighbors have the same stage
+    bars = measured_panel("run", Trace(ranks, {"pp": 2, "dp": 2}, pipelines.programs)).bars
+    planned = [[replace(bar, row=0) for bar in bars if (bar.row, bar.edges) == (row, PLANNED)] for row in range(4)]
+    assert planned[0] == planned[1] != planned[2] == planned[3]
 
 
 def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path) -> None:

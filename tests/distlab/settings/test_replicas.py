@@ -9,7 +9,7 @@ import pytest
 
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridRepairSettings, HybridSettings
-from distlab.settings.replicas import DiLoCoSettings
+from distlab.settings.replicas import DiLoCoSettings, RepairSettings
 from distlab.settings.training import TrainSettings
 
 pytestmark = pytest.mark.quick
@@ -57,6 +57,7 @@ def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
     assert factor == pytest.approx(max(after), abs=0.005)
     assert factor > 1
     assert most / usual == settings.growth() > 1
+    assert RepairSettings().growth() == 1
     settings = replace(settings, repair="off")
     assert not re.search(DEATH, " ".join(settings.remarks(settings.decide())))
 
