@@ -84,8 +84,10 @@ def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
     assert line.split() == "rank 0 0.00 0.00 0.00 2.00 9.00".split()
 
 
-@pytest.mark.parametrize("flags", ["--schedule dapple --trace", "--schedule zb-h1"])
-def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(flags: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "off"), [("--schedule dapple --trace", 0), ("--schedule zb-h1", 0.05)])
+def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(
+    flags: str, off: float, tmp_path: Path
+) -> None:
     script, counts = "PP/schedules/intro_PP_schedules.py", []
     for recompute in ("none", "blocks", "all"):
         shape = f"--world-size 2 --batch-size 4 --micro-batches 4 --steps 1 {flags} --recompute {recompute}".split()
@@ -95,7 +97,7 @@ def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(fla
     for own in others:
         assert own[0]["activations"] < 0.8 * usual[0]["activations"]
         for rank in (0, 1):
-            assert own[rank][memory.WITHOUT_RECOMPUTE] == pytest.approx(usual[rank]["activations"], rel=0.05)
+            assert own[rank][memory.WITHOUT_RECOMPUTE] == pytest.approx(usual[rank]["activations"], rel=off)
     assert memory.WITHOUT_RECOMPUTE not in usual[0]
 
 
