@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.chapters import OneProcess, State, assert_equal, train_on
+from support.processes import LAB
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
 BUCKETS = "DP/buckets/intro_DP_buckets.py"
@@ -50,6 +51,19 @@ def test_is_the_run_of_one_process(
     else:
         for rank in range(world_size):
             assert_equal(gradients[rank], expected_gradients)
+
+
+@pytest.mark.parametrize("script", WRAPPED)
+def test_ranks_with_other_weights_start_with_those_of_rank_0(
+    script: str, one_process: OneProcess, tmp_path: Path
+) -> None:
+    text, options = (LAB / script).read_text(), "**run.model_options()"
+    assert options in text
+    own = tmp_path / "seeded.py"
+    own.write_text(text.replace(options, '**run.model_options() | {"seed": run.settings.seed + run.rank}'))
+    parameters, _, _ = many_processes(str(own), tmp_path / "run", 2, "--batch-size", "1")
+    for of_rank in parameters:
+        assert_equal(of_rank, one_process(2)[0])
 
 
 @pytest.mark.parametrize("topology", ["naive", "ring"])

@@ -45,13 +45,13 @@ def test_an_element_whose_gradient_was_rounding_once_may_have_any_weight_from_th
 def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, rounded = tmp_path / "float32", tmp_path / "bfloat16"
     for run, factor in ((plain, 1.0), (rounded, 1.01)):
-        record(run, 0, {"gradient.weight": factor * torch.ones(SHAPE)})
+        record(run, 0, {"gradient.first": factor * torch.ones(SHAPE), "gradient.last": torch.ones(SHAPE)})
         config = {"settings": {"dtype": run.name}, "layout": {}, "world_size": 1}
         (run / "config.json").write_text(json.dumps(config))
         (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": factor}) + "\n")
     for own, right in ((plain, rounded), (rounded, plain)):
         assert compare(Request(own, right)) == 0
-        assert "(tolerance 0.02)" in capsys.readouterr().out
+        assert "largest relative difference: 0.01 (tolerance 0.02)" in capsys.readouterr().out
     assert compare(Request(plain, rounded, tolerance=1e-3)) == 1
 
 

@@ -159,13 +159,16 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
             "layer.mlp.register_forward_hook(lambda m, i, o: o * torch.inf)"
         ),
         "gradient of both stages": "layer.mlp.up_proj.weight.register_hook(lambda gradient: gradient * torch.nan)",
-        "output of both stages": "layer.mlp.register_forward_hook(lambda m, i, o: o * torch.inf)",
+        "output of both stages": (  # in the last micro-batch only
+            "calls = iter([1, 1, torch.inf] * 9); "
+            "layer.mlp.register_forward_hook(lambda m, i, o, calls=calls: o * next(calls))"
+        ),
     }[where]
     assert BUILDS_OPTIMIZER in text
     lines = "    import torch\n\n    ((stage, net),) = nets.items()\n"
     lines += f"    for layer in net.model.layers.values():\n        {broken}\n"
     script.write_text(text.replace(BUILDS_OPTIMIZER, f"{lines}{BUILDS_OPTIMIZER}"))
-    flags = "--dp 2 --pp 2 --layers-per-stage 1,1 --batch-size 3 --steps 2 --clip-norm 1".split()
+    flags = "--dp 2 --pp 2 --layers-per-stage 1,1 --batch-size 3 --micro-batches 3 --steps 2 --clip-norm 1".split()
     with terminals(script, 4, tmp_path, *SHAPE, *flags) as ranks:
         ended = [rank.finish(60) for rank in ranks]
     stage = 1 if "layers.1" in name else 0
