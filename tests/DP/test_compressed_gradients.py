@@ -19,6 +19,9 @@ def test_the_largest_values_are_all_values_with_a_share_of_one(one_process: OneP
     parameters, _, losses = train_on(2, SCRIPT, tmp_path, *flags)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(parameters[1], expected_parameters)
+    left_out = sum(weight.nbytes for weight in parameters[0].values())  # kept, of every weight; SGD keeps nothing
+    memory = json.loads((tmp_path / "memory.json").read_text())
+    assert [rank["optimizer state"] for rank in memory] == [left_out, left_out]
 
 
 def test_powersgd_sends_little_and_learns(tmp_path: Path) -> None:

@@ -36,6 +36,10 @@ class Compressor:
             self._kept[name] = start()
         return self._kept[name]
 
+    def held_bytes(self) -> int:
+        """Return the bytes that this rank holds from one step to the next."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
     def state(self) -> dict[str, Tensor]:
         """Return the state for a checkpoint: the tensors that are kept, by name."""
         return dict(self._kept)

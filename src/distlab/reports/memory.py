@@ -24,22 +24,23 @@ class MemoryReport:
     """Counts the tensors of a rank. The optimizer must have all its parameters.
 
     If replicas shard a model, the optimizer has shards of it, and either `sharded` has the parts of the model, or
-    `parameters` are the model's, which each replica holds whole. `outer_bytes` are the memory of an outer optimizer;
-    they count as optimizer state. `rows_bytes` returns the bytes of the largest pass through this rank's experts.
+    `parameters` are the model's, which each replica holds whole. `further_bytes` returns the bytes of an outer
+    optimizer and of error feedback, which count as optimizer state; `rows_bytes` those of the largest pass through
+    this rank's experts.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         sharded: Collection[ReplicaShards] = (),
-        outer_bytes: int = 0,
+        further_bytes: Callable[[], int] = lambda: 0,
         parameters: Collection[torch.Tensor] | None = None,
         rows_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
         self._rows_bytes = rows_bytes
         self.copied_bytes: Callable[[], int] = lambda: 0  # of this rank's "copy to undo"
-        self._outer_bytes, self._parameters = outer_bytes, parameters
+        self._further_bytes, self._parameters = further_bytes, parameters
         weights = [flat for part in sharded for flat in part.flat_weights()]
         self._saved = SavedActivations([*_parameters(optimizer), *weights, *(parameters or ())])
 
@@ -54,7 +55,7 @@ class MemoryReport:
             return []
         saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in recorder.kept_bytes)])
         own = count_bytes(self._optimizer, saved_bytes, self._sharded, self.copied_bytes(), self._parameters)
-        own[MEMORY_KINDS.index("optimizer state")] += self._outer_bytes
+        own[MEMORY_KINDS.index("optimizer state")] += self._further_bytes()
         further = max(own[-1], self._saved.usual_peak_bytes), self._rows_bytes() if self._rows_bytes else 0
         return [*own, *further]
 

@@ -80,9 +80,9 @@ class Progress:
 
 
 def human_time(seconds: float) -> str:
-    """Return a duration as text, such as 1 h 52 min."""
+    """Return a duration as text, such as 1 h 52 min; at least 1 s."""
     if seconds < 99.5:
-        return f"{seconds:.0f} s"
+        return f"{max(1.0, seconds):.0f} s"
     minutes = round(seconds / 60)
     hours, days = minutes // 60, minutes // 60 // 24
     if hours < 1:

@@ -36,7 +36,7 @@ DEFAULTS ="""
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.4, "0 s"),
+        (0.4, "1 s"),
         (99.4, "99 s"),
         (99.6, "2 min"),
         (59.4 * 60, "59 min"),
