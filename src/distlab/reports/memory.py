@@ -24,7 +24,7 @@ class MemoryReport:
     """Counts the tensors of a rank. The optimizer must have all its parameters.
 
     If replicas shard a model, the optimizer has shards of it, and either `sharded` has the parts of the model, or
-    `parameters` are the model's, which each replica holds whole. `further_bytes` returns the bytes of an outer
+    `parameters` are the model's, which each replica holds whole. `further_bytes` return the bytes of an outer
     optimizer and of error feedback, which count as optimizer state; `rows_bytes` those of the largest pass through
     this rank's experts.
     """
@@ -33,7 +33,7 @@ class MemoryReport:
         self,
         optimizer: torch.optim.Optimizer,
         sharded: Collection[ReplicaShards] = (),
-        further_bytes: Callable[[], int] = lambda: 0,
+        further_bytes: Collection[Callable[[], int]] = (),
         parameters: Collection[torch.Tensor] | None = None,
         rows_bytes: Callable[[], int] | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class MemoryReport:
             return []
         saved_bytes = max([self._saved.peak_bytes, *(kept for _, kept in recorder.kept_bytes)])
         own = count_bytes(self._optimizer, saved_bytes, self._sharded, self.copied_bytes(), self._parameters)
-        own[MEMORY_KINDS.index("optimizer state")] += self._further_bytes()
+        own[MEMORY_KINDS.index("optimizer state")] += sum(held_bytes() for held_bytes in self._further_bytes)
         further = max(own[-1], self._saved.usual_peak_bytes), self._rows_bytes() if self._rows_bytes else 0
         return [*own, *further]
 
