@@ -14,7 +14,7 @@ def test_each_tells_how_many_are_left(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert list(each("abcdef", "letters")) == list("abcdef")
     out, err = capsys.readouterr()
     assert err == (
-        "# about 0 s for the remaining 3 letters\n# 4 of 6 letters, about 0 s left\n# 5 of 6 letters, about 0 s left\n"
+        "# about 1 s for the remaining 3 letters\n# 4 of 6 letters, about 1 s left\n# 5 of 6 letters, about 1 s left\n"
     )
     assert not out
     monkeypatch.setattr(dist, "get_rank", lambda: 1)

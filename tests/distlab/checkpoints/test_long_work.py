@@ -28,10 +28,11 @@ from distlab.run.checkpointer import CANDIDATES, Checkpointer
 from distlab.settings.common import parse
 from simplellm.errors import InputError
 
-TIMEOUT, LONG = 1.5, 2.0  # seconds
-
-# A run of which one rank is slow: `SLOW` is "<rank> <what it does> ...".
-SLOW_RANK = f"""
+TIMEOUT, LONG = 1.5, 1.8  # seconds
+# What takes one of two ranks long while they resume and save, one after the other.
+SLOW = {"format.checksum": 0, "saving.read_into": 0, "joining.content_of": 1}
+SLOW |= {"writer.write_safetensors": 1, "saving._complete": 0}
+SLOW_RANKS = f"""
 import os, time
 from distlab.checkpoints import format, saving, writer
 from distlab.run import joining
@@ -52,32 +53,12 @@ def slow(module, name):
     setattr(module, name, slowly)
 
 if __name__ == "__main__":
-    rank, *functions = os.environ["SLOW"].split()
-    if rank == os.environ["RANK"]:
-        for function in functions:
-            module, name = function.split(".")
+    for function, rank in {SLOW}.items():
+        module, name = function.split(".")
+        if rank == int(os.environ["RANK"]):
             slow(globals()[module], name)
     main(script.train, DEFAULTS, "")
 """
-SAVING = ["0 writer.write_safetensors saving._complete", "1 writer.write_safetensors writer.sync"]
-RESUMING = ["0 format.checksum saving.read_into", "1 joining.content_of"]
-
-
-def run_slowly(slow: str, tmp_path: Path, *flags: object) -> Path:
-    """A run of two ranks, whose folder is returned when it has ended well; it waited for each that was slow."""
-    driver, out = tmp_path / "driver.py", tmp_path / "run"
-    driver.write_text(SLOW_RANK)
-    own, started = ["--world-size", "2", "--timeout", str(TIMEOUT), "--out", out], time.monotonic()
-    ended = fork_launcher(driver, *MODEL, *TRAINING, *own, *flags, SLOW=slow).finish(60)
-    assert ended.status == 0, ended.err
-    assert time.monotonic() - started > LONG * slow.count("."), "it was slow"
-    return out
-
-
-@pytest.mark.parametrize("slow", SAVING)
-def test_a_save_may_take_one_rank_longer_than_the_timeout(slow: str, tmp_path: Path) -> None:
-    out = run_slowly(slow, tmp_path, "--save-every", "4")
-    assert latest_valid(out).step == 4
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +70,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("slow", RESUMING)
-def test_a_resume_may_take_one_rank_longer_than_the_timeout(slow: str, saved: Path, tmp_path: Path) -> None:
-    out = run_slowly(slow, tmp_path, "--resume", saved, "--steps", "6")
+def test_a_resume_and_a_save_may_take_one_rank_longer_than_the_timeout(saved: Path, tmp_path: Path) -> None:
+    driver, out, started = tmp_path / "driver.py", tmp_path / "run", time.monotonic()
+    driver.write_text(SLOW_RANKS)
+    flags = ["--resume", saved, "--steps", "6", "--save-every", "6", "--timeout", str(TIMEOUT), "--out", out]
+    ended = fork_launcher(driver, *MODEL, *TRAINING, "--world-size", "2", *flags).finish(60)
+    assert ended.status == 0, ended.err
+    assert time.monotonic() - started > LONG * len(SLOW), "they were slow"
     assert len(losses(out)) == 2
+    assert latest_valid(out).step == 6
 
 
 def at_work(rank: int, port: int, ends: str, seconds: float = 3) -> str:
@@ -120,8 +106,8 @@ def at_work(rank: int, port: int, ends: str, seconds: float = 3) -> str:
 
 def test_all_ranks_leave_together_and_an_error_is_its_own_ranks() -> None:
     """They wait for longer than their timeout."""
-    assert run_ranks(2, at_work, free_port(), "well", 1.5) == ["rank 0 is done", "rank 1 is done"]
-    assert run_ranks(2, at_work, free_port(), "an error", 1.5) == ["rank 0 is done", "no room"]
+    assert run_ranks(2, at_work, free_port(), "well", 1.2) == ["rank 0 is done", "rank 1 is done"]
+    assert run_ranks(2, at_work, free_port(), "an error", 1.2) == ["rank 0 is done", "no room"]
 
 
 @pytest.mark.parametrize("ends", ["killed", "stopped"])

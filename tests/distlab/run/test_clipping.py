@@ -22,11 +22,11 @@ OTHERS = {
     "tp-sequence": (2, "TP/intro_TP_styles.py", "--world-size 2 --sequence-parallel --batch-size 6"),
     "micro-batches": (2, "DP/mydp/intro_DP_MyDP.py", "--world-size 2 --batch-size 3 --micro-batches 3"),
 }
-RUN_ON = {
+HYBRID = {
     "pp-tp": (4, "hybrid/intro_5d.py", "--dp 1 --pp 2 --tp 2 --batch-size 6"),
-    "zero-2x2": (4, "hybrid/intro_5d.py", "--dp 2 --pp 2 --batch-size 3 --shard optimizer"),
+    "zero-tp": (4, "hybrid/intro_5d.py", "--dp 2 --pp 1 --tp 2 --batch-size 3 --shard optimizer"),
 }
-RUNS = LAYOUTS | OTHERS | RUN_ON
+RUNS = LAYOUTS | OTHERS | HYBRID
 Run = tuple[list[State], list[State], list[float], list[float]]
 
 
@@ -161,7 +161,7 @@ def test_without_the_flag_nothing_is_sent_or_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "most", "bites"), [("pp-zbv", 0.75, 7), ("pp-zbv", 1, 2), ("pp-tp", 1, 2), ("zero-2x2", 1, 2)]
+    ("layout", "most", "bites"), [("pp-zbv", 0.75, 7), ("pp-zbv", 1, 2), ("zero-tp", 1, 2)]
 )
 def test_a_clipped_step_that_ran_on_is_undone_and_taken_again(
     layout: str, most: float, bites: int, tmp_path: Path

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.chapters import losses, train_on
-from support.processes import Started, children, finish, process_of, steps_taken, wait_for, wait_for_steps
+from support.processes import children, process_of, wait_for_steps
 from support.terminals import fork_launcher
 
 SHAPE = "--data sample --dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 100".split()
@@ -21,42 +21,23 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return train_on(2, SCRIPT, tmp_path_factory.mktemp("undisturbed"), *FLAGS)[-1]
 
 
-def kill_rank(rank: int, launcher: Started) -> None:
-    """SIGKILL to one of the ranks that a launcher has started."""
-    os.kill(process_of(rank, children(launcher.pid)), signal.SIGKILL)
-
-
 def test_the_losses_are_those_of_an_undisturbed_run(
     expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed twice: after the first checkpoint, and again after the second."""
+    """Killed twice: before the first checkpoint, whereupon the run begins again, and after it."""
     monkeypatch.setattr("distlab.launching.local_ranks.FORKED_STARTS", 3)
-    process = fork_launcher(*LAUNCH, "--save-every", "25", "--max-restarts", "2", "--out", tmp_path)
-    for steps in (27, 52):
+    process = fork_launcher(*LAUNCH, "--save-every", "50", "--max-restarts", "2", "--out", tmp_path)
+    for rank, steps in ((0, 10), (1, 52)):
         wait_for_steps(tmp_path, process, steps=steps)
-        kill_rank(1, process)
+        os.kill(process_of(rank, children(process.pid)), signal.SIGKILL)
     ended = process.finish()
     assert ended.status == 0, ended.err
     assert losses(tmp_path) == expected
     for number in (1, 2):
         assert f"# a rank has failed: starting all ranks again, {number} of 2 times\n" in ended.out
-    resumed = re.findall(rf"# resuming from {tmp_path}/checkpoints/step-0+(\d+), after \1 steps\n", ended.out)
-    assert len(resumed) == 2, ended.out
-    assert int(resumed[0]) in (25, 50)  # the machine may be busy
-    assert int(resumed[1]) in (50, 75)
-
-
-def test_without_a_checkpoint_the_run_begins_again_and_ends_when_restarts_are_used_up(tmp_path: Path) -> None:
-    process = fork_launcher(*LAUNCH, "--steps", "1000000", "--max-restarts", "1", "--out", tmp_path)
-    for _ in range(2):
-        wait_for_steps(tmp_path, process, steps=40)
-        kill_rank(0, process)
-        assert wait_for(lambda: steps_taken(tmp_path) < 40 or process.poll() is not None)
-    ended = finish(process, deadline=30)
-    assert ended.status == 1
-    assert ended.err.splitlines()[-1] == "# rank 0 failed: it was terminated by SIGKILL"
-    assert "resuming from" not in ended.out
     assert ended.out.count("\n0 ") == 2
+    resumed = re.findall(rf"# resuming from {tmp_path}/checkpoints/step-0+(\d+), after \1 steps\n", ended.out)
+    assert resumed == ["50"], ended.out
 
 
 DYING = """
@@ -67,13 +48,16 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2":
 """
 
 
-def test_a_third_start_is_of_a_new_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_third_start_is_of_a_new_interpreter_if_restarts_are_not_used_up(restarts: int, tmp_path: Path) -> None:
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    ended = fork_launcher(script, "--world-size", "1", "--max-restarts", "2").finish()
-    assert ended.status == 0, ended.err
+    ended = fork_launcher(script, "--world-size", "1", "--max-restarts", restarts).finish()
     started = [line for line in ended.out.splitlines() if line.startswith("start")]
-    assert started == ["start 0 as a fork", "start 1 as a fork", "start 2 "]
+    assert started == ["start 0 as a fork", "start 1 as a fork", "start 2 "][: restarts + 1]
+    assert ended.status == 2 - restarts, ended.err
+    if ended.status:
+        assert ended.err.splitlines()[-1] == "# rank 0 failed: it was terminated by SIGKILL"
 
 
 FAILING = """

@@ -87,11 +87,11 @@ def test_averaged_weights_go_on_elsewhere(before: str, after: str, tmp_path: Pat
 def test_bfloat16_goes_on(tmp_path: Path) -> None:
     """The residual stream, too: bit for bit in its layout, and in another to what bfloat16 rounds."""
     dtypes = "--dtype", "bfloat16", "--residual", "bfloat16"
-    _, expected = run("hybrid", tmp_path / "before", *dtypes, "--save-every", str(HALF))
-    for layout, rel in (("hybrid", 0), ("3d", 1e-3)):
+    _, expected = run("pp-zbv", tmp_path / "before", *dtypes, "--save-every", str(HALF))
+    for layout, rel in (("pp-zbv", 0), ("tp", 1e-3)):
         _, own = run(layout, tmp_path / layout, "--resume", half_way(tmp_path / "before"))
         assert own == pytest.approx(expected[HALF:], rel=rel, abs=0), layout
-    settings = json.loads((tmp_path / "3d" / "config.json").read_text())["settings"]
+    settings = json.loads((tmp_path / "tp" / "config.json").read_text())["settings"]
     assert settings["dtype"] == settings["residual"] == "bfloat16", "as the checkpoint has it"
 
 
@@ -108,16 +108,18 @@ def test_an_uneven_split_goes_on_whole(tmp_path: Path) -> None:
         assert own == pytest.approx(expected[HALF:], rel=1e-5)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
-def test_shards_go_on_in_others(shard: str, saved: Any, tmp_path: Path) -> None:
-    """From three ranks that share out the weights, to two that share out less, and bit for bit from there."""
+def test_shards_go_on_in_others(saved: Any, tmp_path: Path) -> None:
+    """From three ranks that share out the weights, to two that share out less, and less still; and bit for bit."""
     folder, _, expected = saved["dp-fsdp"]
-    script, again = LAYOUTS["dp-fsdp"][1], tmp_path / "again"
-    flags = [*TRAINING, "--steps", str(STEPS), "--world-size", "2", "--batch-size", "3", "--shard", shard]
-    _, _, own = train_on(2, script, tmp_path / "two", *flags, "--resume", str(half_way(folder)), "--save-every", "1")
-    assert own == pytest.approx(expected[HALF:], rel=1e-5)
-    _, _, last = train_on(2, script, again, *flags, "--resume", str(tmp_path / "two/checkpoints/step-00000003"))
-    assert last == own[-1:]
+    flags = [*TRAINING, "--steps", str(STEPS), "--world-size", "2", "--batch-size", "3", "--save-every", "1"]
+    own, before = {}, half_way(folder)
+    for name, shard in (("first", "gradients"), ("again", "gradients"), ("less", "optimizer")):
+        resume = ["--shard", shard, "--resume", str(before)]
+        _, _, own[name] = train_on(2, LAYOUTS["dp-fsdp"][1], tmp_path / name, *flags, *resume)
+        before = tmp_path / "first/checkpoints/step-00000003"
+    assert own["first"] == pytest.approx(expected[HALF:], rel=1e-5)
+    assert own["again"] == own["first"][-1:]
+    assert own["less"] == pytest.approx(expected[-1:], rel=1e-5)
 
 
 def test_it_goes_on_where_it_was(saved: Any, tmp_path: Path) -> None:
