@@ -1,19 +1,19 @@
 """The MLP exercises: in one process, with torch's wrapper, with ours."""
 
 import contextlib
+import functools
 import io
-import json
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.chapters import load
+from support.chapters import load, records
 from support.processes import LAB, free_port, run, run_ranks
 from support.terminals import fork_python, terminals
 from torch import Tensor
@@ -28,7 +28,7 @@ sys.path.append(str(LAB))
 from primer.mlp import EVALUATED_BATCHES, MLP, ModelConfig, evaluate, gen_dataset, report
 
 LINE = re.compile(r"step (\d+) \| train_loss (\d+\.\d{4}) \| test_loss (\d+\.\d{4}) \| step time \d+\.\d\dms")
-SMALL = "--n-layers 2 --d-in 16 --n-classes 4 --d-hidden 8 --train-size 500 --niters 201".split()
+SMALL = "--n-layers 2 --d-in 16 --n-classes 4 --d-hidden 8 --train-size 500 --niters 101".split()
 
 
 def reports(out: str) -> list[tuple[str, float, float]]:
@@ -50,27 +50,39 @@ def test_learns_and_prints_the_exercises_line() -> None:
     assert all(train != test for _, train, test in steps), "the test loss is that of other data"
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    """The reports of one process, by the size of its batch."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    @functools.cache
+    def run_of(batch_size: int) -> Any:
+        flags = [*SMALL, "--batch-size", str(batch_size), "--out", folder / str(batch_size)]
+        return reports(fork_python("primer/mlp.py", *flags).finish().out)
+
+    return run_of
+
+
 @pytest.mark.parametrize("script", ["DP/ddp/mlp_ddp.py", "DP/mydp/mlp_mydp.py"])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_is_the_run_of_one_process_at_the_same_global_batch(script: str, world_size: int, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    with terminals("primer/mlp.py", 1, tmp_path / "one", *SMALL, "--batch-size", str(7 * world_size)) as [one]:
-        expected = reports(one.finish(60).out)
+def test_is_the_run_of_one_process_at_the_same_global_batch(
+    script: str, world_size: int, alone: Callable[[int], Any], tmp_path: Path
+) -> None:
     flags = [*SMALL, "--batch-size", "7", "--world-size", str(world_size)]
     with terminals(script, world_size, tmp_path, *flags) as ranks:
         ended = [rank.finish(60) for rank in ranks]
     assert [end.status for end in ended] == [0] * world_size, [end.err for end in ended]
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["inputs"] for record in records] == [7 * world_size * (step + 1) for step in range(201)]
-    assert records[-1]["loss"] < records[0]["loss"] - 0.3
-    assert all(record["sent_bytes"].get("gradients", 0) > 0 for record in records) == (world_size > 1)
+    steps = records(tmp_path / "run")
+    assert [step["inputs"] for step in steps] == [7 * world_size * (number + 1) for number in range(101)]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    assert all(step["sent_bytes"].get("gradients", 0) > 0 for step in steps) == (world_size > 1)
     assert "inputs/s" in ended[0].out
     assert "rank 0 computed for" in ended[0].out
     own = reports(ended[0].out)
     assert own[-1][1] < own[0][1] - 0.3
-    for (step, train, test), (expected_step, expected_train, expected_test) in zip(own, expected, strict=True):
+    for (step, *losses), (expected_step, *expected) in zip(own, alone(7 * world_size), strict=True):
         assert step == expected_step
-        assert (train, test) == pytest.approx((expected_train, expected_test), abs=2e-4)
+        assert losses == pytest.approx(expected, abs=2e-4)
 
 
 def with_late_losses(rank: int, script: str, flags: list[str]) -> str:

@@ -143,8 +143,13 @@ def train_on(
     return [parameters for parameters, _ in ended], [gradients for _, gradients in ended], losses(out)
 
 
+def records(out: Path) -> list[dict[str, Any]]:
+    """A run's records, one for each step."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records(out)]
 
 
 def train_alone(folder: Path) -> OneProcess:

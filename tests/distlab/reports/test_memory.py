@@ -13,6 +13,8 @@ from distlab.reports import memory
 from distlab_figures.runs import holdings
 from simplellm.errors import InputError
 
+SCRIPT = "PP/schedules/intro_PP_schedules.py"
+
 
 def test_every_kind_is_counted() -> None:
     weight, frozen = torch.zeros(10, 10, requires_grad=True), torch.zeros(3)
@@ -68,37 +70,42 @@ def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_p
     assert memory.read_largest(tmp_path) == [1, 2, 3, 0, 0, 4], "of a run before there were further kinds"
 
 
-def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
-    script, held = "PP/schedules/intro_PP_schedules.py", []
-    for flags in ([], ["--trace"]):
-        out = tmp_path / f"run{len(flags)}"
-        train_on(2, script, out, "--world-size", "2", "--batch-size", "3", *flags)
-        held.append([rank["activations"] for rank in json.loads((out / "memory.json").read_text())])
-    assert held[0] == pytest.approx(held[1], rel=0.05)
-    assert min(held[0]) > 0
-
-
 def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
     head, line = memory.as_table([[0, 0, 0, 0, 0, 2_000_000, 9_000_000]])
     assert head.split() == "memory, MB parameters gradients optimizer state activations without --recompute".split()
     assert line.split() == "rank 0 0.00 0.00 0.00 2.00 9.00".split()
 
 
-@pytest.mark.parametrize(("flags", "off"), [("--schedule dapple --trace", 0), ("--schedule zb-h1", 0.05)])
+def counts_of_a_pipeline(out: Path, *flags: str) -> list[dict[str, int]]:
+    """What each of two stages held."""
+    shape = "--world-size 2 --batch-size 4 --micro-batches 4 --steps 1".split()
+    train_on(2, SCRIPT, out, *shape, *flags)
+    found: list[dict[str, int]] = json.loads((out / "memory.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "off"), [("dapple", 0), ("zb-h1", 0.05)])
 def test_what_would_have_been_kept_is_what_a_run_without_recomputation_keeps(
-    flags: str, off: float, tmp_path: Path
+    schedule: str, off: float, tmp_path: Path
 ) -> None:
-    script, counts = "PP/schedules/intro_PP_schedules.py", []
-    for recompute in ("none", "blocks", "all"):
-        shape = f"--world-size 2 --batch-size 4 --micro-batches 4 --steps 1 {flags} --recompute {recompute}".split()
-        train_on(2, script, tmp_path / recompute, *shape)
-        counts.append(json.loads((tmp_path / recompute / "memory.json").read_text()))
-    usual, *others = counts
+    usual, *others = (
+        counts_of_a_pipeline(tmp_path / recompute, "--schedule", schedule, "--recompute", recompute)
+        for recompute in ("none", "blocks", "all")
+    )
     for own in others:
         assert own[0]["activations"] < 0.8 * usual[0]["activations"]
         for rank in (0, 1):
             assert own[rank][memory.WITHOUT_RECOMPUTE] == pytest.approx(usual[rank]["activations"], rel=off)
     assert memory.WITHOUT_RECOMPUTE not in usual[0]
+
+
+def test_a_traced_pipeline_counts_the_same(tmp_path: Path) -> None:
+    flags = ["--recompute", "blocks"]
+    plain, traced = (counts_of_a_pipeline(tmp_path / str(len(more)), *flags, *more) for more in ([], ["--trace"]))
+    for kind in ("activations", memory.WITHOUT_RECOMPUTE):
+        held = [own[kind] for own in plain]
+        assert [own[kind] for own in traced] == pytest.approx(held, rel=0.05)
+        assert min(held) > 0
 
 
 INTERLEAVED = "--world-size 2 --schedule interleaved --micro-batches 2 --batch-size 2 --optimizer adam --run-on"
@@ -107,8 +114,7 @@ INTERLEAVED = "--world-size 2 --schedule interleaved --micro-batches 2 --batch-s
 @pytest.mark.parametrize(("ranks", "flags"), [(3, ""), (2, INTERLEAVED)])
 def test_a_run_says_what_its_ranks_hold(ranks: int, flags: str, tmp_path: Path) -> None:
     """One stage each, and two; with `--run-on`, a copy of the weights and of the optimizer's state."""
-    script = "PP/schedules/intro_PP_schedules.py"
-    parameters, _, _ = train_on(ranks, script, tmp_path, "--batch-size", "3", *flags.split())
+    parameters, _, _ = train_on(ranks, SCRIPT, tmp_path, "--batch-size", "3", *flags.split())
     by_rank = json.loads((tmp_path / "memory.json").read_text())
     for rank, own in enumerate(parameters):
         size = sum(tensor.nbytes for tensor in own.values())

@@ -1,6 +1,5 @@
 """`--clip-norm` in every layout: the norm, the losses and the weights are those of one process."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chapters import LAYOUTS, STEPS, State, assert_equal, losses, train, train_on
+from support.chapters import LAYOUTS, STEPS, State, assert_equal, losses, records, train, train_on
 from support.processes import free_port, run_ranks
 
 from distlab.parallel import clipping
@@ -35,9 +34,8 @@ def clipped(layout: str, out: Path, clip_norm: str, *flags: str) -> Run:
     ranks, script, own = RUNS[layout]
     clipping = [*"--steps 4 --eval-every 4 --eval-sequences 5 --clip-norm".split(), clip_norm]
     parameters, gradients, own_losses = train_on(ranks, script, out, *own.split(), *clipping, *flags)
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    own_losses += [record["validation_loss"] for record in records if "validation_loss" in record]
-    return parameters, gradients, own_losses, [record["grad_norm"] for record in records]
+    own_losses += [record["validation_loss"] for record in records(out) if "validation_loss" in record]
+    return parameters, gradients, own_losses, [record["grad_norm"] for record in records(out)]
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +153,12 @@ def test_without_the_flag_nothing_is_sent_or_recorded(tmp_path: Path) -> None:
     for most, kinds in (([], False), (["--clip-norm", "1"], True)):
         out = tmp_path / str(kinds)
         train_on(ranks, script, out, *own.split(), *most)
-        [first, *_] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        first = records(out)[0]
         assert ("gradient norm" in first["sent_bytes"]) == ("grad_norm" in first) == kinds
         assert len(losses(out)) == STEPS
 
 
-@pytest.mark.parametrize(
-    ("layout", "most", "bites"), [("pp-zbv", 0.75, 7), ("pp-zbv", 1, 2), ("zero-tp", 1, 2)]
-)
+@pytest.mark.parametrize(("layout", "most", "bites"), [("pp-zbv", 0.75, 7), ("pp-zbv", 1, 2), ("zero-tp", 1, 2)])
 def test_a_clipped_step_that_ran_on_is_undone_and_taken_again(
     layout: str, most: float, bites: int, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chapters import MODEL, OneProcess, assert_equal, load, train_on
+from support.chapters import MODEL, OneProcess, assert_equal, load, records, train_on
 from support.planner_machines import cluster
 from support.processes import LAB, run
 from torch import Tensor
@@ -121,8 +121,8 @@ def assert_as_planned(script: str, flags: str, run: Path) -> None:
     prediction = parse(load(script).DEFAULTS, "", [*arguments, "--machine", str(machine)]).prediction
     counted = json.loads((run / "memory.json").read_text())[0]["activations"]
     assert held(prediction.costs, 0).activations == pytest.approx(counted, abs=8)
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
-    assert sent_in_step(prediction.costs, 0)["gradients", None].bytes == last["gradients"]
+    sent = records(run)[-1]["sent_bytes"]["gradients"]
+    assert sent_in_step(prediction.costs, 0)["gradients", None].bytes == sent
 
 
 def slice_like(own: Tensor, whole: Tensor, rank: int) -> Tensor:

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +26,16 @@ from simplellm.errors import InputError
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 STORY = "Once upon a time there was a dog.\n<|endoftext|>\n"
+STORIES = (STORY * 30_000).encode()
+UNUSED = b"\xa0\x06\x00"  # a field of a tokenizer that means nothing
 DAPPLE = "PP/microbatches/intro_PP_microbatches.py"
 
 
-def text(content: str) -> Callable[[Path], object]:
-    return lambda path: path.write_text(content)
-
-
-def jsonl(word: str) -> Callable[[Path], object]:
-    return lambda path: path.write_text(f'{{"text": "There was a {word}."}}\n' * 40)
-
-
-def parquet(word: str) -> Callable[[Path], object]:
-    return lambda path: pq.write_table(pa.table({"text": [f"There was a {word}."] * 40}), path)
-
-
-def tokenizer(more: bytes) -> Callable[[Path], object]:
-    return lambda path: path.write_bytes(SHIPPED_MODEL.read_bytes() + more)  # a field that means nothing
-
-
-FILES: dict[str, tuple[str, str, Callable[[Path], object], Callable[[Path], object]]] = {
-    "other only after a MiB": ("--data", "d.txt", text(STORY * 30_000), text(STORY * 29_999 + STORY.upper())),
-    "objects": ("--data", "d.jsonl", jsonl("dog"), jsonl("cat")),
-    "a table": ("--data", "d.parquet", parquet("dog"), parquet("cat")),
-    "a tokenizer": ("--tokenizer", "t.model", tokenizer(b""), tokenizer(b"\xa0\x06\x00")),
+# A flag, the name of its file, and the contents for two ranks.
+FILES = {
+    "other only after a MiB": ("--data", "d.txt", [STORIES, STORIES[: -len(STORY)] + STORY.upper().encode()]),
+    "objects": ("--data", "d.jsonl", [b'{"text": "There was a dog."}\n' * 40, b'{"text": "There was a cat."}\n' * 40]),
+    "a tokenizer": ("--tokenizer", "t.model", [SHIPPED_MODEL.read_bytes(), SHIPPED_MODEL.read_bytes() + UNUSED]),
 }
 
 
@@ -67,11 +52,11 @@ def join_in_a_folder_of_ones_own(rank: int, folders: list[Path], out: Path, *fla
 
 @pytest.mark.parametrize("what", FILES)
 def test_ranks_that_read_different_files_do_not_begin(what: str, tmp_path: Path) -> None:
-    flag, name, *contents = FILES[what]
+    flag, name, contents = FILES[what]
     folders = [tmp_path / "a", tmp_path / "b"]
-    for folder, write in zip(folders, contents, strict=True):
+    for folder, content in zip(folders, contents, strict=True):
         folder.mkdir()
-        write(folder / name)
+        (folder / name).write_bytes(content)
     flags = [flag, name, *(["--data", "sample"] if flag != "--data" else []), "--world-size", "2"]
     flags += ["--master-port", str(free_port())]
     for sentence in run_ranks(2, join_in_a_folder_of_ones_own, folders, tmp_path / "out", *flags):

@@ -3,7 +3,6 @@
 import errno
 import io
 import itertools
-import json
 import os
 import time
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.chapters import records
 
 from distlab.comm.context import context_of
 from distlab.comm.recorder import Ledger, StepTime
@@ -94,7 +94,7 @@ def test_each_record_is_of_its_own_step(tmp_path: Path, monkeypatch: pytest.Monk
             if step == 0:
                 log.loss, log.values["grad_norm"] = 2.0, 9.0
         log.record(step)
-    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, second = records(tmp_path)
     assert (first["sent_bytes"], second["sent_bytes"]) == ({"gradients": 3}, {"gradients": 4})
     assert (first["waited_seconds"], first["collective_seconds"]) == (0.75, 0.5)
     assert (second["waited_seconds"], second["collective_seconds"]) == (1.75, 1.5)
@@ -143,7 +143,7 @@ def test_a_loss_that_is_no_number_is_null(loss: float, tmp_path: Path) -> None:
         with log.timing_a_step():
             log.loss = loss
         log.record(0)
-    looked, other = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    looked, other = records(tmp_path)
     assert looked["loss"] is looked["validation_loss"] is other["loss"] is None
     assert "validation_loss" not in other
 

@@ -1,6 +1,5 @@
 """The classifiers keep checkpoints and go on from them as the Llama's runs do, and nobody takes one for the other."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from support import chapters, sentiment_ranks
 from support.bad_inputs.files import forge
-from support.chapters import losses
+from support.chapters import losses, records
 from support.processes import LAB, free_port, run_ranks
 from support.small_models import saved_model
 from support.terminals import fork_python
@@ -143,9 +142,8 @@ def test_it_goes_on_where_it_was(layout: str, unit: str, a_step: int, saved: Run
     shard = next(step(own, 8).glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     assert run(layout, own, "--resume", own, "--save-every", "5", "--keep", "2") == expected
-    records = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(STEPS))
-    assert [record[unit] for record in records] == [(number + 1) * a_step for number in range(STEPS)]
+    steps = [(record["step"], record[unit]) for record in records(own)]
+    assert steps == [(number, (number + 1) * a_step) for number in range(STEPS)]
     log = (own / "rank0.log").read_text()
     assert "# skipped a checkpoint: step-00000008: shard-" in log
     assert f"# resuming from {step(own)}, after {HALF} steps\n" in log

@@ -1,13 +1,12 @@
 """A run owns its parts: what a script has not handed over is missed at the start, and what it has is used."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.chapters import MODEL, load, losses, train_on
+from support.chapters import MODEL, losses, train_on
 from support.processes import LAB, run, wait_for
 from support.small_models import saved_model
 from support.terminals import fork_python, terminals
@@ -16,11 +15,10 @@ from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
 from distlab.comm.context import context_of
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
-from distlab.run.failure import Failure
+from distlab.run.failure import Failure, refused_by_gpu
 from distlab.run.logs import RunLog
 from distlab.run.loss_sum import LossSum
 from distlab.run.main import warn_of_other_checkout
-from distlab.run.run import Run
 from distlab.settings.common import parse
 from distlab.settings.folders import new_folder
 from distlab.settings.hybrid import HybridSettings
@@ -34,6 +32,7 @@ from simplellm.tokenizers import SPTokenizer
 
 BUILDS_OPTIMIZER = "    optimizer = run.optimizer("  # in a pipeline's script
 PRIMER = "primer/intro.py"
+BUSY = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
 SHAPE = [*MODEL, "--data", "sample", "--lr", "0.1", "--optimizer", "sgd"]
 
 
@@ -211,15 +210,13 @@ def test_a_step_without_a_loss_has_none_on_record(tmp_path: Path) -> None:
             if loss is not None:
                 log.loss = loss
         log.record(0)
-    assert [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2.5, None]
+    assert losses(tmp_path) == [2.5, None]
 
 
 def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
-    for number, parent in enumerate((tmp_path / "dangling", tmp_path / "file", tmp_path / "file" / "inside")):
-        if number == 0:
-            parent.symlink_to(tmp_path / "nothing")
-        elif number == 1:
-            parent.write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    for parent in (tmp_path / "dangling", tmp_path / "file", tmp_path / "file/inside"):
         with pytest.raises(InputError, match=f"{parent}: no folder can be created there .*; give --out"):
             new_folder(parent)
     assert len({new_folder(tmp_path / "runs") for _ in range(3)}) == 3
@@ -256,21 +253,15 @@ def test_a_full_disk_is_told_in_one_sentence(name: str, tmp_path: Path) -> None:
     assert (ended.status, ended.err) == (2, f"# {sentence}\n")
 
 
-def test_a_rank_that_fails_before_it_has_met_the_others_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(settings: Any, script: Path) -> None:
-        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
-
-    monkeypatch.setattr("distlab.run.joining.join", fail)
-    settings = parse(load("DP/gradient_aggr/intro_DP_GA.py").DEFAULTS, "", ["2"])
-    with pytest.raises(RuntimeError) as caught:
-        Run(settings, Path("script.py"))
-    assert Failure.of(caught.value, 2).sentence.startswith("rank 2 failed: ")
-
-
 @pytest.mark.parametrize(
-    ("error", "told"), [(ValueError(), "ValueError"), (ValueError("a shape\nof two lines"), "ValueError: a shape")]
+    ("error", "told"),
+    [
+        (ValueError(), "ValueError"),
+        (ValueError("a shape\nof two lines"), "ValueError: a shape"),
+        (BUSY, refused_by_gpu(BUSY)),
+    ],
 )
-def test_a_mistake_of_the_lab_is_told_in_one_line(error: Exception, told: str) -> None:
+def test_an_error_is_told_in_one_line_with_the_rank(error: Exception, told: str) -> None:
     assert Failure.of(error, 2).sentence == f"rank 2 failed: {told}"
     assert Failure.of(error).cause == told, "for the others"
     assert Failure.of(InputError("no disk")).cause == "no disk"

@@ -1,10 +1,9 @@
 """`--run-on`: the numbers of the usual run, nobody waits at the end of a step, and a bad step is undone or named."""
 
-import json
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chapters import losses, train, train_on
+from support.chapters import losses, records, train, train_on
 from support.processes import free_port, meeting_of, run_ranks
 from torch import Tensor, nn
 
@@ -34,8 +33,7 @@ REPLICAS = "--dp 2 --pp 2 --schedule zb-h2 --micro-batches 3".split()
 
 def numbers(out: Path) -> list[tuple[int, list[str], float, float | None, int]]:
     """What does not depend on time in a run's records, and the names of all values."""
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], sorted(r), r["loss"], r.get("validation_loss"), r["tokens"]) for r in records]
+    return [(r["step"], sorted(r), r["loss"], r.get("validation_loss"), r["tokens"]) for r in records(out)]
 
 
 def assert_same(own: Any, expected: Any) -> None:
@@ -189,15 +187,17 @@ class Arrives:
             raise RuntimeError(self._error)
 
 
+def running_on(tell: Callable[..., object], **options: float) -> RunningOn:
+    return RunningOn(StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), tell, **options)
+
+
 @pytest.mark.parametrize(
     ("transfer", "told"),
     [(Arrives(True), [(3, 2.0)]), (Arrives(False), []), (Arrives(True, "closed by peer"), [])],
 )
 def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, told: list[tuple[int, float]]) -> None:
     found: list[tuple[int, float]] = []
-    late = RunningOn(
-        StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), lambda step, loss, _: found.append((step, loss))
-    )
+    late = running_on(lambda step, loss, _: found.append((step, loss)))
     late.keep_arrived()
     late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), transfer, counted=2))
     run: Any = UndoableRun.__new__(UndoableRun)
@@ -209,9 +209,7 @@ def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, to
 def test_after_a_death_the_loss_of_the_open_step_is_that_which_a_rank_knows_of_it() -> None:
     """Others may know only that of the step before."""
     found: list[tuple[int, float]] = []
-    late = RunningOn(
-        StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), lambda step, loss, _: found.append((step, loss))
-    )
+    late = running_on(lambda step, loss, _: found.append((step, loss)))
     late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), Arrives(False), counted=2))  # type: ignore[arg-type]
     late.go_on_with(4, [Arrived(2, 9.0, None), Arrived(3, 2.0, None)])
     assert found == [(3, 2.0)]
@@ -220,7 +218,7 @@ def test_after_a_death_the_loss_of_the_open_step_is_that_which_a_rank_knows_of_i
 
 def test_the_step_after_a_clipped_one_waits_too() -> None:
     """Clipped steps come in groups, and one that ran on costs another step."""
-    late = RunningOn(StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), lambda *_: None, most=1.0)
+    late = running_on(lambda *_: None, most=1.0)
     for step, norm, waits_in in ((3, 0.5, None), (4, 2.0, 5)):
         late.has_waited(step, norm)
         assert late.waits_in == waits_in

@@ -1,12 +1,11 @@
 """With --tensorboard a run's records are in its folder for TensorBoard too."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chapters import train_on
+from support.chapters import records, train_on
 
 from distlab.comm.context import context_of
 from distlab.run.logs import RunLog
@@ -24,10 +23,10 @@ def test_holds_what_the_metrics_hold(tmp_path: Path) -> None:
     train_on(2, "DP/gradient_aggr/intro_DP_GA.py", tmp_path, *flags)
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1, "one rank writes"
     events = events_in(tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "validation_loss", "tokens_per_second"):
         kept = [(event.step, event.value) for event in events.Scalars(name)]
-        expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in records if name in record]
+        steps = [record for record in records(tmp_path) if name in record]
+        expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in steps]
         assert kept == expected
         assert kept
 
@@ -43,7 +42,7 @@ def test_steps_that_are_taken_again_are_there_once(tmp_path: Path) -> None:
         log.summary()
     kept = [(event.step, event.value) for event in events_in(tmp_path).Scalars("loss")]
     assert kept == [(0, 0), (1, 1), (2, 2), (3, 33), (4, 34), (5, 35), (6, 36), (7, 37)]
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [*range(8)]
+    assert [record["step"] for record in records(tmp_path)] == [*range(8)]
 
 
 def test_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
