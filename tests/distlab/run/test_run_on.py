@@ -187,7 +187,7 @@ class Arrives:
             raise RuntimeError(self._error)
 
 
-def running_on(tell: Callable[..., object], **options: float) -> RunningOn:
+def running_on(tell: Callable[[int, float, float | None], None], **options: float) -> RunningOn:
     return RunningOn(StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), tell, **options)
 
 
