@@ -4,14 +4,16 @@ Times are in seconds, sizes in bytes. Times that are not measured follow from a 
 rank's multiplications and the cost of a message. A file needs only these numbers.
 """
 
+import bisect
 import itertools
 import json
 import math
+import re
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from distlab.comm.link import Link
 from distlab.run.commands import launcher
@@ -23,6 +25,8 @@ MeasuredTransport = Literal["gloo", "shared"]
 PassKind = Literal["F", "B", "I", "W"]  # letters of `distlab.pipeline.actions`
 # By an action's letter, the pass whose time it takes.
 KIND_OF: dict[str, PassKind] = {"F": "F", "B": "B", "I": "I", "W": "W", "f": "F", "R": "F", "b": "B", "i": "I"}
+NEEDED = ("bytes_per_second", "multiply_adds_per_second", "memory_bytes_per_host")  # greater than 0
+MAY_BE_NONE = ("experts", "shared_experts")  # of a model without a mixture
 
 
 @dataclass(frozen=True)
@@ -168,16 +172,15 @@ class Machine:
 
 
 def interpolate(x: float, at: Sequence[float], values: Sequence[float]) -> float:
-    """Interpolate at `x` between points in ascending order; below, in proportion; beyond, along the last segment."""
-    if len(at) == 1 or x <= at[0]:
-        return values[0] * x / at[0] if len(at) == 1 else max(0.0, _along(x, at, values, 0))
-    segment = next((i for i in range(len(at) - 1) if x <= at[i + 1]), len(at) - 2)
-    return max(0.0, _along(x, at, values, segment))
+    """Interpolate at `x` between points in ascending order, and beyond along the first or the last segment.
 
-
-def _along(x: float, at: Sequence[float], values: Sequence[float], segment: int) -> float:
+    A single point is on a line through the origin. The result is not negative.
+    """
+    if len(at) == 1:
+        return values[0] * x / at[0]
+    segment = bisect.bisect_left(at, x, lo=1, hi=len(at) - 1) - 1
     (left, right), (low, high) = at[segment : segment + 2], values[segment : segment + 2]
-    return low + (high - low) * (x - left) / (right - left)
+    return max(0.0, low + (high - low) * (x - left) / (right - left))
 
 
 def read_machine(path: Path) -> Machine:
@@ -191,7 +194,7 @@ def read_machine(path: Path) -> Machine:
         ) from None
     if isinstance(content, dict):
         content.pop("spin_seconds", None)  # measured by an earlier revision
-    machine = _read(Machine, content, f"{path}: ")
+    machine: Machine = _read(Machine, content, f"{path}: ")
     for entry in machine.measured:
         many = [len(getattr(getattr(entry, part), kind)) for part in PARTS for kind in "FBIW"]
         require({len(entry.rows)} == set(many), f"{path}: measured: give each pass a number for each of its rows")
@@ -243,49 +246,47 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-KindT = TypeVar("KindT")
-
-
-def _read(kind: type[KindT], value: Any, where: str) -> KindT:
+def _read(kind: Any, value: Any, where: str) -> Any:
     """Read a value of JSON as a dataclass, a tuple of values, a name or a non-negative number."""
     given = f"{where.rstrip(': ')} is {json.dumps(value):.60}"
     if is_dataclass(kind):
-        require(isinstance(value, dict), f"{given}; give an object with the keys {', '.join(_names(kind))}")
-        kinds = typing.get_type_hints(kind)
-        inner = where if where.endswith(": ") else f"{where}."
-        unknown = next((key for key in value if key not in kinds), None)
-        others = f"remove it, or the file, and calibrate again; there are {', '.join(_names(kind))}"
-        require(unknown is None, f"{inner}{unknown} is not a key; {others}")
-        # A link without one of its numbers would be infinitely fast; elsewhere a default means "not measured".
-        needed = [field.name for field in fields(kind) if field.default is MISSING or kind is Link]
-        missing = next((name for name in needed if name not in value), None)
-        require(missing is None, f"{inner}{missing} is missing")
-        return kind(**{key: _read(kinds[key], held, f"{inner}{key}") for key, held in value.items()})
+        return _read_object(kind, value, given, where if where.endswith(": ") else f"{where}.")
     if typing.get_origin(kind) is tuple:
         require(isinstance(value, list), f"{given}; give a list")
         each = typing.get_args(kind)[0]
-        return tuple(_read(each, held, f"{where}[{place}]") for place, held in enumerate(value))  # type: ignore[return-value]
+        return tuple(_read(each, held, f"{where}[{place}]") for place, held in enumerate(value))
+    if kind in (int, float):
+        return _read_number(kind, value, given, re.split(r"[. ]", where)[-1])
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         require(value in choices, f"{given}; give one of {', '.join(choices)}")
-        return value
-    if kind is bool:
-        require(isinstance(value, bool), f"{given}; give true or false")
-        return value
-    if kind is str:
-        require(isinstance(value, str), f"{given}; give a text")
-        return value
+    else:
+        wanted = {bool: "true or false", str: "a text"}[kind]
+        require(isinstance(value, kind), f"{given}; give {wanted}")
+    return value
+
+
+def _read_object(kind: Any, value: Any, given: str, where: str) -> Any:
+    kinds = typing.get_type_hints(kind)
+    require(isinstance(value, dict), f"{given}; give an object with the keys {', '.join(kinds)}")
+    unknown = next((key for key in value if key not in kinds), None)
+    others = f"remove it, or the file, and calibrate again; there are {', '.join(kinds)}"
+    require(unknown is None, f"{where}{unknown} is not a key; {others}")
+    # A link without one of its numbers would be infinitely fast; elsewhere a default means "not measured".
+    needed = [field.name for field in fields(kind) if field.default is MISSING or kind is Link]
+    missing = next((name for name in needed if name not in value), None)
+    require(missing is None, f"{where}{missing} is missing")
+    return kind(**{key: _read(kinds[key], held, f"{where}{key}") for key, held in value.items()})
+
+
+def _read_number(kind: type[float], value: Any, given: str, key: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
-        least = 0 if where.endswith("experts") else 1  # of a model without a mixture
-        require(is_number and value == int(value) and value >= least, f"{given}; give a whole number from {least} up")
-        return int(value)  # type: ignore[return-value]
-    is_needed = where.endswith("per_second") and not where.endswith("bfloat16_multiply_adds_per_second")
-    may_be_0 = not is_needed and not where.endswith("memory_bytes_per_host")
-    wanted = "that is not negative" if may_be_0 else "greater than 0"
-    require(is_number and (value > 0 or (value == 0 and may_be_0)), f"{given}; give a number {wanted}")
-    return float(value)  # type: ignore[return-value]
-
-
-def _names(kind: type) -> list[str]:
-    return [field.name for field in fields(kind)]
+        least = 0 if key in MAY_BE_NONE else 1
+        is_right = is_number and value == int(value) and value >= least
+        wanted = f"a whole number from {least} up"
+    else:
+        is_right = is_number and (value > 0 if key in NEEDED else value >= 0)
+        wanted = "a number greater than 0" if key in NEEDED else "a number that is not negative"
+    require(is_right, f"{given}; give {wanted}")
+    return kind(value)
