@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -128,24 +128,44 @@ class Slicing:
     threads: int
 
 
+PassesKey = tuple[Slicing, ModelPart, int]  # the last one is the sequences of a micro-batch
+
+
 def measure_passes(
     sizes: Sizes, kinds: Sequence[Slicing], rows: Sequence[int], device: torch.device, seconds: float
 ) -> list[Measured]:
     """Measure the parts of a model on this rank alone, for about `seconds` seconds.
 
-    All are measured in turns, so that a temporary disturbance does not spoil a single one, and each for about the same
-    time, so that short passes have more turns than long ones. The result for a pass is the median of its turns.
+    The result for a pass is the median of its turns.
+    """
+    compiler = Compiler() if sizes.compiled else None
+    nets = {(kind, part): build(net, sizes, blocks, kind.tp, device) for kind in kinds for part, net, blocks in NETS}
+    passes: dict[PassesKey, Passes] = {}
+    for ((kind, part), net), count in itertools.product(nets.items(), rows):
+        vocab_size = shard_sizes(sizes.vocab_size, kind.tp)[0]
+        passes[kind, part, count] = Passes(net, sizes, count, vocab_size, compiler)
+    with equal_loads(nets.values()):
+        turns = take_turns(passes, seconds)
+
+    def times_of(kind: Slicing, part: ModelPart, letter: str) -> tuple[float, ...]:
+        medians = [statistics.median(turn[letter] for turn in turns[kind, part, count]) for count in rows]
+        return ascending([median / (BLOCKS if part == "block" else 1) for median in medians])
+
+    def measured(kind: Slicing) -> Measured:
+        embedding, block, head = (PassSeconds(*(times_of(kind, part, letter) for letter in "FBIW")) for part in PARTS)
+        again = times_of(kind, "block", "again")
+        return Measured(sizes, kind.tp, kind.threads, tuple(rows), embedding, block, head, again)
+
+    return list(map(measured, kinds))
+
+
+def take_turns(passes: Mapping[PassesKey, Passes], seconds: float) -> dict[PassesKey, list[dict[str, float]]]:
+    """Measure all passes in turns, so that a temporary disturbance does not spoil a single one.
+
+    Each is measured for about the same time, so short passes have more turns than long ones.
     """
     usual_threads = torch.get_num_threads()
-    passes: dict[tuple[Slicing, ModelPart, int], Passes] = {}
-    compiler = Compiler() if sizes.compiled else None
-    balanced = contextlib.ExitStack()
-    for kind, (part, net_kind, blocks) in itertools.product(kinds, NETS):
-        net = build(net_kind, sizes, blocks, kind.tp, device)
-        balanced.enter_context(equal_loads([net]))
-        for count in rows:
-            passes[kind, part, count] = Passes(net, sizes, count, shard_sizes(sizes.vocab_size, kind.tp)[0], compiler)
-    turns: dict[tuple[Slicing, ModelPart, int], list[dict[str, float]]] = {key: [] for key in passes}
+    turns: dict[PassesKey, list[dict[str, float]]] = {key: [] for key in passes}
     begun, spent = time.perf_counter(), dict.fromkeys(passes, 0.0)
     for one in passes.values():
         one.run("FB", micro_batches=AT_A_TIME)  # the first loads and allocates
@@ -158,23 +178,7 @@ def measure_passes(
             turns[key].append(one.turn())
             spent[key] += time.perf_counter() - started
     torch.set_num_threads(usual_threads)
-
-    def typical(kind: Slicing, part: ModelPart, count: int, letter: str) -> float:
-        blocks = BLOCKS if part == "block" else 1
-        return statistics.median(turn[letter] for turn in turns[kind, part, count]) / blocks
-
-    def part_of(kind: Slicing, part: ModelPart) -> PassSeconds:
-        return PassSeconds(*(times_of(kind, part, letter) for letter in "FBIW"))
-
-    def times_of(kind: Slicing, part: ModelPart, letter: str) -> tuple[float, ...]:
-        return ascending([typical(kind, part, count, letter) for count in rows])
-
-    def measured(kind: Slicing) -> Measured:
-        embedding, block, head = (part_of(kind, part) for part in PARTS)
-        again = times_of(kind, "block", "again")
-        return Measured(sizes, kind.tp, kind.threads, tuple(rows), embedding, block, head, again)
-
-    return list(map(measured, kinds))
+    return turns
 
 
 def measure_slowdown(sizes: Sizes, rank: int, ranks: int, device: torch.device, seconds: float) -> tuple[float, ...]:
