@@ -51,18 +51,85 @@ class Step:
         return max(parts, key=lambda name: parts[name])
 
 
+@dataclass(frozen=True)
+class _AroundPasses:
+    """Seconds of a worker's work in a step before and after its passes."""
+
+    updating: float  # the weights, and the other work of a step
+    gathering: float  # the weights that replicas have updated
+    averaging: CollectiveSeconds  # the gradients
+
+    @property
+    def before(self) -> float:
+        return self.updating + self.gathering
+
+    @property
+    def after(self) -> float:
+        return 0.0 if self.averaging.overlaps else self.averaging.alone
+
+
+@dataclass(frozen=True)
+class _Played:
+    """A worker's actions in the simulation, in order: the work before its passes, these, and the work after them."""
+
+    starts: Sequence[float]
+    ends: Sequence[float]
+    alone: Sequence[float]  # seconds of each, if no other rank computed
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all actions together."""
+        return sum(map(operator.sub, self.ends, self.starts))
+
+    @property
+    def passes(self) -> "_Played":
+        return _Played(self.starts[1:-1], self.ends[1:-1], self.alone[1:-1])
+
+
 def predict(costs: Costs, worker: int | None = None) -> Step:
     """Predict the step of a layout in steady state, with the activities of a worker; by default, the busiest."""
-    layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
-    programs, step = layout.programs(), graph_of(layout)
+    layout, step = costs.layout, graph_of(costs.layout)
+    programs = layout.programs()
+    around = [_around_passes(costs, program) for program in programs]
+    engine = _simulated(costs, programs, around)
+    times = engine.starts, engine.ends, engine.alone
+    workers = [_Played(*([of_all[index] for index in line] for of_all in times)) for line in step.graph.lines]
+    averaged = []  # by worker, when its gradients are
+    for program, own, played in zip(programs, around, workers, strict=True):
+        last_pass = played.starts[-2], played.ends[-2]
+        end = _end_of_average(costs, program, own.averaging.seconds, *last_pass)
+        averaged.append(end if own.averaging.overlaps else played.ends[-1])
+    loss = costs.on_hosts.all_reduce(RankGroup(layout.ranks, 1), LOSS_BYTES).seconds
+    total = max(averaged) + loss
+    passes = [played.passes for played in workers]
+    from_first_to_last = max(one.ends[-1] for one in passes) - min(one.starts[0] for one in passes)
+    busiest = max(range(len(workers)), key=lambda number: workers[number].busy)
+    number = busiest if worker is None else worker
+    seen, own = workers[number], around[number]
+    exchanging = sum(count * costs.exchanged(*kind) for kind, count in step.counts[number].items())
+    behind = max(0.0, averaged[number] - seen.ends[-1]) + loss  # collectives that are not simulated
+    return Step(
+        seconds=total,
+        computing=sum(seen.passes.alone) - exchanging,
+        exchanging=exchanging,
+        averaging=own.gathering + own.after + behind,
+        updating=own.updating,
+        sharing=seen.busy - sum(seen.alone),
+        idle=total - seen.busy - behind,
+        bubble=1 - sum(one.busy for one in passes) / len(passes) / from_first_to_last if from_first_to_last else 0.0,
+        sent_bytes=max(sent_bytes(costs)),
+    )
+
+
+def _simulated(costs: Costs, programs: Programs, around: Sequence[_AroundPasses]) -> Engine:
+    """Simulate a step, without what overlaps with its last passes."""
+    machine, on_hosts, step = costs.machine, costs.on_hosts, graph_of(costs.layout)
     threads = action_threads(costs, programs)
-    updates, gathers, last = zip(*(_around_passes(costs, program) for program in programs), strict=True)
-    first = list(map(operator.add, updates, gathers))
-    workers, after = range(len(programs)), [0.0 if one.overlaps else one.alone for one in last]
 
     def seconds(action: Action) -> float:
         if isinstance(action, BeforePasses):
-            return (after if isinstance(action, AfterPasses) else first)[step.graph.owners[action.stage]]
+            own = around[step.graph.owners[action.stage]]
+            return own.after if isinstance(action, AfterPasses) else own.before
         messages = step.messages[action.letter, action.stage]
         return costs.seconds(action, threads.get(action, 1)) + machine.message_seconds * messages
 
@@ -72,6 +139,7 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
 
     hosts = None
     if machine.slowdown or on_hosts.per_host > machine.cores_per_host or threads:
+        workers = range(len(programs))
         hosts = SharedHosts(
             [on_hosts.host_of(worker) for worker in workers],
             [on_hosts.alike(worker) for worker in workers],
@@ -79,34 +147,7 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
             lambda action: threads.get(action, 1),
             machine.cores_per_host,
         )
-    played = Engine(step.graph, seconds, message, waking=machine.waking_seconds, hosts=hosts)
-    starts, ends, alone = (
-        [[times[index] for index in line] for line in step.graph.lines]
-        for times in (played.starts, played.ends, played.alone)
-    )
-    averaged = [
-        _averaged(costs, program, whole, started[-2], ended[-2]) if whole.overlaps else ended[-1]
-        for program, whole, started, ended in zip(programs, last, starts, ends, strict=True)
-    ]
-    loss = on_hosts.all_reduce(RankGroup(layout.ranks, 1), LOSS_BYTES).seconds
-    total = max(averaged) + loss
-    busy = [sum(map(operator.sub, *times)) for times in zip(ends, starts, strict=True)]
-    seen = max(workers, key=lambda worker: busy[worker]) if worker is None else worker
-    exchanging = sum(count * costs.exchanged(*kind) for kind, count in step.counts[seen].items())
-    behind = max(0.0, averaged[seen] - ends[seen][-1]) + loss  # collectives that are not simulated
-    whole = max(line[-2] for line in ends) - min(line[1] for line in starts)  # from the first to the last pass
-    passes = [sum(map(operator.sub, e[1:-1], s[1:-1])) for s, e in zip(starts, ends, strict=True)]
-    return Step(
-        seconds=total,
-        computing=sum(alone[seen][1:-1]) - exchanging,
-        exchanging=exchanging,
-        averaging=gathers[seen] + after[seen] + behind,
-        updating=updates[seen],
-        sharing=busy[seen] - sum(alone[seen]),
-        idle=total - busy[seen] - behind,
-        bubble=1 - sum(passes) / len(passes) / whole if whole else 0.0,
-        sent_bytes=max(sent_bytes(costs)),
-    )
+    return Engine(step.graph, seconds, message, waking=machine.waking_seconds, hosts=hosts)
 
 
 def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
@@ -125,27 +166,33 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
     return threads_by_plan(programs, cores, costs.estimated)
 
 
-def _around_passes(costs: Costs, program: Sequence[Action]) -> tuple[float, float, CollectiveSeconds]:
-    """Return a worker's seconds of update and other work, of gathering weights, and of averaging its gradients."""
-    layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
-    weights = [one for one in costs.weights_by_holders(*stages_of(program)) if one.count]
-    update = machine.step_seconds + machine.update_seconds(costs.optimizer) * costs.updated(*stages_of(program))
-    collective = on_hosts.all_reduce if layout.shard == "none" else on_hosts.half
-    average = one_after_another([collective(one.holders, one.bytes, "shared") for one in weights])
-    if layout.shard == "none":
-        return update, 0.0, average
-    gathered = one_after_another([collective(one.holders, one.gathered_bytes, "shared") for one in weights]).alone
-    gather = gathered if layout.shard != "weights" else 0.0
-    return update, gather, average if layout.shard == "optimizer" else CollectiveSeconds(0.0, 0.0, False)
+def _around_passes(costs: Costs, program: Sequence[Action]) -> _AroundPasses:
+    shard, machine, on_hosts, stages = costs.layout.shard, costs.machine, costs.on_hosts, stages_of(program)
+    updating = machine.step_seconds + machine.update_seconds(costs.optimizer) * costs.updated(*stages)
+    weights = [one for one in costs.weights_by_holders(*stages) if one.count]
+    collective = on_hosts.all_reduce if shard == "none" else on_hosts.half
+    # Replicas that shard gradients or weights exchange them within passes.
+    averaging = [collective(one.holders, one.bytes, "shared") for one in weights if shard in ("none", "optimizer")]
+    gathering = [
+        on_hosts.half(one.holders, one.gathered_bytes, "shared")
+        for one in weights
+        if shard in ("optimizer", "gradients")
+    ]
+    return _AroundPasses(updating, one_after_another(gathering).alone, one_after_another(averaging))
 
 
-def _averaged(costs: Costs, program: Sequence[Action], whole: CollectiveSeconds, started: float, ended: float) -> float:
-    """Return when the gradients have been averaged, bucket after bucket, behind the last pass that computes some."""
+def _end_of_average(costs: Costs, program: Sequence[Action], seconds: float, started: float, ended: float) -> float:
+    """Return when the gradients have been averaged, bucket after bucket, behind the last pass that computes some.
+
+    Args:
+        seconds: of the whole average.
+        started, ended: when the last pass did.
+    """
     size_bytes = costs.weights(*stages_of(program)) * NUMBER_BYTES
     buckets = max(1, round(size_bytes / BUCKET_BYTES))
     now = 0.0
     for bucket in range(1, buckets + 1):
-        now = max(now, started + (ended - started) * bucket / buckets) + whole.seconds / buckets
+        now = max(now, started + (ended - started) * bucket / buckets) + seconds / buckets
     return now
 
 
