@@ -202,52 +202,50 @@ def least_seconds(costs: Costs) -> float:
     A worker begins after the forward passes of the stages before its first one, and their backward passes follow its
     last one, unless that is for weights alone.
     """
-    layout, machine, on_hosts = costs.layout, costs.machine, costs.on_hosts
-    pp, micro_batches, stages = layout.size("pp"), layout.micro_batches, len(layout.split)
-    outline = layout.outline
+    layout, machine, on_hosts, outline = costs.layout, costs.machine, costs.on_hosts, costs.layout.outline
     if not outline.letters <= KIND_OF.keys():  # actions of new kinds may take any time
         return machine.step_seconds
-    splits_backward = "I" in outline.letters
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for stage in range(stages):
-        alike.setdefault(tuple(layout.parts(stage).values()), []).append(stage)
+    pp, micro_batches, threads = layout.size("pp"), layout.micro_batches, _possible_threads(costs)
 
-    # An action has the cores that other workers leave it. As measured, it need not be fastest with most of them.
-    counts = {1 if machine.device == "cuda" else costs.threads or 1}
-    if machine.device == "cpu" and costs.threads is None:
-        cores = max(1, machine.cores_per_host // on_hosts.pipelines)
-        most = most_threads(pp, cores, costs.estimated)
-        counts = {share_of_cores(cores, busy, most) for busy in range(1, pp + 1)}
+    def fastest(kind: str, stage: int) -> float:
+        return min(costs.pass_seconds(kind, stage, number) for number in threads)
 
-    def seconds(kind: str, stage: int) -> float:
-        return min(costs.pass_seconds(kind, stage, threads) for threads in counts)
+    def passes(stage: int) -> tuple[float, float, float]:
+        """Return the least seconds of a forward pass, of a backward pass, and of its part that others wait for."""
+        forward, backward = fastest("F", stage), fastest("B", stage)
+        if "I" not in outline.letters:
+            return forward, backward, backward
+        for_inputs = fastest("I", stage)
+        return forward, min(backward, for_inputs + fastest("W", stage)), min(backward, for_inputs)
 
-    forward, input_, whole, weights = ([0.0] * stages for _ in range(4))
-    for same in alike.values():
-        stage = same[0]
-        forward_seconds, backward_seconds = seconds("F", stage), seconds("B", stage)
-        input_seconds = whole_seconds = backward_seconds
-        if splits_backward:
-            input_seconds = min(backward_seconds, seconds("I", stage))
-            whole_seconds = min(backward_seconds, seconds("I", stage) + seconds("W", stage))
-        held_weights = costs.weights_by_holders(stage)[0].count
-        for other in same:
-            forward[other], weights[other] = forward_seconds, held_weights
-            input_[other], whole[other] = input_seconds, whole_seconds
+    stages = list(map(passes, range(len(layout.split))))
     work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights, without experts
-    for stage in range(stages):
+    for stage, (forward, backward, awaited) in enumerate(stages):
         worker = outline.owners[stage]
-        work[worker] += forward[stage] + whole[stage]
-        path[worker] += forward[stage] + input_[stage]
-        held[worker] += weights[stage]
+        work[worker] += forward + backward
+        path[worker] += forward + awaited
+        held[worker] += costs.weights_by_holders(stage)[0].count
     found = micro_batches * sum(work) / pp
     begins = ends = 0.0  # of the stages before
-    for worker in range(pp):
+    for worker, (forward, _, awaited) in zip(range(pp), stages, strict=False):
         average = on_hosts.all_reduce(on_hosts.replicas, held[worker] * NUMBER_BYTES, "shared")
         taken = average.seconds if average.overlaps else average.alone
         shown = max(0.0, taken - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
         found = max(found, begins + micro_batches * work[worker] + shown, begins + micro_batches * path[worker] + ends)
-        begins, ends = begins + forward[worker], ends + input_[worker]
+        begins, ends = begins + forward, ends + awaited
     share = layout.copies if layout.shard != "none" else 1
     update = machine.update_seconds(costs.optimizer) * min(held) / share
     return machine.step_seconds + max(found, micro_batches * min(work) + update)
+
+
+def _possible_threads(costs: Costs) -> set[int]:
+    """Return the numbers of threads that an action may have: the cores that other workers leave it.
+
+    As measured, it need not be fastest with most of them.
+    """
+    machine, workers = costs.machine, costs.layout.size("pp")
+    if machine.device == "cuda" or costs.threads is not None:
+        return {1 if machine.device == "cuda" else costs.threads or 1}
+    cores = max(1, machine.cores_per_host // costs.on_hosts.pipelines)
+    most = most_threads(workers, cores, costs.estimated)
+    return {share_of_cores(cores, busy, most) for busy in range(1, workers + 1)}
