@@ -1,5 +1,6 @@
 """The layouts of a training run, as the flags of `./launch.sh 5d` ask for them."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -12,10 +13,8 @@ from distlab.parallel.options import CPKind, CPOrder, check_division, check_shar
 from distlab.pipeline.actions import Programs, stages_of
 from distlab.pipeline.schedules import (
     AUTO,
-    DEFAULT_CHUNKS,
     SCHEDULES,
     all_stages,
-    check_schedule,
     schedule_of,
     stages_per_worker,
     with_recomputation,
@@ -186,35 +185,54 @@ def layouts(
     micro-batch, or without a pipeline, some schedules are the same.
     """
     among = choices or Choices()
-    names = among.schedules or [name for name in SCHEDULES if name != AUTO]
-    kinds = among.cp_kinds or CP_KINDS
-    shared = [(cp, kind) for cp in among.axes.get("cp") or (1,) for kind in (kinds if cp > 1 else CP_KINDS[:1])]
-    eps = [ep for ep in among.axes.get("ep") or (1,) if ep == 1 or model.sizes.experts % ep == 0 < model.sizes.experts]
-    for pp, tp, (cp, kind), ep in itertools.product(divisors(ranks), divisors(ranks), shared, eps):
-        dp = ranks // (pp * tp * cp)  # replicas
-        axes = {"dp": dp, "pp": pp, "ep": ep, "cp": cp, "tp": tp}
-        is_chosen = all(axes[name] in some for name, some in among.axes.items() if some) and dp % ep == 0
-        if ranks % (pp * tp * cp) or global_batch % dp or not is_chosen or not _divides(model, tp, cp, kind):
+    for axes, kind in _sizes_of_axes(model, ranks, among):
+        batch_size, left = divmod(global_batch, replicas_in(axes))
+        if left:
             continue
-        axes = {name: size for name, size in axes.items() if name not in ("cp", "ep") or size > 1}
-        axes["dp"] = dp // ep
-        for micro_batches in among.micro_batches or divisors(global_batch // dp):
-            if global_batch // dp % micro_batches:
-                continue
-            for name in names if pp > 1 else ["dapple"]:
-                is_same = micro_batches == 1 and name in SAME_WITH_ONE and "dapple" in names
-                if is_same or not _fits(name, pp, micro_batches):
+        for micro_batches, schedule, split in _schedules(model, axes["pp"], batch_size, among):
+            for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
+                has_copies = axes["dp"] * axes.get("cp", 1) > 1
+                if (shard != "none" and not has_copies) or (shard == "weights" and axes["pp"] > 1):
                     continue
-                split = _split(model, pp * stages_per_worker(name))
-                for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
-                    if split and (shard == "none" or dp * cp > ep) and (shard != "weights" or pp == 1):
-                        one = RunLayout(axes, global_batch // dp, micro_batches, name, recompute, shard, split, kind)
-                        if model.sizes.compiled and one.not_compiled:
-                            continue
-                        yield one
-                        together = dp * cp * tp
-                        if ranks_per_host and dp > 1 and ranks > ranks_per_host and ranks_per_host % together == 0:
-                            yield replace(one, axes={"pp": pp} | {n: size for n, size in axes.items() if n != "pp"})
+                one = RunLayout(axes, batch_size, micro_batches, schedule, recompute, shard, split, kind)
+                if model.sizes.compiled and one.not_compiled:
+                    continue
+                yield one
+                if ranks_per_host and _divides_pipelines_only(one, ranks_per_host):
+                    yield replace(one, axes={"pp": axes["pp"]} | {n: size for n, size in axes.items() if n != "pp"})
+
+
+def _sizes_of_axes(model: Model, ranks: int, among: Choices) -> Iterator[tuple[Layout, CPKind]]:
+    """Yield the axes of each layout, and how its ranks share sequences; "cp" and "ep" only if they have ranks."""
+    kinds, experts = among.cp_kinds or CP_KINDS, model.sizes.experts
+    shared = [(cp, kind) for cp in among.axes.get("cp") or (1,) for kind in (kinds if cp > 1 else CP_KINDS[:1])]
+    eps = [ep for ep in among.axes.get("ep") or (1,) if ep == 1 or experts % ep == 0 < experts]
+    for pp, tp, (cp, kind), ep in itertools.product(divisors(ranks), divisors(ranks), shared, eps):
+        replicas, left = divmod(ranks, pp * tp * cp)
+        sizes = {"dp": replicas, "pp": pp, "ep": ep, "cp": cp, "tp": tp}
+        is_chosen = all(sizes[name] in some for name, some in among.axes.items() if some)
+        if is_chosen and not left and replicas % ep == 0 and _divides(model, tp, cp, kind):
+            sizes["dp"] = replicas // ep
+            yield {name: size for name, size in sizes.items() if name not in ("cp", "ep") or size > 1}, kind
+
+
+def _schedules(model: Model, workers: int, batch_size: int, among: Choices) -> Iterator[tuple[int, str, Split]]:
+    """Yield numbers of micro-batches with the schedules that fit them, and the layers of each stage."""
+    names = among.schedules or [name for name in SCHEDULES if name != AUTO]
+    for micro_batches in among.micro_batches or divisors(batch_size):
+        for name in names if workers > 1 else ["dapple"]:
+            is_same = micro_batches == 1 and name in SAME_WITH_ONE and "dapple" in names
+            if batch_size % micro_batches or is_same or not schedule_of(name).fits(workers, micro_batches):
+                continue
+            with contextlib.suppress(InputError):  # more stages than the model has parts
+                yield micro_batches, name, default_split(model, workers * stages_per_worker(name))
+
+
+def _divides_pipelines_only(layout: RunLayout, ranks_per_host: int) -> bool:
+    """Return whether neighboring replicas divide the pipelines between hosts, but not the replicas of a stage."""
+    replicas = replicas_in(layout.axes)
+    has_hosts = layout.ranks > ranks_per_host
+    return has_hosts and replicas > 1 and ranks_per_host % (replicas * layout.size("cp") * layout.size("tp")) == 0
 
 
 @functools.lru_cache(maxsize=64)
@@ -263,19 +281,3 @@ def _divides(model: Model, tp: int, cp: int, kind: CPKind) -> bool:
     except InputError:
         return False
     return True
-
-
-def _fits(name: str, workers: int, micro_batches: int) -> bool:
-    try:
-        check_schedule(name, workers, micro_batches, DEFAULT_CHUNKS)
-    except InputError:
-        return False
-    return True
-
-
-@functools.lru_cache(maxsize=1024)
-def _split(model: Model, stages: int) -> Split | None:
-    try:
-        return default_split(model, stages)
-    except InputError:
-        return None
