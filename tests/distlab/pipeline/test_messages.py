@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.held import mappings
-from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, grad_of, louder
+from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, BesideWhole, batch, grad_of
 from support.processes import free_port, meeting_of, process_group, run_ranks
 from torch import Tensor, nn
 
@@ -26,7 +26,6 @@ from distlab.pipeline.links import channels
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stage
-from simplellm.llama import CausalLLama, LLama
 
 
 class CountedSends:
@@ -233,20 +232,14 @@ def grow(rank: int, port: int) -> list[int]:
     shared = []
     options = Options(remark=lambda _: None)
     with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
-        net = louder(build_stage(rank, (1, 1), VOCAB, **OPTIONS))
-        whole = louder(LLama(CausalLLama, VOCAB, n_layers=2, **OPTIONS))
+        net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
+        beside = BesideWhole({rank: net}, 2)
         pipeline = Pipeline(net, all_stages("dapple", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
         for step in range(4):
             if step == 2 and rank == 0:
                 monkeypatch.setattr(os, "memfd_create", refuse_memory)
             rows = batch(step, rows=4 * (1, 8, 20, 40)[step])  # larger ones need larger queues
-            net.zero_grad()
-            whole.zero_grad()
-            pipeline.step(rows.chunk(4))
-            LOSS(whole(rows), rows).backward()
-            of_whole = dict(whole.named_parameters())
-            for name, parameter in net.named_parameters():
-                assert_near(grad_of(parameter), of_whole[name].grad, name)
+            beside.step(pipeline, rows.chunk(4))
             shared.append(mappings())
     return shared
 

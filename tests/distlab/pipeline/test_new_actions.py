@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder, update
+from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, BesideWhole, batch, programs_from
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
@@ -37,7 +37,6 @@ from distlab.reports.timeline import action_color, draw, measured_panel, planned
 from distlab.reports.trace import merge, read_chrome, write_chrome
 from distlab.show_schedule import table
 from simplellm.errors import InputError
-from simplellm.llama import CausalLLama, LLama
 
 pytestmark = pytest.mark.quick
 
@@ -97,31 +96,13 @@ def compare_with_one_process(rank: int, port: int, workers: int, micro_batches: 
     programs, split = programs_of(micro_batches, workers), split_of(workers)
     with process_group(rank, workers, port):
         context_of().recorder.enabled = counted
-        nets = {stage: louder(build_stage(stage, split, VOCAB, **OPTIONS)) for stage in stages_of(programs[rank])}
-        whole = louder(LLama(CausalLLama, VOCAB, n_layers=sum(split), **OPTIONS))
-        before = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        nets = {stage: build_stage(stage, split, VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
+        beside = BesideWhole(nets, len(split))
         pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
         for step in range(3):
-            for net in (whole, *nets.values()):
-                net.zero_grad()
-            losses = pipeline.step(batch(step).tensor_split(micro_batches))
-            expected = LOSS(whole(batch(step)), batch(step))
-            expected.backward()
-            assert len(losses) == (micro_batches if 2 * workers - 1 in pipeline.stages else 0)
-            if losses:
-                assert torch.stack(losses).sum().item() == pytest.approx(expected.item(), rel=1e-6)
-            of_whole = dict(whole.named_parameters())
-            own = {name: p for net in nets.values() for name, p in net.named_parameters()}
-            for name, parameter in own.items():
-                assert parameter.grad is not None
-                assert_near(parameter.grad, of_whole[name].grad, name)
-            for net in (whole, *nets.values()):
-                update(net)
+            beside.step(pipeline, batch(step).tensor_split(micro_batches))
             assert pipeline.kept is None or pipeline.kept.now_bytes == 0, "nothing is kept after a step"
-        for name, parameter in own.items():
-            assert_near(parameter, of_whole[name], name)
-            assert (parameter - before[name]).abs().max() > 1e-4, f"{name} was trained"
-        return list(own)
+        return beside.compared()
 
 
 @pytest.mark.parametrize(("workers", "counted"), [(2, False), (3, True)])
@@ -209,36 +190,24 @@ def test_costs_and_what_is_kept_are_those_that_the_actions_say() -> None:
     assert simulate([program], ActionCosts(measured={("V", 0): 10.0})).makespan == 1 + 1 + 1 + 10 + 1 + 10
 
 
-def actions(stage: int, names: str) -> list[Action]:
-    return [ACTION_KINDS[name[0]](stage, int(name[1:])) for name in names.split()]
-
-
 @pytest.mark.parametrize(
-    ("programs", "sentence"),
+    ("text", "sentence"),
     [
+        ("F0 V0", f"stage 0 never computes the {INPUT_DONE} of micro-batch 0, which V0 of stage 0 needs"),
+        ("F0 B0 J0 V0", "stage 0 computes the gradients of micro-batch 0 twice, in B0 and in J0"),
+        ("F0 R0 B0", "stage 0 computes the graph of micro-batch 0 twice, in F0 and in R0"),
+        ("f0 B0", "stage 0 never computes the graph of micro-batch 0, which B0 of stage 0 needs"),
+        ("f0 B0 R0", "stage 0 runs B0 before R0"),
         (
-            [actions(0, "F0 V0")],
-            f"stage 0 never computes the {INPUT_DONE} of micro-batch 0, which V0 of stage 0 needs",
-        ),
-        ([actions(0, "F0 B0 J0 V0")], "stage 0 computes the gradients of micro-batch 0 twice, in B0 and in J0"),
-        ([actions(0, "F0 R0 B0")], "stage 0 computes the graph of micro-batch 0 twice, in F0 and in R0"),
-        ([actions(0, "f0 B0")], "stage 0 never computes the graph of micro-batch 0, which B0 of stage 0 needs"),
-        ([actions(0, "f0 B0 R0")], "stage 0 runs B0 before R0"),
-        (
-            [
-                actions(0, "F0") + actions(2, "F0") + actions(0, "F1") + actions(2, "F1 B0 B1") + actions(0, "B0 B1"),
-                actions(1, "F0 F1") + actions(3, "F0 F1 J0 V0 B1") + actions(1, "B0 B1"),
-            ],
+            "0: F0 2: F0 0: F1 2: F1 B0 B1 0: B0 B1 | 1: F0 F1 3: F0 F1 J0 V0 B1 1: B0 B1",
             "stage 2 sends the activations of micro-batch 0 where worker 1 expects "
             "the activations of micro-batch 1 of stage 0; both ends of a link must agree on the order",
         ),
     ],
 )
-def test_new_actions_that_are_missing_repeated_or_out_of_order_are_refused(
-    programs: list[Program], sentence: str
-) -> None:
+def test_new_actions_that_are_missing_repeated_or_out_of_order_are_refused(text: str, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
-        simulate(programs)
+        simulate(programs_from(text))
 
 
 class Keeper(WeightLater):
@@ -247,22 +216,22 @@ class Keeper(WeightLater):
     letter, keeps = "K", -0.5
 
 
-def test_activations_that_are_never_freed_are_refused() -> None:
-    sentence = "stage 1 still keeps 0.25 of the activations of micro-batch 0 after a step"
-    with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}; what its actions keep and free must add up to 0"):
-        simulate([actions(0, "F0 J0 V0"), actions(1, "F0 J0 K0")])
-
-
 class Freer(WeightLater):
     """Frees more than `InputFirst` leaves."""
 
     letter, keeps = "L", -1.0
 
 
-def test_more_activations_freed_than_kept_are_refused() -> None:
-    sentence = "stage 1 frees in L0 0.25 more of the activations of micro-batch 0 than it keeps"
+@pytest.mark.parametrize(
+    ("last", "sentence"),
+    [
+        ("K0", "stage 1 still keeps 0.25 of the activations of micro-batch 0 after a step"),
+        ("L0", "stage 1 frees in L0 0.25 more of the activations of micro-batch 0 than it keeps"),
+    ],
+)
+def test_activations_that_are_not_freed_or_were_not_kept_are_refused(last: str, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}; what its actions keep and free must add up to 0"):
-        simulate([actions(0, "F0 J0 V0"), actions(1, "F0 J0 L0")])
+        simulate(programs_from(f"F0 J0 V0 | F0 J0 {last}"))
 
 
 class Mystery(Backward):
@@ -276,19 +245,18 @@ def one_rank(stages: Any, programs: Sequence[Program], pp: int = 1) -> Pipeline:
 
 
 def test_a_pipeline_refuses_when_it_is_built_what_it_cannot_run() -> None:
-    both = actions(0, "F0") + actions(1, "F0 B0") + actions(0, "B0")
+    both = programs_from("0: F0 1: F0 B0 0: B0")
     nets = {stage: build_stage(stage, (1, 1), VOCAB, **OPTIONS) for stage in (0, 1)}
     for given, held in ((nets[0], [0]), ({0: nets[0]}, [0]), ({1: nets[1]}, [1]), ({**nets, 2: nets[0]}, [0, 1, 2])):
         with pytest.raises(InputError, match=re.escape(f"worker 0 runs the stages [0, 1] but has modules for {held}")):
-            one_rank(given, [both])
-    for programs in [actions(0, "F0 M0")], [actions(0, "F0 B0"), actions(1, "F0 M0")]:  # also another rank's
-        stage = len(programs) - 1
+            one_rank(given, both)
+    for stage, programs in enumerate((programs_from("F0 M0"), programs_from("F0 B0 | F0 M0"))):  # also another rank's
         with pytest.raises(InputError, match=f"^stage {stage} cannot run M0: Mystery does not implement run$"):
             one_rank(nets[0], programs, pp=len(programs))
     with pytest.raises(InputError, match="the schedule is for 1 workers but the pipeline has 2"):
-        one_rank(nets, [both], pp=2)
+        one_rank(nets, both, pp=2)
     with pytest.raises(ScheduleError, match="stage 1 runs B0 before F0"):
-        one_rank(nets, [actions(0, "F0") + actions(1, "B0 F0") + actions(0, "B0")])
+        one_rank(nets, programs_from("0: F0 1: B0 F0 0: B0"))
 
 
 def test_a_letter_belongs_to_one_kind_of_action() -> None:

@@ -9,9 +9,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.pipeline_models import passes, programs_from
 
 from distlab.pipeline.actions import (
-    ACTION_KINDS,
     ACTIVATIONS,
     GRADIENTS,
     GRAPH,
@@ -39,11 +39,6 @@ from distlab.pipeline.split import estimated_costs, multiply_adds
 pytestmark = pytest.mark.quick
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 5), (3, 3), (3, 8), (5, 2), (4, 12)]
-
-
-def passes(stage: int, text: str) -> list[Action]:
-    """ "F0 B0" as a stage's actions."""
-    return [ACTION_KINDS[name[0]](stage, int(name[1:])) for name in text.split()]
 
 
 def results(stage: int, text: str) -> list[Result]:
@@ -139,88 +134,51 @@ def test_estimated_costs_are_those_of_layers_embedding_and_head_and_of_blocks_co
     assert (again.forward, again.backward) == (costs.forward, [6 * layer + 8, 3 * layer + 800])
 
 
-def test_two_stages_per_worker_halve_the_bubble() -> None:
-    """Worker 0 holds the stages 0 and 2, worker 1 the stages 1 and 3."""
-    programs = [passes(first, "F0 F1") + passes(first + 2, "F0 F1 B0 B1") + passes(first, "B0 B1") for first in (0, 1)]
-    plan = simulate(programs, ActionCosts(1.0, 2.0, activation_bytes=[1.0, 10.0, 100.0, 1000.0]))
-    assert plan.makespan == 15
-    assert plan.bubble == pytest.approx([3 / 15, 3 / 15])
-    assert plan.peak_live == [4, 4]
-    assert plan.peak_bytes == [202, 2020]
-    assert plan.messages[1, 0, ACTIVATIONS] == results(1, "F0 F1")
-    assert plan.messages[1, 0, GRADIENTS] == results(3, "B0 B1") + results(1, "B0 B1")
-    assert plan.owners == {0: 0, 1: 1, 2: 0, 3: 1}
-
-
 @pytest.mark.parametrize(
-    ("programs", "sentence"),
+    ("text", "sentence"),
     [
+        ("", "the schedule has no workers; give at least 1 stage"),
+        ("F0 B0 |", "worker 1 has no actions; give every worker a stage and micro-batches"),
+        ("F0 B0 | 0: F1 B1", "stage 0 is run by workers 0 and 1; give it to one worker"),
+        ("F0 B0 F-1 B-1", "stage 0 runs F-1; stages and micro-batches are numbered from 0"),
+        ("F0 F1 B0", "stage 0 never computes the gradients of weights of micro-batch 1"),
+        ("F0 I0", "stage 0 never computes the gradients of weights of micro-batch 0"),
+        ("F0 B0 B1", "stage 0 never computes the graph of micro-batch 1, which B1 of stage 0 needs"),
+        ("F0 B0 | F0", "stage 1 never computes the gradients of micro-batch 0, which B0 of stage 0 needs"),
+        ("F0 I0 W0 | F0 W0", "stage 1 never computes the gradients of micro-batch 0, which I0 of stage 0 needs"),
+        ("F0 B0 | 2: F0 B0", "stage 1 never computes the gradients of micro-batch 0, which B0 of stage 0 needs"),
+        ("F0 F1 B0 B1 | F0 B0", "stage 1 never computes the gradients of micro-batch 1, which B1 of stage 0 needs"),
+        ("F0 W0 I0", "stage 0 runs W0 before I0"),
+        ("F0 B1 F1 B0", "stage 0 runs B1 before F1"),
+        ("F0 B0 B0", "stage 0 runs B0 twice; every action runs once"),
+        ("F0 I0 W0 W0", "stage 0 runs W0 twice; every action runs once"),
+        ("F0 B0 W0", "stage 0 computes the gradients of weights of micro-batch 0 twice, in B0 and in W0"),
         (
-            [passes(0, "F0 B0"), passes(1, "F0")],
-            "stage 1 never computes the gradients of micro-batch 0, which B0 of stage 0 needs",
-        ),
-        (
-            [passes(0, "F0 B0"), passes(2, "F0 B0")],
-            "stage 1 never computes the gradients of micro-batch 0, which B0 of stage 0 needs",
-        ),
-        (
-            [passes(0, "F0 F1 B0 B1"), passes(1, "F0 B0")],
-            "stage 1 never computes the gradients of micro-batch 1, which B1 of stage 0 needs",
-        ),
-        ([passes(0, "F0 F1 B0")], "stage 0 never computes the gradients of weights of micro-batch 1"),
-        ([passes(0, "F0 W0 I0")], "stage 0 runs W0 before I0"),
-        ([passes(0, "F0 I0")], "stage 0 never computes the gradients of weights of micro-batch 0"),
-        ([passes(0, "F0 I0 W0 W0")], "stage 0 runs W0 twice; every action runs once"),
-        (
-            [passes(0, "F0 B0 W0")],
-            "stage 0 computes the gradients of weights of micro-batch 0 twice, in B0 and in W0",
-        ),
-        (
-            [passes(0, "F0 I0 W0"), passes(1, "F0 W0")],
-            "stage 1 never computes the gradients of micro-batch 0, which I0 of stage 0 needs",
-        ),
-        ([passes(0, "F0 B0 B1")], "stage 0 never computes the graph of micro-batch 1, which B1 of stage 0 needs"),
-        ([passes(0, "F0 B0 B0")], "stage 0 runs B0 twice; every action runs once"),
-        ([passes(0, "F0 B1 F1 B0")], "stage 0 runs B1 before F1"),
-        (
-            [passes(0, "F0 B0"), passes(0, "F1 B1")],
-            "stage 0 is run by workers 0 and 1; give it to one worker",
-        ),
-        ([], "the schedule has no workers; give at least 1 stage"),
-        ([passes(0, "F0 B0"), []], "worker 1 has no actions; give every worker a stage and micro-batches"),
-        (
-            [[Forward(0, 0), Backward(0, 0), Forward(0, -1), Backward(0, -1)]],
-            "stage 0 runs F-1; stages and micro-batches are numbered from 0",
-        ),
-        (
-            [passes(0, "F0 F1 B0 B1"), passes(1, "F1 F0 B0 B1")],
+            "F0 F1 B0 B1 | F1 F0 B0 B1",
             "stage 0 sends the activations of micro-batch 0 where worker 1 expects "
             "the activations of micro-batch 1; both ends of a link must agree on the order",
         ),
         (
-            [passes(0, "F0 F1 B1 B0"), passes(1, "F0 F1 B0 B1")],
+            "F0 F1 B1 B0 | F0 F1 B0 B1",
             "stage 1 sends the gradients of micro-batch 0 where worker 0 expects "
             "the gradients of micro-batch 1; both ends of a link must agree on the order",
         ),
         (
-            [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")],
+            "F0 B0 F1 B1 | F0 F1 B0 B1",
             "deadlock: stage 0, before B0, waits for the gradients of micro-batch 0 from stage 1; "
             "stage 1, before F1, waits for the activations of micro-batch 1 from stage 0",
         ),
         (
-            [passes(0, "F0 F1 B0 B1"), passes(1, "F0 B0 F1 B1"), passes(2, "F0 F1 B0 B1")],
+            "F0 F1 B0 B1 | F0 B0 F1 B1 | F0 F1 B0 B1",
             "deadlock: stage 1, before B0, waits for the gradients of micro-batch 0 from stage 2; "
             "stage 2, before F1, waits for the activations of micro-batch 1 from stage 1",
         ),
-        (
-            [passes(1, "F0 B0") + passes(0, "F0 B0")],
-            "deadlock: stage 1, before F0, waits for the activations of micro-batch 0 from stage 0",
-        ),
+        ("1: F0 B0 0: F0 B0", "deadlock: stage 1, before F0, waits for the activations of micro-batch 0 from stage 0"),
     ],
 )
-def test_a_broken_schedule_is_refused_with_its_sentence(programs: list[Program], sentence: str) -> None:
+def test_a_broken_schedule_is_refused_with_its_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=f"^{re.escape(sentence)}$"):
-        simulate(programs)
+        simulate(programs_from(text))
 
 
 def drop(random: Random, program: list[Action]) -> None:
@@ -279,27 +237,6 @@ def test_no_mutation_of_a_valid_schedule_passes(random: Random, mutate: Callable
     mutate(random, programs[stage])
     with pytest.raises(ScheduleError, match=rf"\bstage {stage}\b"):
         simulate(programs)
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_any_order_is_either_simulated_as_it_stands_or_refused_by_name(random: Random) -> None:
-    programs = any_schedule(random)
-    stage = random.randrange(len(programs))
-    random.shuffle(programs[stage])
-    refusal, plan = "", None
-    try:
-        plan = simulate(programs)
-    except ScheduleError as error:
-        refusal = str(error)
-    if plan is None:
-        assert re.search(r"\bstage \d", refusal)
-        return
-    ended = {result: span.end for line in plan.spans for span in line for result in span.action.results}
-    assert [[span.action for span in line] for line in plan.spans] == programs
-    for line in plan.spans:
-        for span in line:
-            assert all(ended[source] <= span.start for source in span.action.needs(len(programs)))
 
 
 class Peek(Action):

@@ -31,7 +31,7 @@ from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 
-SIZES = [(p, m) for p in range(1, 9) for m in (*range(1, 10), 16)]
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (*range(1, 9), 16)]
 
 
 @pytest.mark.parametrize(
@@ -116,24 +116,8 @@ def test_the_drawing_in_its_docstring_is_that_of_the_schedule(name: str) -> None
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_are_added_up_in_the_order_of_one_process(name: str) -> None:
-    """On every stage, in the order of the micro-batches: so their sums are the same bit for bit."""
-    checked = 0
-    for workers, micro_batches in SIZES:
-        for chunks in {"interleaved": (1, 2, 3), "auto": (1, 2)}.get(name, (2,)):
-            if not SCHEDULES[name].fits(workers, micro_batches):
-                continue
-            for program in all_stages(name, workers, micro_batches, chunks):
-                for stage in stages_of(program):
-                    for kind in (GRADIENTS, WEIGHT_GRADIENTS):  # of norms and embedding; of linear layers
-                        order = [a.micro_batch for a in program if a.stage == stage and kind in a.gives]
-                        assert order == list(range(micro_batches))
-                        checked += 1
-    assert checked >= 100
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_runs_or_says_what_it_needs(name: str) -> None:
+def test_every_schedule_runs_in_the_order_of_one_process_or_says_what_it_needs(name: str) -> None:
+    """On every stage, gradients are added up in the order of the micro-batches: so their sums are the same."""
     runs = 0
     for workers, micro_batches in SIZES:
         if not SCHEDULES[name].fits(workers, micro_batches):
@@ -149,6 +133,10 @@ def test_every_schedule_runs_or_says_what_it_needs(name: str) -> None:
             done = [[a.micro_batch for a in program if isinstance(a, Forward)] for program in programs]
             assert all(sorted(own) == sorted([*range(micro_batches)] * held[0]) for own in done)
             assert len(plan.owners) == workers * held[0]
+            for stage, worker in plan.owners.items():
+                for kind in (GRADIENTS, WEIGHT_GRADIENTS):  # of norms and embedding; of linear layers
+                    order = [a.micro_batch for a in programs[worker] if a.stage == stage and kind in a.gives]
+                    assert order == [*range(micro_batches)]
             runs += 1
     assert runs >= 8
 
@@ -178,18 +166,12 @@ def test_workers_idle_as_long_as_the_literature_says(
     assert idle == pytest.approx(told, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("workers", "micro_batches", "percent"),
-    [(4, 8, [27.3, 27.3, 15.8, 11.1, 1.2, 0.6, 5.9]), (8, 16, [30.4, 30.4, 17.9, 12.7, 1.4, 0.7, 6.8])],
-)
-def test_ten_steps_that_run_on_idle_as_long_as_the_literature_says(
-    workers: int, micro_batches: int, percent: list[float]
-) -> None:
+def test_ten_steps_that_run_on_idle_as_long_as_the_literature_says() -> None:
     names = "gpipe dapple interleaved zb-h1 zb-h2 zb-v dualpipe-v".split()
-    for name, share in zip(names, percent, strict=True):
-        plan = simulate(in_a_row(all_stages(name, workers, micro_batches), 10))
-        assert 100 * sum(plan.bubble) / workers == pytest.approx(share, abs=0.05), name
-        assert max(plan.peak_live) <= 2 * micro_batches
+    for name, share in zip(names, (27.3, 27.3, 15.8, 11.1, 1.2, 0.6, 5.9), strict=True):
+        plan = simulate(in_a_row(all_stages(name, 4, 8), 10))
+        assert 100 * sum(plan.bubble) / 4 == pytest.approx(share, abs=0.05), name
+        assert max(plan.peak_live) <= 2 * 8
 
 
 @pytest.mark.parametrize(

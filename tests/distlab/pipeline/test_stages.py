@@ -38,15 +38,6 @@ def test_a_remark_counts_the_layers_that_cannot_defer_their_weight_gradients(
     assert capsys.readouterr().out.startswith(f"# {who} weight gradients in I")
 
 
-def test_layers_with_few_key_heads_are_cheaper_beside_the_head() -> None:
-    settings = PipelineSettings(world_size=2, n_layers=6, hidden_dim=288, seq_len=64)
-    assert [replace(settings, num_kv_heads=heads).split(2000) for heads in (None, 6, 1)] == [(3, 3), (3, 3), (4, 2)]
-
-
-def test_a_dear_head_takes_layers_from_its_stage() -> None:
-    assert balance(4, 2, multiply_adds(vocab_size=10**6, dmodel=288, seq_len=256)) == (4, 0)
-
-
 @pytest.mark.parametrize("vocab_size", [10, 3000, 10**5])
 def test_all_layers_are_shared_out_and_no_middle_stage_is_empty(vocab_size: int) -> None:
     for n_layers in range(1, 13):
