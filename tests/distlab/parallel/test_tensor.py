@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor, nn
 
@@ -65,45 +66,48 @@ def without_tokens(net: nn.Module) -> int:
     return found
 
 
-def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: int) -> tuple[int, int]:
+def train_both(whole: nn.Module, sliced: nn.Module, style: str) -> tuple[int, int]:
     """Three steps of SGD on the whole model and on the slices: losses, gradients and parameters, slice by slice.
 
     Their batches are of several lengths. Returns how often an expert had no token, in the whole model and on this rank.
     """
-    idle, own_idle = 0, 0
+    rank, ranks, idle, own_idle = dist.get_rank(), dist.get_world_size(), 0, 0
+    before = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
+    loss_of = causalLLMLoss if style == "naive" else vocabulary_parallel_loss
+    optimizers = [build_optimizer("sgd", net.parameters(), lr=0.5) for net in (whole, sliced)]
+    generator = torch.Generator().manual_seed(0)
+    for seq in (11, 7, 10):
+        ids = torch.randint(VOCAB, (2, seq), generator=generator)
+        ids[0, 3] = PADDING
+        losses = causalLLMLoss(whole(ids), ids, VOCAB), loss_of(sliced(ids), ids, VOCAB)
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        idle, own_idle = idle + without_tokens(whole), own_idle + without_tokens(sliced)
+        wholes, trained = dict(whole.named_parameters()), dict(sliced.named_parameters())
+        assert wholes.keys() == trained.keys()
+        trained = {name: own for name, own in trained.items() if own.requires_grad}
+        for name, own in trained.items():
+            assert own.grad is not None
+            expected = wholes[name].grad
+            assert expected is not None
+            if ".experts." in name and not expected.any():  # it had no token, or only last ones, with no loss
+                assert not own.grad.any(), f"the gradient of {name} is zero"
+            else:
+                assert_same(own.grad, split_like(own, expected, rank, ranks), f"the gradient of {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, own in trained.items():
+            assert_same(own, split_like(own, wholes[name], rank, ranks), name)
+    for name in trained:
+        assert (wholes[name] - before[name]).abs().max() > 1e-4, f"{name} was trained"
+    return idle, own_idle
+
+
+def train_whole_models(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: int) -> tuple[int, int]:
     with process_group(rank, ranks, port):
-        whole, sliced = twins(style, **sizes)
-        before = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
-        loss_of = causalLLMLoss if style == "naive" else vocabulary_parallel_loss
-        optimizers = [build_optimizer("sgd", net.parameters(), lr=0.5) for net in (whole, sliced)]
-        generator = torch.Generator().manual_seed(0)
-        for seq in (11, 7, 10):
-            ids = torch.randint(VOCAB, (2, seq), generator=generator)
-            ids[0, 3] = PADDING
-            losses = causalLLMLoss(whole(ids), ids, VOCAB), loss_of(sliced(ids), ids, VOCAB)
-            torch.testing.assert_close(losses[1], losses[0])
-            for loss, optimizer in zip(losses, optimizers, strict=True):
-                optimizer.zero_grad()
-                loss.backward()
-            idle, own_idle = idle + without_tokens(whole), own_idle + without_tokens(sliced)
-            wholes, trained = dict(whole.named_parameters()), dict(sliced.named_parameters())
-            assert wholes.keys() == trained.keys()
-            trained = {name: own for name, own in trained.items() if own.requires_grad}
-            for name, own in trained.items():
-                assert own.grad is not None
-                expected = wholes[name].grad
-                assert expected is not None
-                if ".experts." in name and not expected.any():  # it had no token, or only last ones, with no loss
-                    assert not own.grad.any(), f"the gradient of {name} is zero"
-                else:
-                    assert_same(own.grad, split_like(own, expected, rank, ranks), f"the gradient of {name}")
-            for optimizer in optimizers:
-                optimizer.step()
-            for name, own in trained.items():
-                assert_same(own, split_like(own, wholes[name], rank, ranks), name)
-        for name, weight in ((name, wholes[name]) for name in trained):
-            assert (weight - before[name]).abs().max() > 1e-4, f"{name} was trained"
-        return idle, own_idle
+        return train_both(*twins(style, **sizes), style)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -117,35 +121,9 @@ def train_both(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: i
     ],
 )
 def test_sliced_models_train_like_whole_ones(ranks: int, sizes: dict[str, Any], style: str) -> None:
-    for idle, own_idle in run_ranks(ranks, train_both, ranks, style, sizes, free_port()):
+    for idle, own_idle in run_ranks(ranks, train_whole_models, ranks, style, sizes, free_port()):
         if "experts" in sizes:
             assert 0 < idle < own_idle if STYLES[style] else 0 < idle == own_idle, "experts without a token"
-
-
-def input_gradients(rank: int, style: str, port: int) -> None:
-    """The gradient of the input of single layers: nothing after them hides an error."""
-    with process_group(rank, 3, port):
-        whole, sliced = twins(style, num_kv_heads=3)
-        sliced(torch.zeros(2, 11, dtype=torch.int64))  # so that sequence parallelism knows the length
-        generator = torch.Generator().manual_seed(0)
-        x, grad = torch.randn(2, 2, 11, 48, generator=generator)
-        rows = slice(*TPGroup("", LAYERS).own_range(11)) if STYLES[style] else slice(None)
-        tables = rotary_tables(11, 8, 1e4, x.device)
-        for part, others in (("self_attn", tables), ("mlp", ())):
-            expected, own = x.clone().requires_grad_(), x[:, rows].clone().requires_grad_()
-            y = whole.model.layers["1"].get_submodule(part)(expected, *others)
-            own_y = sliced.model.layers["1"].get_submodule(part)(own, *others)
-            y.backward(grad)
-            own_y.backward(grad[:, rows])
-            assert_same(own_y, y[:, rows], f"the output of {part}")
-            assert expected.grad is not None
-            assert_same(own.grad, expected.grad[:, rows], f"the gradient of the input of {part}")
-            assert torch.equal(own, x[:, rows])
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_input_gradients_of_single_layers(style: str) -> None:
-    run_ranks(3, input_gradients, style, free_port())
 
 
 def no_whole_logits(rank: int, port: int) -> list[tuple[int, ...]]:
@@ -195,24 +173,7 @@ def train_written(rank: int, style: str, port: int) -> None:
     with process_group(rank, 3, port):
         whole, sliced = Written(), Written()
         shard(sliced, "naive" if style == "naive" else "megatron", sequence_parallel=STYLES[style])
-        loss_of = causalLLMLoss if style == "naive" else vocabulary_parallel_loss
-        optimizers = [build_optimizer("sgd", net.parameters(), 0.5) for net in (whole, sliced)]
-        for step in range(2):
-            ids = torch.randint(VOCAB, (2, 11), generator=torch.Generator().manual_seed(step))
-            losses = causalLLMLoss(whole(ids), ids, VOCAB), loss_of(sliced(ids), ids, VOCAB)
-            torch.testing.assert_close(losses[1], losses[0])
-            for loss, optimizer in zip(losses, optimizers, strict=True):
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            wholes, trained = dict(whole.named_parameters()), dict(sliced.named_parameters())
-            assert wholes.keys() == trained.keys()
-            trained = {name: own for name, own in trained.items() if own.requires_grad}
-            for name, own in trained.items():
-                gradient = wholes[name].grad
-                assert gradient is not None
-                assert_same(own.grad, split_like(own, gradient, rank, 3), f"the gradient of {name}")
-                assert_same(own, split_like(own, wholes[name], rank, 3), name)
+        train_both(whole, sliced, style)
         if style != "naive":
             assert sliced.tokens[0].weight.shape[0] < VOCAB
         assert sliced.rest["deep"][0].mlp.up_proj.weight.shape[0] < 41
