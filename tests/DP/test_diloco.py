@@ -194,7 +194,9 @@ def test_replicas_may_be_pipelines(layout: str, flags: str, tmp_path: Path) -> N
 
 
 def test_replicas_may_share_their_layers(tmp_path: Path) -> None:
-    flags = "--optimizer adamw --lr 1e-2 --steps 6 --sync-every 2 --batch-size 3 --eval-every 1".split()
+    flags = (
+        "--optimizer adamw --lr 1e-2 --steps 6 --sync-every 2 --batch-size 3 --eval-every 1 --eval-sequences 4".split()
+    )
     _, _, expected = train_on(2, SCRIPT, tmp_path / "diloco", *flags, "--world-size", "2")
     hybrid = [*flags, *"--dp 2 --pp 1 --tp 2 --outer diloco".split()]
     _, _, losses = train_on(4, HYBRID, tmp_path / "hybrid", *hybrid)
@@ -209,23 +211,33 @@ def validation(out: Path) -> list[float]:
     return [record["validation_loss"] for record in records if "validation_loss" in record]
 
 
-def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) -> None:
-    flags = "--dp 2 --pp 2 --optimizer adamw --lr 1e-2 --steps 10".split()
-    own = "--outer diloco --neighbors replicas --sync-every 4 --fragments 2 --overlap-steps 1 --compress int8".split()
-    expected, _, losses = train_on(4, HYBRID, tmp_path / "run", *flags, *own, "--save-every", "6")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
-    weights, _, rest = train_on(4, HYBRID, tmp_path / "again", *flags, "--resume", str(checkpoint))
+def goes_on_bit_for_bit(ranks: int, script: str, layout: str, own: str, out: Path) -> Path:
+    """Run ten steps, and from the checkpoint after six of them again; return this checkpoint.
+
+    By then, the second fragment's first exchange is over, and another one is under way.
+    """
+    flags = f"{layout} --optimizer adamw --lr 1e-2 --steps 10".split()
+    own += " --sync-every 4 --fragments 2 --overlap-steps 1 --compress int8 --save-every 6"
+    expected, _, losses = train_on(ranks, script, out / "run", *flags, *own.split())
+    checkpoint = out / "run" / "checkpoints" / "step-00000006"
+    weights, _, rest = train_on(ranks, script, out / "again", *flags, "--resume", str(checkpoint))
     assert rest == losses[6:]
     for mine, others in zip(weights, expected, strict=True):
         assert all(torch.equal(mine[name], others[name]) for name in others)
+    return checkpoint
 
+
+def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) -> None:
+    layout, own = "--dp 2 --pp 2", "--outer diloco --neighbors replicas"
+    checkpoint = goes_on_bit_for_bit(4, HYBRID, layout, own, tmp_path)
     resumed = ["0", "--resume", str(checkpoint), "--steps", "20"]
-    with pytest.raises(InputError, match=r"moments of its own gradients.*--dp 2 --pp 2"):
-        parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "1"])
-    with pytest.raises(InputError, match="trained with --schedule dapple, not gpipe"):
-        parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "2", "--schedule", "gpipe"])
-    with pytest.raises(InputError, match="trained with --neighbors replicas, not stages"):
-        parse(load(HYBRID).DEFAULTS, "", [*resumed, "--dp", "2", "--pp", "2", "--neighbors", "stages"])
+    for flags, sentence in (
+        ("--dp 2 --pp 1", r"moments of its own gradients.*--dp 2 --pp 2"),
+        (f"{layout} --schedule gpipe", "trained with --schedule dapple, not gpipe"),
+        (f"{layout} --neighbors stages", "trained with --neighbors replicas, not stages"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            parse(load(HYBRID).DEFAULTS, "", [*resumed, *flags.split()])
 
 
 def test_pipelines_with_other_stages_begin_at_the_outer_weights(tmp_path: Path) -> None:
@@ -244,21 +256,13 @@ def test_pipelines_with_other_stages_begin_at_the_outer_weights(tmp_path: Path) 
 
 def test_it_goes_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) -> None:
     """Momentum, outer and own weights, what rounding left out, and the fragment are in the checkpoint."""
-    flags = "--world-size 2 --optimizer adamw --lr 1e-2 --steps 10".split()
-    own = "--sync-every 4 --fragments 2 --overlap-steps 1 --compress int8".split()
-    expected, _, losses = train_on(2, SCRIPT, tmp_path / "run", *flags, *own, "--save-every", "6", "--eval-every", "5")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"  # the second fragment's first exchange is over
-    weights, _, rest = train_on(2, SCRIPT, tmp_path / "again", *flags, "--resume", str(checkpoint))
-    assert rest == losses[6:]
-    for mine, others in zip(weights, expected, strict=True):
-        assert all(torch.equal(mine[name], others[name]) for name in others)
-
+    validation = "--eval-every 5 --eval-sequences 2"
+    checkpoint = goes_on_bit_for_bit(2, SCRIPT, "--world-size 2", validation, tmp_path)
     with pytest.raises(InputError, match=r"moments of its own gradients.*--world-size 2"):
         parse(load("primer/intro.py").DEFAULTS, "", ["--resume", str(checkpoint), "--steps", "20"])
+    others = f"0 --resume {checkpoint} --world-size 2 --fragments 4 --overlap-steps 0".split()
     with pytest.raises(InputError, match="trained with --fragments 2, not 4"):
-        parse(
-            load(SCRIPT).DEFAULTS, "", f"0 --resume {checkpoint} --world-size 2 --fragments 4 --overlap-steps 0".split()
-        )
+        parse(load(SCRIPT).DEFAULTS, "", others)
 
 
 def test_a_resumed_run_refuses_it_too_and_has_compressions_of_its_own(tmp_path: Path) -> None:
@@ -298,7 +302,8 @@ def test_a_message_has_its_size_and_rounds_to_half_a_step(kind: Compression, ele
 @pytest.mark.parametrize(("before", "after"), [(SCRIPT, PLAIN), (PLAIN, SCRIPT)])
 def test_both_scripts_resume_each_others_runs(before: str, after: str, tmp_path: Path) -> None:
     flags = "--world-size 2 --optimizer adamw --lr 1e-2 --steps 8 --sync-every 3".split()
-    expected, _, losses = train_on(2, before, tmp_path / "run", *flags, "--save-every", "4", "--eval-every", "4")
+    saving = "--save-every 4 --eval-every 4 --eval-sequences 2".split()
+    expected, _, losses = train_on(2, before, tmp_path / "run", *flags, *saving)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
     weights, _, rest = train_on(2, after, tmp_path / "again", *flags, "--resume", str(checkpoint))
     assert rest == pytest.approx(losses[4:], rel=1e-6)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from support.chapters import losses, prepared, train, train_on
-from support.processes import LAB, free_port, run_ranks
-from support.repairs import DIES_IN, SHAPE, STEPS, Death, run_with
-from support.terminals import fork_launcher
+from support.processes import free_port, run_ranks
+from support.repairs import DIES_IN, SHAPE, STEPS, Death, run_dying, run_with
 
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
@@ -25,17 +24,13 @@ from simplellm.tokenizers import SPTokenizer
 LESSON = "hybrid/intro_hybrid_repair.py"
 FLAGS = f"--n-layers 4 --steps {STEPS} --optimizer sgd --lr 0.5".split()
 LAYOUT = "--dp 2 --pp 3 --batch-size 3".split()
-
-
 CLIP = ["--clip-norm", "1000"]  # so that the norm is computed
+MANY = "64"  # cores, for which backward passes are split
+FEW = "2"
 
 
 def norms(out: Path) -> list[float]:
     return [json.loads(line)["grad_norm"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-MANY = "64"  # cores, for which backward passes are split
-FEW = "2"
 
 
 @pytest.fixture(scope="module")
@@ -161,8 +156,7 @@ def test_the_worst_death_counts(schedule: str, owners: list[int], kept: tuple[in
 
 
 def fails_with(deaths: list[Death], out: Path, **environment: str) -> str:
-    environment |= {"DEATHS": json.dumps(deaths), "LESSON": LESSON}
-    ended = fork_launcher(LAB / "bench/dying.py", *SHAPE, *FLAGS, *LAYOUT, "--out", out, **environment).finish()
+    ended = run_dying(deaths, LESSON, *FLAGS, *LAYOUT, "--out", out, **environment)
     assert ended.status
     return ended.out + ended.err
 
@@ -180,11 +174,11 @@ def test_the_last_rank_with_a_stage_cannot_be_replaced(tmp_path: Path) -> None:
 
 
 def test_spares_take_the_places_of_dead_ranks_and_of_the_other_slices(tmp_path: Path) -> None:
-    out, steps = tmp_path / "run", 5
+    out = tmp_path / "run"
     deaths: list[Death] = [(1, 1, 1, "SIGKILL"), (0, 3, 3, "exception")]  # then one of those that have come
-    training = [*FLAGS, *f"--optimizer adam --lr 1e-3 --steps {steps}".split()]  # spares also get Adam's moments
+    training = [*FLAGS, *"--n-layers 2 --optimizer adam --lr 1e-3".split()]  # spares also get Adam's moments
     expected = train_on(1, "primer/intro.py", tmp_path / "one process", *SHAPE, *training, "--batch-size", "6")[-1]
     flags = [*training, *"--dp 2 --pp 2 --tp 2 --batch-size 3 --spares 4".split()]
-    printed = run_with(deaths, out, LESSON, *flags, steps=steps, ALL_BACK="1")
+    printed = run_with(deaths, out, LESSON, *flags, ALL_BACK="1")
     assert losses(out) == pytest.approx(expected, abs=1e-5)
     assert printed.count(" is back") == 4, printed
