@@ -64,6 +64,16 @@ def test_one_rank_is_one_process_bit_for_bit(one_process: OneProcess, tmp_path: 
     assert losses == one_process(2, *MODEL)[2]
 
 
+def test_mixed_precision(one_process: OneProcess, tmp_path: Path) -> None:
+    """Merged in float32, the parts round like the whole."""
+    model = [*MODEL, *"--lr 0.3 --n-layers 4".split()]
+    in_float32, expected = one_process(4, *model)[2], one_process(4, *model, "--dtype", "bfloat16")[2]
+    flags = "--world-size 3 --batch-size 4 --dtype bfloat16".split()
+    *_, own_losses = train_on(3, RING, tmp_path, *model, *flags)
+    assert own_losses == pytest.approx(expected, rel=1e-3)
+    assert own_losses != in_float32, "computed in bfloat16"
+
+
 def test_clipping_validation_and_another_number_of_ranks(one_process: OneProcess, tmp_path: Path) -> None:
     """A run of two ranks goes on with three, and then as one process: the losses are those of an unbroken run."""
     recipe = [

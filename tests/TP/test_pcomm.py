@@ -1,12 +1,11 @@
 """The sentiment classifier's groups of ranks, and what they tell each other."""
 
 import re
-import time
 from typing import Any
 
 import pytest
 import torch
-from support.processes import free_port, join, process_group, run_ranks
+from support.processes import free_port, join, meeting_of, process_group, run_ranks
 from support.sentiment_ranks import load, on_ranks
 
 from distlab.comm.waits import TrafficError
@@ -65,22 +64,21 @@ def test_gradients_of_gradients_are_refused_for_they_would_miss_the_other_ranks(
 
 
 def test_a_rank_that_stops_within_a_layer_ends_its_group_at_the_deadline() -> None:
-    port = free_port()
+    port, end = free_port(), meeting_of(4)
 
     def work(rank: int) -> str:
-        join(rank, 4, port).waits.timeout_seconds = 2
-        pcomm = load("pcomm")
+        waits, pcomm, said = join(rank, 4, port).waits, load("pcomm"), ""
         pcomm.init(2)
-        if rank == 1:
-            time.sleep(4)
-        if rank > 0:  # which has the store
-            return ""
-        with pytest.raises(TrafficError) as caught:
-            pcomm.AllReduce.apply(torch.ones(2))
-        return str(caught.value)
+        waits.timeout_seconds = 1
+        if rank == 0:  # and rank 1, of the same group, does not come
+            with pytest.raises(TrafficError) as caught:
+                pcomm.AllReduce.apply(torch.ones(2))
+            said = str(caught.value)
+        end.wait(20)
+        return said
 
     sentence = run_ranks(4, work)[0]
-    assert sentence.startswith("rank 0 waited 2.0 s for the activations of a layer from rank 1: no answer (init_pro")
+    assert sentence.startswith("rank 0 waited 1.0 s for the activations of a layer from rank 1: no answer (init_pro")
 
 
 @pytest.mark.parametrize(("world_size", "tp"), [(4, 2), (6, 3), (2, 1)])

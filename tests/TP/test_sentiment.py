@@ -118,7 +118,7 @@ def test_the_time_of_validation_is_no_steps_and_training_goes_on_as_before(tmp_p
         records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         return [record["seconds"] for record in records], while_validating, drops
 
-    seconds, while_validating, drops = in_a_fork(work)
+    seconds, while_validating, drops = in_a_fork(work)()
     assert len(seconds) == 8
     assert max(seconds) < 1000
     assert (while_validating, drops) == ({(False, torch.bfloat16)}, [True, True])

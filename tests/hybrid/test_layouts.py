@@ -18,7 +18,8 @@ from distlab.axes.layout import layout_size
 from distlab.settings.common import parse
 
 SCRIPT = "hybrid/intro_5d.py"
-MODEL = "--dmodel 48 --num-heads 12 --num-kv-heads 6 --hidden-dim 40 --n-layers 6 --seq-len 25"
+MODEL = "--dmodel 48 --num-heads 12 --num-kv-heads 6 --hidden-dim 40 --n-layers 3 --seq-len 25"
+MORE_LAYERS = "--n-layers 5"  # of six stages on three workers, the first and the last need none
 SEQUENCES = 12  # of all replicas
 TOLERANCE = 1e-9
 TRAINING = {
@@ -58,7 +59,7 @@ RUNS = [
     (
         "experts",
         "--dp 1 --pp 3 --cp 2 --schedule auto --micro-batches 1 --shard optimizer --recompute blocks "
-        "--neighbors replicas --run-on --cp-kind heads --transport gloo",
+        f"--neighbors replicas --run-on --cp-kind heads --transport gloo {MORE_LAYERS}",
     ),
     ("experts", "--dp 1 --pp 3 --cp 2 --cp-order contiguous --schedule gpipe --micro-batches 1 --run-on"),
     ("experts", "--dp 3 --ep 3 --pp 2 --schedule interleaved --micro-batches 2 --recompute blocks --run-on"),
@@ -72,11 +73,15 @@ RUNS = [
         "--dp 1 --pp 2 --cp 2 --schedule naive --micro-batches 3 --shard optimizer --recompute blocks "
         "--neighbors replicas --cp-kind gather --report-every 2",
     ),
-    ("shared", "--dp 1 --pp 3 --cp 2 --schedule interleaved --micro-batches 3 --shard optimizer --recompute all"),
+    (
+        "shared",
+        "--dp 1 --pp 3 --cp 2 --schedule interleaved --micro-batches 3 --shard optimizer --recompute all "
+        f"{MORE_LAYERS}",
+    ),
     (
         "shared",
         "--dp 2 --pp 3 --schedule auto --micro-batches 3 --shard gradients --recompute except-attention "
-        "--neighbors replicas --report-every 2 --transport gloo",
+        f"--neighbors replicas --report-every 2 --transport gloo {MORE_LAYERS}",
     ),
     ("shared", "--dp 3 --pp 1 --tp 2 --micro-batches 1 --shard weights --recompute all --run-on --transport gloo"),
 ]
@@ -102,15 +107,15 @@ def run(training: str, flags: str, out: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """The run of one process, by its training."""
-    folder = tmp_path_factory.mktemp("alone")
-    return functools.cache(lambda training: run(training, "--dp 1 --pp 1 --micro-batches 1", folder / training))
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
+    """The run of one process, by its training and its layers."""
+    flags, folder = "--dp 1 --pp 1 --micro-batches 1", tmp_path_factory.mktemp("alone")
+    return functools.cache(lambda training, layers: run(training, f"{flags} {layers}", folder / (training + layers)))
 
 
 @pytest.mark.parametrize(("training", "flags"), RUNS)
-def test_is_the_run_of_one_process(training: str, flags: str, alone: Callable[[str], Run], tmp_path: Path) -> None:
-    own, expected = run(training, flags, tmp_path), alone(training)
+def test_is_the_run_of_one_process(training: str, flags: str, alone: Callable[[str, str], Run], tmp_path: Path) -> None:
+    own, expected = run(training, flags, tmp_path), alone(training, MORE_LAYERS if MORE_LAYERS in flags else "")
     reported = [False, True, True] if "report-every" in flags else [True] * 3
     assert [record["loss"] is not None for record in own.records] == reported
     assert ("heads" in own.records[-1]["sent_bytes"]) == ("--cp-kind heads" in flags)

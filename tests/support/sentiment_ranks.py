@@ -1,13 +1,16 @@
 """Runs the modules of TP/sentiment in forked ranks, for their names are short, and others have them too."""
 
+import functools
 import importlib
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from support.processes import LAB, free_port, process_group, run_ranks
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SLICED_BY_ROWS = re.compile(r"(\.|^)(q|k|v|first_linear)\.weight")
 SLICED_BY_COLUMNS = re.compile(r"(\.|^)(output|second_linear)\.weight|embedding\.weight")
 
@@ -18,8 +21,15 @@ def load(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def in_a_fork(work: Callable[..., Any], *args: Any) -> Any:
-    return run_ranks(1, lambda _: work(*args))[0]
+def in_a_fork(work: Callable[P, T]) -> Callable[P, T]:
+    """Make a test, or a part of one, run in a forked rank of its own."""
+
+    @functools.wraps(work)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        result: T = run_ranks(1, lambda _: work(*args, **options))[0]
+        return result
+
+    return run
 
 
 def on_ranks(world_size: int, tp: int, work: Callable[..., Any], *args: Any) -> list[Any]:
