@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from distlab.comm.context import Context, Options, context_of
+from distlab.comm.context import Context, Options, TransportName, context_of
 from distlab.machine.devices import Place
 from distlab.rendezvous.ranks import open_store
 from distlab.settings.common import parse
@@ -188,6 +188,19 @@ def process_group(
     """
     yield join(rank, world_size, port, timeout_seconds, options)
     dist.barrier()
+
+
+def run_group(
+    world_size: int, work: Callable[..., Any], *args: Any, transport: TransportName = "auto", deadline: float = 60
+) -> list[Any]:
+    """`run_ranks` within a process group."""
+    port = free_port()
+
+    def in_group(rank: int) -> Any:
+        with process_group(rank, world_size, port, options=Options(transport=transport)):
+            return work(rank, *args)
+
+    return run_ranks(world_size, in_group, deadline=deadline)
 
 
 @dataclass

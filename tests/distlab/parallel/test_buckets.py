@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
@@ -108,36 +108,35 @@ def test_buckets_are_handed_over_in_order_when_they_fill_in_another() -> None:
     assert order == [0, 1, 2]
 
 
-def average_in_other_orders(rank: int, port: int, by_hand: str | None) -> None:
-    with process_group(rank, 3, port):
-        torch.manual_seed(0)
-        layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+def average_in_other_orders(rank: int, by_hand: str | None) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
 
-        def average(bucket: Bucket) -> Pending | None:
-            with named(str(bucket), "gradients"):
-                if by_hand is None:
-                    return dist.all_reduce(bucket.flat, ReduceOp.AVG, async_op=True)
-                ALL_REDUCES[by_hand](bucket.flat, ReduceOp.SUM)
-                bucket.flat.div_(3)
-                return None
+    def average(bucket: Bucket) -> Pending | None:
+        with named(str(bucket), "gradients"):
+            if by_hand is None:
+                return dist.all_reduce(bucket.flat, ReduceOp.AVG, async_op=True)
+            ALL_REDUCES[by_hand](bucket.flat, ReduceOp.SUM)
+            bucket.flat.div_(3)
+            return None
 
-        buckets = GradientBuckets(layers.parameters(), on_full=average, bucket_bytes=1)
-        for _ in range(2):
-            layers.zero_grad()
-            layers_in_order(layers, ORDERS[rank]).backward()
-            buckets.finish()
-            for weight, expected in zip(layers.parameters(), mean_gradients(layers), strict=True):
-                assert expected.abs().max() > 1e-3
-                torch.testing.assert_close(weight.grad, expected)
-            with torch.no_grad():
-                for weight in layers.parameters():
-                    assert weight.grad is not None
-                    weight.sub_(0.5 * weight.grad)
+    buckets = GradientBuckets(layers.parameters(), on_full=average, bucket_bytes=1)
+    for _ in range(2):
+        layers.zero_grad()
+        layers_in_order(layers, ORDERS[rank]).backward()
+        buckets.finish()
+        for weight, expected in zip(layers.parameters(), mean_gradients(layers), strict=True):
+            assert expected.abs().max() > 1e-3
+            torch.testing.assert_close(weight.grad, expected)
+        with torch.no_grad():
+            for weight in layers.parameters():
+                assert weight.grad is not None
+                weight.sub_(0.5 * weight.grad)
 
 
 @pytest.mark.parametrize("by_hand", [None, *ALL_REDUCES])
 def test_gradients_are_averaged_whatever_the_order_in_which_ranks_use_the_layers(by_hand: str | None) -> None:
-    run_ranks(3, average_in_other_orders, free_port(), by_hand)
+    run_group(3, average_in_other_orders, by_hand)
 
 
 def test_linear_layers_of_simplellm_write_their_gradients_into_the_buckets() -> None:

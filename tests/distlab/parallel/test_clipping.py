@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
@@ -61,7 +61,7 @@ def test_no_gradients_are_of_norm_zero() -> None:
 SLICED, FLAT = DimSlice(0, 0, 30, ("xp",)), FlatRange(0, torch.Size([50]), ("dp",))
 
 
-def sum_over_ranks(rank: int, port: int) -> tuple[list[float], list[int]]:
+def sum_over_ranks(rank: int) -> tuple[list[float], list[int]]:
     """The norm of gradients that are divided in other ways, the bytes that it takes; then of one that all ranks have.
 
     Along xp, the first gradient is in uneven slices, which the replicas hold in parts; the second is in parts on the
@@ -69,27 +69,26 @@ def sum_over_ranks(rank: int, port: int) -> tuple[list[float], list[int]]:
     """
     grid = Grid(rank, {"dp": 2, "xp": 3})
     replica, place = grid.axis("dp").rank, grid.axis("xp").rank
-    with process_group(rank, 6, port):
-        sliced, in_parts, on_one, everywhere = gradients()
-        own = sliced.tensor_split([4, 20])[place].flatten().tensor_split([7])[replica].view(-1, 1)
-        parameters = [
-            with_gradient(own, Placement((SLICED,), FLAT)),
-            with_gradient(in_parts.tensor_split([1])[replica], Placement(flat=FLAT)),
-            nn.Parameter(torch.zeros(3)),
-        ]
-        if place == 1:
-            parameters.append(with_gradient(on_one, Placement(apart=("pp", "xp"))))
-        parameters.append(with_gradient(everywhere))
-        norms, sent = [], []
-        for some, exact in ((parameters, False), (parameters, True), (parameters[-1:], False)):
-            before = context_of().ledger.sent_bytes["gradient norm"]
-            norms.append(sum_norm(some, grid, "the norm", CPU, exact).wait())
-            sent.append(context_of().ledger.sent_bytes["gradient norm"] - before)
-        return norms, sent
+    sliced, in_parts, on_one, everywhere = gradients()
+    own = sliced.tensor_split([4, 20])[place].flatten().tensor_split([7])[replica].view(-1, 1)
+    parameters = [
+        with_gradient(own, Placement((SLICED,), FLAT)),
+        with_gradient(in_parts.tensor_split([1])[replica], Placement(flat=FLAT)),
+        nn.Parameter(torch.zeros(3)),
+    ]
+    if place == 1:
+        parameters.append(with_gradient(on_one, Placement(apart=("pp", "xp"))))
+    parameters.append(with_gradient(everywhere))
+    norms, sent = [], []
+    for some, exact in ((parameters, False), (parameters, True), (parameters[-1:], False)):
+        before = context_of().ledger.sent_bytes["gradient norm"]
+        norms.append(sum_norm(some, grid, "the norm", CPU, exact).wait())
+        sent.append(context_of().ledger.sent_bytes["gradient norm"] - before)
+    return norms, sent
 
 
 def test_each_weight_counts_once_whoever_holds_it() -> None:
-    ended = run_ranks(6, sum_over_ranks, free_port())
+    ended = run_group(6, sum_over_ranks)
     whole = torch.cat([grad.double().flatten() for grad in gradients()]).norm().item()
     everywhere = gradients()[-1].double().norm().item()
     for norms, sent in ended:

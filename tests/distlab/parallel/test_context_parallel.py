@@ -7,11 +7,11 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor
 
 from distlab.axes.grid import Axis, Grid, all_ranks
-from distlab.comm.context import Options, TransportName, context_of
+from distlab.comm.context import TransportName, context_of
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.context_parallel import ContextParallel, positions_of, visible
 from distlab.parallel.options import CPKind, CPOrder
@@ -59,48 +59,46 @@ def test_attention_around_a_ring_has_the_dtype_of_the_queries() -> None:
     assert ring_attention(q, k, v, ring).dtype == torch.bfloat16
 
 
-def train_exactly(rank: int, ranks: int, transport: TransportName, lengths: tuple[int, ...], port: int) -> None:
+def train_exactly(_: int, lengths: tuple[int, ...]) -> None:
     """Loss and gradients of the whole model in float64; with labels shifted within the parts, they are others."""
-    with process_group(rank, ranks, port, options=Options(transport=transport)):
-        axis = all_ranks("cp")
-        for kind, order, end, seq in itertools.product(KINDS, ORDERS, (None, END), lengths):
-            net, ids = exact_model(4 if seq == 13 else 12), sequences(seq)
-            expected = loss_of(net, ids, end)
-            expected.backward()
-            gradients = [torch.as_tensor(parameter.grad) for parameter in net.parameters()]
-            net.zero_grad()
-            part = ContextParallel(axis, kind, order, end).part(ids)
-            logits = net(part.ids, part=part.sequence)
-            loss = part.loss(logits)
-            loss.backward()
-            rolled = replace(part, next_tokens=part.ids.roll(-1, dims=1)).loss(logits.detach())
-            own = [loss.detach(), rolled, *(p.grad for p in net.parameters() if p.grad is not None)]
-            loss, rolled, *averages = mean_over(axis, own)
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
-            for average, gradient in zip(averages, gradients, strict=True):
-                assert (average - gradient).abs().max() <= 1e-13 * gradient.abs().max() > 0, (kind, order, end, seq)
-            assert (rolled - expected).abs() > 1e-6, "the control: these labels are wrong"
+    axis = all_ranks("cp")
+    for kind, order, end, seq in itertools.product(KINDS, ORDERS, (None, END), lengths):
+        net, ids = exact_model(4 if seq == 13 else 12), sequences(seq)
+        expected = loss_of(net, ids, end)
+        expected.backward()
+        gradients = [torch.as_tensor(parameter.grad) for parameter in net.parameters()]
+        net.zero_grad()
+        part = ContextParallel(axis, kind, order, end).part(ids)
+        logits = net(part.ids, part=part.sequence)
+        loss = part.loss(logits)
+        loss.backward()
+        rolled = replace(part, next_tokens=part.ids.roll(-1, dims=1)).loss(logits.detach())
+        own = [loss.detach(), rolled, *(p.grad for p in net.parameters() if p.grad is not None)]
+        loss, rolled, *averages = mean_over(axis, own)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
+        for average, gradient in zip(averages, gradients, strict=True):
+            assert (average - gradient).abs().max() <= 1e-13 * gradient.abs().max() > 0, (kind, order, end, seq)
+        assert (rolled - expected).abs() > 1e-6, "the control: these labels are wrong"
 
 
 @pytest.mark.parametrize(("ranks", "transport", "lengths"), [(3, "gloo", (24, 13)), (4, "auto", (13,))])
 def test_losses_and_gradients_are_those_of_one_process(
     ranks: int, transport: TransportName, lengths: tuple[int, ...]
 ) -> None:
-    run_ranks(ranks, train_exactly, ranks, transport, lengths, free_port(), deadline=120)
+    run_group(ranks, train_exactly, lengths, transport=transport, deadline=120)
 
 
-def count_kept(rank: int, ranks: int, seq: int, port: int) -> int:
+def count_kept(rank: int, ranks: int, seq: int) -> int:
     """Bytes that the blocks of a model keep for the backward pass."""
-    with process_group(rank, ranks, port):
-        net, part = model(12), ContextParallel(all_ranks("cp"), "ring").part(sequences(seq))
-        saved = SavedActivations(net.parameters())
-        with saved.counting():
-            net(part.ids, part=part.sequence).sum().backward()
-        return saved.peak_bytes
+    net, part = model(12), ContextParallel(all_ranks("cp"), "ring").part(sequences(seq))
+    saved = SavedActivations(net.parameters())
+    with saved.counting():
+        net(part.ids, part=part.sequence).sum().backward()
+    return saved.peak_bytes
 
 
 def test_activations_fall_to_a_fraction_and_four_ranks_hold_four_times_the_sequence() -> None:
-    kept = {size: run_ranks(size[0], count_kept, *size, free_port()) for size in ((1, 64), (2, 64), (4, 64), (4, 256))}
+    kept = {size: run_group(size[0], count_kept, *size) for size in ((1, 64), (2, 64), (4, 64), (4, 256))}
     [whole] = kept[1, 64]
     assert kept[2, 64] == pytest.approx([whole / 2] * 2, rel=0.05)
     assert kept[4, 64] == pytest.approx([whole / 4] * 4, rel=0.05)
@@ -113,16 +111,14 @@ def mean_over(axis: Axis, tensors: list[Tensor]) -> list[Tensor]:
     return [tensor / axis.size for tensor in tensors]
 
 
-def count_bytes(rank: int, ranks: int, kind: CPKind, port: int) -> dict[str, int]:
+def count_bytes(rank: int, ranks: int, kind: CPKind) -> dict[str, int]:
     batch, seq, heads, key_heads, head_dim = 2, 8 * ranks, 12, 4, 6
-    with process_group(rank, ranks, port) as context:
-        part = ContextParallel(all_ranks("cp"), kind).part(torch.zeros(batch, seq, dtype=torch.long))
-        q, k, v = (
-            torch.randn(batch, n, seq // ranks, head_dim, requires_grad=True) for n in (heads, key_heads, key_heads)
-        )
-        before = context.ledger.sent_bytes.copy()
-        part.sequence.attend(q, k, v).sum().backward()
-        return {kind: sent for kind, sent in (context.ledger.sent_bytes - before).items() if kind != "control"}
+    context = context_of()
+    part = ContextParallel(all_ranks("cp"), kind).part(torch.zeros(batch, seq, dtype=torch.long))
+    q, k, v = (torch.randn(batch, n, seq // ranks, head_dim, requires_grad=True) for n in (heads, key_heads, key_heads))
+    before = context.ledger.sent_bytes.copy()
+    part.sequence.attend(q, k, v).sum().backward()
+    return {kind: sent for kind, sent in (context.ledger.sent_bytes - before).items() if kind != "control"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +134,7 @@ def test_bytes_are_those_of_the_formulas(ranks: int, kind: CPKind) -> None:
             "heads": 2 * (2 * heads + 2 * key_heads) * batch * seq * head_dim * element * (ranks - 1) // ranks**2
         },
     }[kind]
-    assert run_ranks(ranks, count_bytes, ranks, kind, free_port()) == [expected] * ranks
+    assert run_group(ranks, count_bytes, ranks, kind) == [expected] * ranks
 
 
 def test_zigzag_gives_all_ranks_the_same_work() -> None:
@@ -157,18 +153,14 @@ def test_zigzag_gives_each_rank_the_same_work_in_each_step_of_the_ring() -> None
         assert queries * keys == 2
 
 
-def divide_heads(rank: int, port: int) -> str:
-    with process_group(rank, 2, port):
-        q = torch.zeros(1, 3, 4, 2)
-        part = ContextParallel(all_ranks("cp"), "heads").part(torch.zeros(1, 8, dtype=torch.long))
-        with pytest.raises(ValueError, match="cannot exchange") as refused:
-            part.sequence.attend(q, q, q)
-        assert context_of().world_size == 2
-        return str(refused.value)
+def divide_heads(rank: int) -> str:
+    q = torch.zeros(1, 3, 4, 2)
+    part = ContextParallel(all_ranks("cp"), "heads").part(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(ValueError, match="cannot exchange") as refused:
+        part.sequence.attend(q, q, q)
+    assert context_of().world_size == 2
+    return str(refused.value)
 
 
 def test_heads_that_cannot_be_divided_are_refused() -> None:
-    assert (
-        run_ranks(2, divide_heads, free_port())
-        == ["2 ranks cannot exchange 3 heads: each needs as many as the others"] * 2
-    )
+    assert run_group(2, divide_heads) == ["2 ranks cannot exchange 3 heads: each needs as many as the others"] * 2

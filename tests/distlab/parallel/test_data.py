@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,21 +44,20 @@ class Tied(nn.Module):
 IDS = torch.tensor([[0, 1, 2, 3, 4, 5], [6, 1, 3, 2, 2, 2], [3, 3, 0, 1, 5, 6]])
 
 
-def train_mydp(rank: int, port: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    with process_group(rank, len(IDS), port):
-        model = MyDP(Tied())  # different weights on every rank, until MyDP gives all of them rank 0's
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        initial = copy.deepcopy(model.model.state_dict())
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(IDS[rank], IDS[rank].roll(1)).backward()
-            optimizer.step()
-        assert check_parameter_closeness(model)
-        return initial, model.model.state_dict()
+def train_mydp(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = MyDP(Tied())  # different weights on every rank, until MyDP gives all of them rank 0's
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    initial = copy.deepcopy(model.model.state_dict())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(IDS[rank], IDS[rank].roll(1)).backward()
+        optimizer.step()
+    assert check_parameter_closeness(model)
+    return initial, model.model.state_dict()
 
 
 def test_mydp_trains_as_one_process() -> None:
-    ended = run_ranks(len(IDS), train_mydp, free_port())
+    ended = run_group(len(IDS), train_mydp)
     initial = ended[0][0]
     model = Tied()
     model.load_state_dict(initial)
@@ -77,58 +76,55 @@ def test_mydp_trains_as_one_process() -> None:
         assert not torch.allclose(model.state_dict()[name], initial[name]), f"{name} was trained"
 
 
-def accumulate(rank: int, world_size: int, port: int) -> dict[str, tuple[Tensor, Tensor]]:
+def accumulate(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Two backward passes without zero_grad() in between, with MyDP and with torch's wrapper."""
-    with process_group(rank, world_size, port):
-        plain = nn.Linear(3, 2)
-        broadcast_weights(plain)
-        mine, torchs = MyDP(copy.deepcopy(plain)), DistributedDataParallel(copy.deepcopy(plain))
-        for factor in (1.0, 2.0):
-            x = torch.arange(3.0) * factor + rank
-            for model in (mine, torchs):
-                model(x).square().sum().backward()
-        return {
-            name: (p.grad, q.grad)
-            for (name, p), q in zip(mine.model.named_parameters(), torchs.parameters(), strict=True)
-            if p.grad is not None and q.grad is not None
-        }
+    plain = nn.Linear(3, 2)
+    broadcast_weights(plain)
+    mine, torchs = MyDP(copy.deepcopy(plain)), DistributedDataParallel(copy.deepcopy(plain))
+    for factor in (1.0, 2.0):
+        x = torch.arange(3.0) * factor + rank
+        for model in (mine, torchs):
+            model(x).square().sum().backward()
+    return {
+        name: (p.grad, q.grad)
+        for (name, p), q in zip(mine.model.named_parameters(), torchs.parameters(), strict=True)
+        if p.grad is not None and q.grad is not None
+    }
 
 
 def test_mydp_accumulates_gradients_as_torchs_wrapper_does() -> None:
-    for gradients in run_ranks(2, accumulate, 2, free_port()):
+    for gradients in run_group(2, accumulate, 2):
         assert set(gradients) == {"weight", "bias"}
         for mine, torchs in gradients.values():
             assert torchs.abs().max() > 0
             torch.testing.assert_close(mine, torchs)
 
 
-def differ_in(rank: int, port: int, what: str) -> tuple[bool, bool]:
+def differ_in(rank: int, what: str) -> tuple[bool, bool]:
     """Whether the check passes before and after rank 1 changes one weight."""
-    with process_group(rank, 3, port):
-        model = Tied()
-        model.embed.weight.data[0] = torch.nan  # the same on all ranks, too
-        broadcast_weights(model)
-        before = check_parameter_closeness(model)
-        if rank == 1:
-            with torch.no_grad():
-                model.get_parameter(what)[-1] += 0.01
-        return before, check_parameter_closeness(model)
+    model = Tied()
+    model.embed.weight.data[0] = torch.nan  # the same on all ranks, too
+    broadcast_weights(model)
+    before = check_parameter_closeness(model)
+    if rank == 1:
+        with torch.no_grad():
+            model.get_parameter(what)[-1] += 0.01
+    return before, check_parameter_closeness(model)
 
 
 @pytest.mark.parametrize("what", ["embed.weight", "frozen.bias", "sometimes.weight"])
 def test_closeness_sees_a_weight_that_differs_on_one_rank(what: str) -> None:
-    assert run_ranks(3, differ_in, free_port(), what) == [(True, False)] * 3
+    assert run_group(3, differ_in, what) == [(True, False)] * 3
 
 
-def differ_in_shape(rank: int, port: int) -> bool:
-    with process_group(rank, 2, port):
-        other_size = check_parameter_closeness(nn.Linear(2 + rank, 2))
-        transposed = check_parameter_closeness(nn.Linear(2 + rank, 3 - rank, bias=False))
-        return other_size or transposed
+def differ_in_shape(rank: int) -> bool:
+    other_size = check_parameter_closeness(nn.Linear(2 + rank, 2))
+    transposed = check_parameter_closeness(nn.Linear(2 + rank, 3 - rank, bias=False))
+    return other_size or transposed
 
 
 def test_closeness_of_models_of_different_shapes_is_false_and_does_not_hang() -> None:
-    assert run_ranks(2, differ_in_shape, free_port()) == [False, False]
+    assert run_group(2, differ_in_shape) == [False, False]
 
 
 class Raises(torch.autograd.Function):
@@ -147,55 +143,53 @@ class Raises(torch.autograd.Function):
         return grad
 
 
-def raise_and_train(rank: int, port: int, bucket_bytes: int) -> None:
-    with process_group(rank, 2, port):
-        first, last = nn.Linear(3, 4), nn.Linear(4, 2)
+def raise_and_train(rank: int, bucket_bytes: int) -> None:
+    first, last = nn.Linear(3, 4), nn.Linear(4, 2)
 
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.last = first, last
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = first, last
 
-            def forward(self, x: Tensor) -> Tensor:
-                return last(Raises.apply(torch.tanh(first(x)))).square().sum()
+        def forward(self, x: Tensor) -> Tensor:
+            return last(Raises.apply(torch.tanh(first(x)))).square().sum()
 
-        model = MyDP(Model(), bucket_bytes)
-        inputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
-        expected = torch.autograd.grad((model.model(inputs[0]) + model.model(inputs[1])) / 2, [*model.parameters()])
-        for raises in (False, True, True, False, False):
-            model.zero_grad()
-            Raises.wanted = raises
-            loss = model(inputs[rank])
-            if raises:
-                with pytest.raises(ZeroDivisionError):
-                    loss.backward()
-                continue
-            loss.backward()
-            for parameter, mean in zip(model.parameters(), expected, strict=True):
-                assert mean.abs().max() > 1e-3
-                torch.testing.assert_close(parameter.grad, mean)
+    model = MyDP(Model(), bucket_bytes)
+    inputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad((model.model(inputs[0]) + model.model(inputs[1])) / 2, [*model.parameters()])
+    for raises in (False, True, True, False, False):
+        model.zero_grad()
+        Raises.wanted = raises
+        loss = model(inputs[rank])
+        if raises:
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            continue
+        loss.backward()
+        for parameter, mean in zip(model.parameters(), expected, strict=True):
+            assert mean.abs().max() > 1e-3
+            torch.testing.assert_close(parameter.grad, mean)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 25_000_000])
 def test_mydp_averages_again_after_a_backward_pass_that_raised(bucket_bytes: int) -> None:
-    run_ranks(2, raise_and_train, free_port(), bucket_bytes)
+    run_group(2, raise_and_train, bucket_bytes)
 
 
-def broadcast_with_strides(rank: int, port: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    with process_group(rank, 3, port):
-        model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        model.transposed = nn.Parameter(torch.randn(3, 4).t())
-        model.register_buffer("every_other", torch.randn(6)[::2])
-        strided = [name for name, tensor in model.state_dict().items() if not tensor.is_contiguous()]
-        assert sorted(strided) == ["every_other", "transposed", "weight"]
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        broadcast_weights(model)
-        assert [name for name, tensor in model.state_dict().items() if not tensor.is_contiguous()] == strided
-        return before, model.state_dict()
+def broadcast_with_strides(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.transposed = nn.Parameter(torch.randn(3, 4).t())
+    model.register_buffer("every_other", torch.randn(6)[::2])
+    strided = [name for name, tensor in model.state_dict().items() if not tensor.is_contiguous()]
+    assert sorted(strided) == ["every_other", "transposed", "weight"]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    broadcast_weights(model)
+    assert [name for name, tensor in model.state_dict().items() if not tensor.is_contiguous()] == strided
+    return before, model.state_dict()
 
 
 def test_weights_that_are_not_contiguous_are_broadcast_as_well() -> None:
-    ranks = run_ranks(3, broadcast_with_strides, free_port())
+    ranks = run_group(3, broadcast_with_strides)
     for own, after in ranks:
         for name, rank_0s in ranks[0][0].items():
             assert own is ranks[0][0] or not torch.equal(own[name], rank_0s), f"{name} is another on each rank"
@@ -243,24 +237,23 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def wrap_different(rank: int, how: str, port: int) -> list[str]:
+def wrap_different(rank: int, how: str) -> list[str]:
     """What each wrapper says of a model that rank 1 has built in another way."""
     said = []
-    with process_group(rank, 3, port):
-        wraps: list[Callable[[nn.Module], object]] = [MyDP, flatten_weights, flatten_gradients]
-        wraps += [lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")]
-        wraps += [lambda net: GradientRows(net, 1, 1, all_ranks("dp"))]
-        for wrap in wraps:
-            net = DIFFERENT[how][0]() if rank == 1 else nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-            with pytest.raises(InputError) as refused:
-                wrap(net)
-            said.append(str(refused.value))
+    wraps: list[Callable[[nn.Module], object]] = [MyDP, flatten_weights, flatten_gradients]
+    wraps += [lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")]
+    wraps += [lambda net: GradientRows(net, 1, 1, all_ranks("dp"))]
+    for wrap in wraps:
+        net = DIFFERENT[how][0]() if rank == 1 else nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        with pytest.raises(InputError) as refused:
+            wrap(net)
+        said.append(str(refused.value))
     return said
 
 
 @pytest.mark.parametrize("how", DIFFERENT)
 def test_ranks_with_different_models_are_told_the_first_parameter_that_differs(how: str) -> None:
-    ended = run_ranks(3, wrap_different, how, free_port())
+    ended = run_group(3, wrap_different, how)
     for sentence in [sentence for said in ended for sentence in said]:
         assert sentence.startswith("the ranks' models differ: "), sentence
         assert f"{DIFFERENT[how][1]}" in sentence.partition(" on rank 0 and ")[2], sentence
@@ -268,19 +261,18 @@ def test_ranks_with_different_models_are_told_the_first_parameter_that_differs(h
     assert len({tuple(said) for said in ended}) == 1, "the same on all ranks"
 
 
-def check_stage(rank: int, port: int) -> str:
+def check_stage(rank: int) -> str:
     """What is said of the stage of a rank of two pipelines of two stages, of which rank 3 has built another."""
-    with process_group(rank, 4, port):
-        (grid := Grid(rank, {"dp": 2, "pp": 2})).make_groups("dp")
-        try:
-            check_same_model(nn.Linear(2, 3 if rank == 3 else 4), grid.axis("dp"))
-        except InputError as error:
-            return str(error)
+    (grid := Grid(rank, {"dp": 2, "pp": 2})).make_groups("dp")
+    try:
+        check_same_model(nn.Linear(2, 3 if rank == 3 else 4), grid.axis("dp"))
+    except InputError as error:
+        return str(error)
     return "the same"
 
 
 def test_replicas_of_a_stage_are_compared_with_each_other_alone() -> None:
-    of_0, of_1, of_2, of_3 = run_ranks(4, check_stage, free_port())
+    of_0, of_1, of_2, of_3 = run_group(4, check_stage)
     assert of_0 == of_2 == "the same"
     assert of_1 == of_3
     assert "weight float32 [4, 2] on rank 1 and weight float32 [3, 2] on rank 3" in of_1

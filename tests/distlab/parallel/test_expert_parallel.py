@@ -6,10 +6,11 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis, Grid
+from distlab.comm.context import context_of
 from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, equal_loads, own_experts, share_experts
 from distlab.parallel.routes import Routes
 from simplellm.errors import InputError
@@ -48,16 +49,15 @@ def train(net: MixtureOfExperts, axis: Axis, sizes: list[int]) -> Found:
     return torch.stack([y.detach(), leaf.grad / axis.size]), gradients, net.gate.e_score_correction_bias.detach()
 
 
-def train_shared(rank: int, sizes: list[int], port: int) -> tuple[Found, dict[str, int]]:
-    with process_group(rank, len(sizes), port) as context:
-        axis = Grid(rank, {"ep": len(sizes)}).axis("ep")
-        net = mixture_of(own_experts(EXPERTS, axis))
-        share_experts([net], axis)
-        found = train(net, axis, sizes)
-        for name, gradient in found[1].items():
-            if "experts" not in name:
-                dist.all_reduce(gradient, dist.ReduceOp.AVG)
-        return found, dict(context.ledger.sent_bytes)
+def train_shared(rank: int, sizes: list[int]) -> tuple[Found, dict[str, int]]:
+    axis = Grid(rank, {"ep": len(sizes)}).axis("ep")
+    net = mixture_of(own_experts(EXPERTS, axis))
+    share_experts([net], axis)
+    found = train(net, axis, sizes)
+    for name, gradient in found[1].items():
+        if "experts" not in name:
+            dist.all_reduce(gradient, dist.ReduceOp.AVG)
+    return found, dict(context_of().ledger.sent_bytes)
 
 
 def chosen(x: Tensor, of: MixtureOfExperts | None = None) -> Tensor:
@@ -70,7 +70,7 @@ def chosen(x: Tensor, of: MixtureOfExperts | None = None) -> Tensor:
 def test_is_one_process(sizes: list[int]) -> None:
     """Also where a rank has no tokens, or its experts get none."""
     alone = train(mixture_of(range(EXPERTS)), Grid(0, {}).axis("ep"), [TOKENS])
-    ended = run_ranks(len(sizes), train_shared, sizes, free_port())
+    ended = run_group(len(sizes), train_shared, sizes)
     outputs = torch.cat([found[0] for found, _ in ended], dim=1)
     gradients = {name: gradient for found, _ in ended for name, gradient in found[1].items()}
     assert alone[0].std() > 0.1
@@ -159,29 +159,28 @@ def test_routes_that_are_not_those_of_such_a_run_are_refused(tmp_path: Path) -> 
         net(values(0))
 
 
-def replay_with_a_favourite(rank: int, folder: Path, port: int) -> list[float]:
+def replay_with_a_favourite(rank: int, folder: Path) -> list[float]:
     """Both ranks compute the same tokens; in the replay, a free choice would take expert 5 for each of them."""
-    with process_group(rank, 2, port):
-        grid, net = Grid(rank, {"tp": 2}), mixture_of(range(EXPERTS))
-        choices = ChoicesOfSequences(grid.axis("cp"), "contiguous")
-        nets, of_both = [nn.ModuleDict({"mlp": net})], (grid.axis("dp"), grid.axis("tp"), choices, TOKENS, TOKENS)
-        for seed in (1, 0):  # the second recording replaces the first
-            recorded = Routes(nets, "record", folder, *of_both)
-            for _ in range(2):
-                right = net(values(seed))
-                recorded.step()
-        dist.barrier()
-        net.gate.e_score_correction_bias.data[5] = 9
-        replayed = Routes(nets, "replay", folder, *of_both)
-        others = []
+    grid, net = Grid(rank, {"tp": 2}), mixture_of(range(EXPERTS))
+    choices = ChoicesOfSequences(grid.axis("cp"), "contiguous")
+    nets, of_both = [nn.ModuleDict({"mlp": net})], (grid.axis("dp"), grid.axis("tp"), choices, TOKENS, TOKENS)
+    for seed in (1, 0):  # the second recording replaces the first
+        recorded = Routes(nets, "record", folder, *of_both)
         for _ in range(2):
-            assert net(values(0)).equal(right)
-            others.append(replayed.step()["other_routes"])
-        assert str(replayed.parted).startswith("step 0, mlp, token "), "the first one"
-        return others
+            right = net(values(seed))
+            recorded.step()
+    dist.barrier()
+    net.gate.e_score_correction_bias.data[5] = 9
+    replayed = Routes(nets, "replay", folder, *of_both)
+    others = []
+    for _ in range(2):
+        assert net(values(0)).equal(right)
+        others.append(replayed.step()["other_routes"])
+    assert str(replayed.parted).startswith("step 0, mlp, token "), "the first one"
+    return others
 
 
 def test_a_replay_counts_each_token_with_other_routes_once(tmp_path: Path) -> None:
     expected = int((chosen(values(0)) != 5).all(dim=1).sum())
     assert 0 < expected < TOKENS
-    assert run_ranks(2, replay_with_a_favourite, tmp_path, free_port()) == [[expected] * 2] * 2
+    assert run_group(2, replay_with_a_favourite, tmp_path) == [[expected] * 2] * 2

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -47,60 +47,59 @@ class TorchBucket:
         return self._bucket.views
 
 
-def compress(rank: int, port: int) -> dict[str, Any]:
-    with process_group(rank, RANKS, port):
-        own, state = PowerSGD(WIDTH), PowerSGDState(None, WIDTH, start_powerSGD_iter=2, min_compression_rate=1)
-        state.iter = 2  # it begins at once
-        theirs = []
-        for step in range(STEPS):
-            flat = gradients(rank, step) * RANKS  # its hook divides by the number of ranks itself
-            powerSGD_hook(state, TorchBucket(new_bucket(flat))).wait()  # type: ignore[arg-type]
-            theirs.append(flat.clone())
-            if step == 0:  # from here on the same: the second factors, and the errors in our scale
-                start = new_bucket(gradients(rank, step))
-                own.start(start).wait()
-                views = new_bucket(state.error_dict[0] / RANKS).views
-                left_out = iter(view.reshape(len(view), -1).clone() for view in views if view.dim() > 1)
-                kept = own.state()
-                qs = [name for name in kept if name.endswith(".q")]
-                parts = state.q_memory_dict[0].split([kept[name].numel() for name in qs])
-                kept |= {name: part.view_as(kept[name]).clone() for name, part in zip(qs, parts, strict=True)}
-                kept |= {name: next(left_out) for name in kept if name.endswith(".error")}
-                own.load_state(kept)
-        ours, sent = [], []
-        for step in range(1, STEPS):
-            bucket, before = new_bucket(gradients(rank, step)), context_of().ledger.sent_bytes["gradients"]
-            own.start(bucket).wait()
-            ours.append(bucket.flat.clone())
-            sent.append(context_of().ledger.sent_bytes["gradients"] - before)
-        noise = (1, -1, 0)[rank] * torch.randn(LINE.shape, generator=torch.Generator().manual_seed(3))
-        line = Bucket(1, [torch.zeros(LINE.shape)], (LINE + noise).flatten(), all_ranks("dp"))
-        PowerSGD(WIDTH).start(line).wait()
-        largest, top, top_sent = TopK(0.1), torch.zeros_like(ours[0]), 0
-        for step in range(STEPS):
-            bucket, before = new_bucket(gradients(rank, step)), context_of().ledger.sent_bytes["gradients"]
-            largest.start(bucket).wait()
-            top += bucket.flat
-            top_sent = context_of().ledger.sent_bytes["gradients"] - before
-        whole = new_bucket(gradients(rank, 0))
-        TopK(1).start(whole).wait()
-        single = new_bucket(gradients(rank, 0))
-        TopK(1e-6).start(single).wait()
-        return {
-            "theirs": theirs[1:],
-            "ours": ours,
-            "sent": sent,
-            "line": line.views[0],
-            "top": top,
-            "top_sent": top_sent,
-            "top_error": largest.state()[f"rank{rank}.topk.bucket0.error"],
-            "whole": whole.flat,
-            "single": single.flat,
-        }
+def compress(rank: int) -> dict[str, Any]:
+    own, state = PowerSGD(WIDTH), PowerSGDState(None, WIDTH, start_powerSGD_iter=2, min_compression_rate=1)
+    state.iter = 2  # it begins at once
+    theirs = []
+    for step in range(STEPS):
+        flat = gradients(rank, step) * RANKS  # its hook divides by the number of ranks itself
+        powerSGD_hook(state, TorchBucket(new_bucket(flat))).wait()  # type: ignore[arg-type]
+        theirs.append(flat.clone())
+        if step == 0:  # from here on the same: the second factors, and the errors in our scale
+            start = new_bucket(gradients(rank, step))
+            own.start(start).wait()
+            views = new_bucket(state.error_dict[0] / RANKS).views
+            left_out = iter(view.reshape(len(view), -1).clone() for view in views if view.dim() > 1)
+            kept = own.state()
+            qs = [name for name in kept if name.endswith(".q")]
+            parts = state.q_memory_dict[0].split([kept[name].numel() for name in qs])
+            kept |= {name: part.view_as(kept[name]).clone() for name, part in zip(qs, parts, strict=True)}
+            kept |= {name: next(left_out) for name in kept if name.endswith(".error")}
+            own.load_state(kept)
+    ours, sent = [], []
+    for step in range(1, STEPS):
+        bucket, before = new_bucket(gradients(rank, step)), context_of().ledger.sent_bytes["gradients"]
+        own.start(bucket).wait()
+        ours.append(bucket.flat.clone())
+        sent.append(context_of().ledger.sent_bytes["gradients"] - before)
+    noise = (1, -1, 0)[rank] * torch.randn(LINE.shape, generator=torch.Generator().manual_seed(3))
+    line = Bucket(1, [torch.zeros(LINE.shape)], (LINE + noise).flatten(), all_ranks("dp"))
+    PowerSGD(WIDTH).start(line).wait()
+    largest, top, top_sent = TopK(0.1), torch.zeros_like(ours[0]), 0
+    for step in range(STEPS):
+        bucket, before = new_bucket(gradients(rank, step)), context_of().ledger.sent_bytes["gradients"]
+        largest.start(bucket).wait()
+        top += bucket.flat
+        top_sent = context_of().ledger.sent_bytes["gradients"] - before
+    whole = new_bucket(gradients(rank, 0))
+    TopK(1).start(whole).wait()
+    single = new_bucket(gradients(rank, 0))
+    TopK(1e-6).start(single).wait()
+    return {
+        "theirs": theirs[1:],
+        "ours": ours,
+        "sent": sent,
+        "line": line.views[0],
+        "top": top,
+        "top_sent": top_sent,
+        "top_error": largest.state()[f"rank{rank}.topk.bucket0.error"],
+        "whole": whole.flat,
+        "single": single.flat,
+    }
 
 
 def test_powersgd_is_torchs_and_nothing_is_lost() -> None:
-    ended = run_ranks(RANKS, compress, free_port())
+    ended = run_group(RANKS, compress)
     means = [torch.stack([gradients(rank, step) for rank in range(RANKS)]).sum(0) for step in range(STEPS)]
     for result in ended:
         for ours, theirs in zip(result["ours"], result["theirs"], strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import nn
 
 from distlab.axes.grid import Grid
@@ -60,17 +60,17 @@ def run(grid: Grid, steps: range, folder: Path, resumed: bool = False) -> tuple[
     return norms, [first.detach(), rows.detach()]
 
 
-def run_rank(rank: int, layout: dict[str, int], folder: Path, port: int) -> list[float]:
-    with process_group(rank, (grid := Grid(rank, layout)).size, port):
-        grid.make_groups("dp", "xp")
-        return run(grid, range(3), folder)[0]
+def run_rank(rank: int, layout: dict[str, int], folder: Path) -> list[float]:
+    grid = Grid(rank, layout)
+    grid.make_groups("dp", "xp")
+    return run(grid, range(3), folder)[0]
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "xp": 3}, {"xp": 3, "dp": 2}, {"xp": 3}])
 def test_trains_as_one_process_and_resumes_without_the_axis(layout: dict[str, int], tmp_path: Path) -> None:
     norms, parameters = run(Grid(0, {}), range(5), tmp_path / "alone")
     assert min(norms) > 0.5, "all gradients are clipped"
-    for own in run_ranks(Grid(0, layout).size, run_rank, layout, tmp_path / "run", free_port()):
+    for own in run_group(Grid(0, layout).size, run_rank, layout, tmp_path / "run"):
         assert own == pytest.approx(norms[:3], rel=1e-5)
     saved = by_step(tmp_path / "run")[3]
     for number in range(3):

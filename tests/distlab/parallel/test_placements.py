@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
@@ -69,16 +69,15 @@ def train(grid: Grid, way: Sharded | None) -> tuple[Parameters, list[float]]:
     return {name: p.detach() for name, p in own.items()} if way is None else sharded.whole_parameters(), norms
 
 
-def train_each_way(rank: int, port: int) -> list[tuple[Parameters, list[float]]]:
+def train_each_way(rank: int) -> list[tuple[Parameters, list[float]]]:
     grid = Grid(rank, LAYOUT)
-    with process_group(rank, grid.size, port):
-        grid.make_groups()
-        with pytest.raises(ValueError, match="the ranks along dp x xp hold different parts of the parameters"):
-            flatten_weights(Net(grid), grid.axis("dp", "xp"))
-        if rank in (2, 5):  # one behind the other along dp
-            with pytest.raises(InputError, match=r"differ: weight float32 \[1, 2\] on rank 2 and .* on rank 5;"):
-                check_same_model(nn.Linear(rank, 1), grid.axis("dp"))
-        return [train(grid, way) for way in WAYS]
+    grid.make_groups()
+    with pytest.raises(ValueError, match="the ranks along dp x xp hold different parts of the parameters"):
+        flatten_weights(Net(grid), grid.axis("dp", "xp"))
+    if rank in (2, 5):  # one behind the other along dp
+        with pytest.raises(InputError, match=r"differ: weight float32 \[1, 2\] on rank 2 and .* on rank 5;"):
+            check_same_model(nn.Linear(rank, 1), grid.axis("dp"))
+    return [train(grid, way) for way in WAYS]
 
 
 def train_alone() -> tuple[list[Net], list[float]]:
@@ -102,7 +101,7 @@ def train_alone() -> tuple[list[Net], list[float]]:
 
 def test_each_parameter_is_combined_over_the_ranks_that_hold_the_same() -> None:
     nets, expected_norms = train_alone()
-    for rank, ended in enumerate(run_ranks(6, train_each_way, free_port())):
+    for rank, ended in enumerate(run_group(6, train_each_way)):
         for way, (parameters, norms) in zip(WAYS, ended, strict=True):
             assert norms == pytest.approx(expected_norms, rel=1e-5), f"on rank {rank}, with {way}"
             for (name, own), start in zip(parameters.items(), Net(Grid(rank % 3, LAYOUT)).parameters(), strict=True):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor, nn
 
 from distlab.axes.placement import placement_of
-from distlab.comm.context import Options, TransportName
+from distlab.comm.context import TransportName
 from distlab.comm.group import shares
 from distlab.parallel.sharded import Sharded, ShardedDP
 from distlab.pipeline.activations import Stage
@@ -76,33 +76,31 @@ def batch(rank: int, micro_batch: int, shard: Sharded) -> Tensor:
     return ids.clamp(min=1) if is_idle else ids
 
 
-def train_sharded(rank: int, world_size: int, port: int) -> dict[tuple[Sharded, str], Run]:
+def train_sharded(rank: int) -> dict[tuple[Sharded, str], Run]:
     ended: dict[tuple[Sharded, str], Run] = {}
-    options = Options(transport="shared" if world_size == 3 else "gloo")
-    with process_group(rank, world_size, port, options=options):
-        for shard in SHARDED:
-            for name, optimizer_of in OPTIMIZERS.items():
-                torch.manual_seed(rank)  # other weights on every rank, until they have the first one's
-                net = ShardedDP(Mixed(), shard, backward_passes=MICRO_BATCHES, bucket_bytes=80)
-                before = net.whole_parameters()
-                optimizer = optimizer_of(net.own_parameters().values())
-                for step in range(STEPS):
-                    optimizer.zero_grad()
-                    in_turn = [batch(rank, micro_batch, shard) for micro_batch in range(MICRO_BATCHES)]
-                    for together in [in_turn] if step == 1 else [[ids] for ids in in_turn]:
-                        losses = [net(ids, ids.roll(1)) / MICRO_BATCHES for ids in together]
-                        for loss in losses:  # all forward passes before the first backward pass, or one and one
-                            loss.backward()
-                    net.finish_gradients()
-                    optimizer.step()
-                    net.gather_weights()
-                ended[shard, name] = before, net.whole_parameters(), dict(net.model.named_buffers())
+    for shard in SHARDED:
+        for name, optimizer_of in OPTIMIZERS.items():
+            torch.manual_seed(rank)  # other weights on every rank, until they have the first one's
+            net = ShardedDP(Mixed(), shard, backward_passes=MICRO_BATCHES, bucket_bytes=80)
+            before = net.whole_parameters()
+            optimizer = optimizer_of(net.own_parameters().values())
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                in_turn = [batch(rank, micro_batch, shard) for micro_batch in range(MICRO_BATCHES)]
+                for together in [in_turn] if step == 1 else [[ids] for ids in in_turn]:
+                    losses = [net(ids, ids.roll(1)) / MICRO_BATCHES for ids in together]
+                    for loss in losses:  # all forward passes before the first backward pass, or one and one
+                        loss.backward()
+                net.finish_gradients()
+                optimizer.step()
+                net.gather_weights()
+            ended[shard, name] = before, net.whole_parameters(), dict(net.model.named_buffers())
     return ended
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_as_one_process(world_size: int) -> None:
-    by_rank = run_ranks(world_size, train_sharded, world_size, free_port())
+    by_rank = run_group(world_size, train_sharded, transport="shared" if world_size == 3 else "gloo")
     for (shard, name), (before, _, buffers) in by_rank[0].items():
         model = Mixed()
         model.load_state_dict({**before, **buffers, "head.weight": before["embed.weight"]})
@@ -173,43 +171,40 @@ def start_of(shard: nn.Parameter) -> int:
     return flat.start
 
 
-def train_in_bfloat16(
-    rank: int, port: int, transport: TransportName
-) -> list[tuple[Run, dict[str, Tensor], dict[str, int]]]:
+def train_in_bfloat16(rank: int, transport: TransportName) -> list[tuple[Run, dict[str, Tensor], dict[str, int]]]:
     """For each way to share out: the run, this rank's shards, and where they begin.
 
     Half-way, another model goes on from the shards, as from a checkpoint.
     """
     ended = []
-    with process_group(rank, 3, port, options=Options(transport=transport)):
-        for shard in SHARDED:
-            saved: dict[str, Tensor] = {}
-            for steps in (range(2), range(2, 4)):
-                torch.manual_seed(rank)
-                net = ShardedDP(Mixed().bfloat16(), shard, bucket_bytes=80)
-                assert shares(net.flat_weights()[0]) == (transport == "shared" and shard != "weights")
-                before, own = net.whole_parameters(), net.own_parameters()
-                with torch.no_grad():
-                    for name, value in saved.items():
-                        own[name].copy_(value)
+    for shard in SHARDED:
+        saved: dict[str, Tensor] = {}
+        for steps in (range(2), range(2, 4)):
+            torch.manual_seed(rank)
+            net = ShardedDP(Mixed().bfloat16(), shard, bucket_bytes=80)
+            assert shares(net.flat_weights()[0]) == (transport == "shared" and shard != "weights")
+            before, own = net.whole_parameters(), net.own_parameters()
+            with torch.no_grad():
+                for name, value in saved.items():
+                    own[name].copy_(value)
+            net.gather_weights()
+            optimizer = torch.optim.SGD(own.values(), lr=LR)
+            for step in steps:
+                optimizer.zero_grad()
+                ids = batch(rank, step + 1, shard)
+                net(ids, ids.roll(1)).backward()
+                net.finish_gradients()
+                optimizer.step()
                 net.gather_weights()
-                optimizer = torch.optim.SGD(own.values(), lr=LR)
-                for step in steps:
-                    optimizer.zero_grad()
-                    ids = batch(rank, step + 1, shard)
-                    net(ids, ids.roll(1)).backward()
-                    net.finish_gradients()
-                    optimizer.step()
-                    net.gather_weights()
-                saved = {name: p.detach().clone() for name, p in own.items()}
-            run = before, net.whole_parameters(), dict(net.model.named_buffers())
-            ended.append((run, saved, {name: start_of(p) for name, p in own.items() if p.requires_grad}))
+            saved = {name: p.detach().clone() for name, p in own.items()}
+        run = before, net.whole_parameters(), dict(net.model.named_buffers())
+        ended.append((run, saved, {name: start_of(p) for name, p in own.items() if p.requires_grad}))
     return ended
 
 
 def test_a_model_in_bfloat16_has_master_weights_in_float32() -> None:
     """The same bits by both transports, and as one process that adds up gradients in float32 in the order of ranks."""
-    over_gloo, shared = (run_ranks(3, train_in_bfloat16, free_port(), transport) for transport in TRANSPORTS)
+    over_gloo, shared = (run_group(3, train_in_bfloat16, transport, transport=transport) for transport in TRANSPORTS)
     by_rank = [gloo_runs + shared_runs for gloo_runs, shared_runs in zip(over_gloo, shared, strict=True)]
     for number, ((before, _, buffers), *_) in enumerate(by_rank[0]):
         shard, model = SHARDED[number % len(SHARDED)], Mixed().bfloat16()
@@ -248,17 +243,16 @@ class OfTwoDtypes(nn.Module):
         return self.wide(self.narrow(x).bfloat16()).float().square().mean()
 
 
-def gradients_in_two_dtypes(rank: int, port: int, transport: TransportName) -> dict[str, Tensor]:
-    with process_group(rank, 2, port, options=Options(transport=transport)):
-        torch.manual_seed(0)
-        net = ShardedDP(OfTwoDtypes(), "gradients")
-        net(torch.full((1, 4), rank + 1.0)).backward()
-        net.finish_gradients()
-        return {name: p.grad.clone() for name, p in net.own_parameters().items() if p.grad is not None}
+def gradients_in_two_dtypes(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = ShardedDP(OfTwoDtypes(), "gradients")
+    net(torch.full((1, 4), rank + 1.0)).backward()
+    net.finish_gradients()
+    return {name: p.grad.clone() for name, p in net.own_parameters().items() if p.grad is not None}
 
 
 def test_a_gradient_in_float32_is_not_rounded_beside_those_in_bfloat16() -> None:
-    over_gloo, shared = (run_ranks(2, gradients_in_two_dtypes, free_port(), transport) for transport in TRANSPORTS)
+    over_gloo, shared = (run_group(2, gradients_in_two_dtypes, transport=transport) for transport in TRANSPORTS)
     for expected, own in zip(over_gloo, shared, strict=True):
         assert expected.keys() == own.keys()
         narrow = own["narrow.weight"]

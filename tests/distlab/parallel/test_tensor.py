@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor, nn
 
 from distlab.axes.grid import Axis
-from distlab.comm.context import Options, context_of
+from distlab.comm.context import context_of
 from distlab.parallel.options import Style
 from distlab.parallel.tensor import shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
@@ -105,9 +105,8 @@ def train_both(whole: nn.Module, sliced: nn.Module, style: str) -> tuple[int, in
     return idle, own_idle
 
 
-def train_whole_models(rank: int, ranks: int, style: str, sizes: dict[str, Any], port: int) -> tuple[int, int]:
-    with process_group(rank, ranks, port):
-        return train_both(*twins(style, **sizes), style)
+def train_whole_models(rank: int, ranks: int, style: str, sizes: dict[str, Any]) -> tuple[int, int]:
+    return train_both(*twins(style, **sizes), style)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -121,29 +120,28 @@ def train_whole_models(rank: int, ranks: int, style: str, sizes: dict[str, Any],
     ],
 )
 def test_sliced_models_train_like_whole_ones(ranks: int, sizes: dict[str, Any], style: str) -> None:
-    for idle, own_idle in run_ranks(ranks, train_whole_models, ranks, style, sizes, free_port()):
+    for idle, own_idle in run_group(ranks, train_whole_models, ranks, style, sizes):
         if "experts" in sizes:
             assert 0 < idle < own_idle if STYLES[style] else 0 < idle == own_idle, "experts without a token"
 
 
-def no_whole_logits(rank: int, port: int) -> list[tuple[int, ...]]:
-    with process_group(rank, 3, port):
-        _, sliced = twins("megatron")
-        ids = torch.zeros(2, 11, dtype=torch.int64)
-        kept: list[tuple[int, ...]] = []
+def no_whole_logits(rank: int) -> list[tuple[int, ...]]:
+    _, sliced = twins("megatron")
+    ids = torch.zeros(2, 11, dtype=torch.int64)
+    kept: list[tuple[int, ...]] = []
 
-        def keep(tensor: Tensor) -> Tensor:
-            kept.append(tuple(tensor.shape))
-            return tensor
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logits = sliced(ids)
-            vocabulary_parallel_loss(logits, ids, VOCAB)
-        return [shape for shape in kept if VOCAB in shape] + [tuple(logits.shape)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = sliced(ids)
+        vocabulary_parallel_loss(logits, ids, VOCAB)
+    return [shape for shape in kept if VOCAB in shape] + [tuple(logits.shape)]
 
 
 def test_no_rank_holds_whole_logits() -> None:
-    assert run_ranks(3, no_whole_logits, free_port()) == [[(2, 11, 17)], [(2, 11, 17)], [(2, 11, 16)]]
+    assert run_group(3, no_whole_logits) == [[(2, 11, 17)], [(2, 11, 17)], [(2, 11, 16)]]
 
 
 class Written(nn.Module):
@@ -169,22 +167,21 @@ class Written(nn.Module):
         return self.scores(self.norm(x))
 
 
-def train_written(rank: int, style: str, port: int) -> None:
-    with process_group(rank, 3, port):
-        whole, sliced = Written(), Written()
-        shard(sliced, "naive" if style == "naive" else "megatron", sequence_parallel=STYLES[style])
-        train_both(whole, sliced, style)
-        if style != "naive":
-            assert sliced.tokens[0].weight.shape[0] < VOCAB
-        assert sliced.rest["deep"][0].mlp.up_proj.weight.shape[0] < 41
+def train_written(rank: int, style: str) -> None:
+    whole, sliced = Written(), Written()
+    shard(sliced, "naive" if style == "naive" else "megatron", sequence_parallel=STYLES[style])
+    train_both(whole, sliced, style)
+    if style != "naive":
+        assert sliced.tokens[0].weight.shape[0] < VOCAB
+    assert sliced.rest["deep"][0].mlp.up_proj.weight.shape[0] < 41
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_any_module_of_the_librarys_blocks_can_be_split(style: str) -> None:
-    run_ranks(3, train_written, style, free_port())
+    run_group(3, train_written, style)
 
 
-def refused(rank: int, port: int) -> None:
+def refused(rank: int) -> None:
     """Nothing is cut before all is known to fit: what is refused still computes what it did."""
     two_heads, limited, scaled, sparse, tied = (Written() for _ in range(5))
     two_heads.other = Linear(48, 48, bias=False)
@@ -200,67 +197,64 @@ def refused(rank: int, port: int) -> None:
         (Written().first, "megatron", True, "sequence parallelism needs a whole model"),
         (nn.Sequential(nn.Linear(4, 4)), "megatron", False, "nothing in this module can be split"),
     ]
-    with process_group(rank, 3, port):
-        for net, style, sequence_parallel, sentence in cases:
-            before = {name: weight.clone() for name, weight in net.named_parameters()}
-            with pytest.raises(InputError, match=f"^{sentence}"):
-                shard(net, style, sequence_parallel=sequence_parallel)
-            assert before.keys() == dict(net.named_parameters()).keys()
-            assert all(torch.equal(weight, before[name]) for name, weight in net.named_parameters())
-            if isinstance(net, Written):
-                net(torch.ones(1, 4, dtype=torch.int64))
-            assert not context_of().ledger.messages, "no hook talks"
-        split = Written(vocab_size=3)  # a row for each rank
+    for net, style, sequence_parallel, sentence in cases:
+        before = {name: weight.clone() for name, weight in net.named_parameters()}
+        with pytest.raises(InputError, match=f"^{sentence}"):
+            shard(net, style, sequence_parallel=sequence_parallel)
+        assert before.keys() == dict(net.named_parameters()).keys()
+        assert all(torch.equal(weight, before[name]) for name, weight in net.named_parameters())
+        if isinstance(net, Written):
+            net(torch.ones(1, 4, dtype=torch.int64))
+        assert not context_of().ledger.messages, "no hook talks"
+    split = Written(vocab_size=3)  # a row for each rank
+    shard(split)
+    with pytest.raises(InputError, match="is already split"):
         shard(split)
-        with pytest.raises(InputError, match="is already split"):
-            shard(split)
 
 
-def train_without_first_block(rank: int, port: int) -> None:
+def train_without_first_block(rank: int) -> None:
     """Two steps in which the first layers are frozen, so that their outputs need no gradient; and a sum of its own."""
-    with process_group(rank, 2, port, options=Options(transport="shared")):
-        whole, sliced = (LLama(CausalLLama, VOCAB, **SIZES) for _ in range(2))
-        for net in (whole, sliced):
-            for name, parameter in net.named_parameters():
-                parameter.requires_grad_("embed_tokens" not in name and "layers.0" not in name)
-        shard(sliced)
-        for step in range(2):
-            ids = torch.randint(PADDING, (2, 9), generator=torch.Generator().manual_seed(step))
-            causalLLMLoss(whole(ids), ids, VOCAB).backward()
-            vocabulary_parallel_loss(sliced(ids), ids, VOCAB).backward()
-        for (name, own), expected in zip(sliced.named_parameters(), whole.parameters(), strict=True):
-            assert own.requires_grad == expected.requires_grad, name
-            if own.requires_grad:
-                assert expected.grad is not None
-                assert_same(own.grad, split_like(own, expected.grad, rank, 2), name)
-        x = torch.ones(2, 9, 48, requires_grad=True)
-        total = TPGroup("a layer", LAYERS).all_reduce(x, "activations")
-        assert total.unique().tolist() == [2]
+    whole, sliced = (LLama(CausalLLama, VOCAB, **SIZES) for _ in range(2))
+    for net in (whole, sliced):
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_("embed_tokens" not in name and "layers.0" not in name)
+    shard(sliced)
+    for step in range(2):
+        ids = torch.randint(PADDING, (2, 9), generator=torch.Generator().manual_seed(step))
+        causalLLMLoss(whole(ids), ids, VOCAB).backward()
+        vocabulary_parallel_loss(sliced(ids), ids, VOCAB).backward()
+    for (name, own), expected in zip(sliced.named_parameters(), whole.parameters(), strict=True):
+        assert own.requires_grad == expected.requires_grad, name
+        if own.requires_grad:
+            assert expected.grad is not None
+            assert_same(own.grad, split_like(own, expected.grad, rank, 2), name)
+    x = torch.ones(2, 9, 48, requires_grad=True)
+    total = TPGroup("a layer", LAYERS).all_reduce(x, "activations")
+    assert total.unique().tolist() == [2]
 
 
 def test_frozen_layers_before_others() -> None:
-    run_ranks(2, train_without_first_block, free_port())
+    run_group(2, train_without_first_block, transport="shared")
 
 
-def sent_for_gradients(rank: int, port: int) -> dict[str, int]:
+def sent_for_gradients(rank: int) -> dict[str, int]:
     """The bytes that a pass of slices of a sequence sends for gradients of weights that all ranks hold, by kind."""
-    with process_group(rank, 2, port):
-        _, sliced = twins("sequence", experts=4, experts_per_token=2)
-        sliced(torch.zeros(2, 11, dtype=torch.int64)).square().mean().backward()
-        sent = context_of().ledger.sent_bytes
-        return {kind: sent[kind] for kind in ("norm gradients", "expert gradients")}
+    _, sliced = twins("sequence", experts=4, experts_per_token=2)
+    sliced(torch.zeros(2, 11, dtype=torch.int64)).square().mean().backward()
+    sent = context_of().ledger.sent_bytes
+    return {kind: sent[kind] for kind in ("norm gradients", "expert gradients")}
 
 
 def test_the_gradients_of_experts_and_norms_are_counted_apart() -> None:
     experts, layers, width, hidden = 4, SIZES["n_layers"], SIZES["dmodel"], SIZES["hidden_dim"]
     gains = (2 * layers + 1) * width
     of_experts = layers * (experts * 3 * hidden + experts) * width  # with the router
-    for sent in run_ranks(2, sent_for_gradients, free_port()):
+    for sent in run_group(2, sent_for_gradients):
         assert sent == {"norm gradients": 4 * gains, "expert gradients": 4 * of_experts}
 
 
 def test_what_is_refused_stays_whole() -> None:
-    run_ranks(3, refused, free_port())
+    run_group(3, refused)
 
 
 def test_frozen_weights_stay_frozen_and_what_cannot_be_split_is_refused() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, assert_near, batch, grad_of, louder
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
-from distlab.comm.context import Options, TransportName, context_of
+from distlab.comm.context import TransportName, context_of
 from distlab.pipeline.actions import Action, ActionCosts, Backward, BackwardWeight, Forward, Programs, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
@@ -31,29 +31,26 @@ PipelineRun = tuple[str, int, int, int]  # schedule, chunks, micro-batches, step
 def gradients(
     rank: int,
     workers: int,
-    port: int,
     runs: list[PipelineRun],
     dtype: torch.dtype,
-    transport: TransportName,
     recompute: bool = False,
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """For each run, the sum of this rank's losses of the last step, and its gradients, added up over the steps."""
     results = []
-    with process_group(rank, workers, port, options=Options(transport=transport)):
-        for name, chunks, micro_batches, steps in runs:
-            programs: Programs = all_stages(name, workers, micro_batches, chunks)
-            if recompute:
-                programs = with_recomputation(programs)
-            split, held = split_of(workers * stages_per_worker(name, chunks)), stages_of(programs[rank])
-            options: dict[str, Any] = {**OPTIONS, "dtype": dtype, "recompute": "all" if recompute else "none"}
-            nets = build_stages(held, split, VOCAB, **options)
-            for net in nets.values():
-                louder(net)
-            pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
-            for step in range(steps):
-                losses = pipeline.step(batch(step, 12).tensor_split(micro_batches))
-            found = {name: grad_of(p) for net in nets.values() for name, p in net.named_parameters()}
-            results.append((sum(loss.item() for loss in losses), found))
+    for name, chunks, micro_batches, steps in runs:
+        programs: Programs = all_stages(name, workers, micro_batches, chunks)
+        if recompute:
+            programs = with_recomputation(programs)
+        split, held = split_of(workers * stages_per_worker(name, chunks)), stages_of(programs[rank])
+        options: dict[str, Any] = {**OPTIONS, "dtype": dtype, "recompute": "all" if recompute else "none"}
+        nets = build_stages(held, split, VOCAB, **options)
+        for net in nets.values():
+            louder(net)
+        pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
+        for step in range(steps):
+            losses = pipeline.step(batch(step, 12).tensor_split(micro_batches))
+        found = {name: grad_of(p) for net in nets.values() for name, p in net.named_parameters()}
+        results.append((sum(loss.item() for loss in losses), found))
     return results
 
 
@@ -79,10 +76,10 @@ def test_every_schedule_gives_the_gradients_of_gpipe_bit_for_bit(
     named = [(name, chunks) for name in SCHEDULES for chunks in chosen.get(name, (2,))]
     runs = [(*run, m, steps) for run in named for m, steps in sizes.items() if SCHEDULES[run[0]].fits(workers, m)]
     assert {run[:2] for run in runs if run[3] == max(sizes.values())} == set(named)
-    by_rank = run_ranks(workers, gradients, workers, free_port(), runs, dtype, transport, recompute, deadline=240)
+    by_rank = run_group(workers, gradients, workers, runs, dtype, recompute, transport=transport, deadline=240)
     same = [(IN_ONE_PROCESS, workers * stages_per_worker(*run[:2]), *run[2:]) for run in runs]
     in_one = list(dict.fromkeys(same))
-    expected = dict(zip(in_one, run_ranks(1, gradients_of_one_process, free_port(), in_one, dtype)[0], strict=True))
+    expected = dict(zip(in_one, run_group(1, gradients_of_one_process, in_one, dtype)[0], strict=True))
     for number, run in enumerate(runs):
         loss, wanted = expected[same[number]]
         own: dict[str, Tensor] = {}
@@ -100,7 +97,7 @@ IN_ONE_PROCESS = "gpipe in one process"
 
 
 def gradients_of_one_process(
-    rank: int, port: int, runs: list[PipelineRun], dtype: torch.dtype
+    rank: int, runs: list[PipelineRun], dtype: torch.dtype
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """The same, for (_, stages, ...): all stages on one worker, all passes forward, then all back."""
 
@@ -109,7 +106,7 @@ def gradients_of_one_process(
         return [forward + [Backward(stage, k) for k in range(micro_batches) for stage in reversed(range(chunks))]]
 
     SCHEDULES[IN_ONE_PROCESS] = Schedule(one_worker, 0, lambda *_: True, "")
-    return gradients(rank, 1, port, runs, dtype, "auto")
+    return gradients(rank, 1, runs, dtype)
 
 
 def test_a_schedule_for_another_number_of_micro_batches_is_refused() -> None:
@@ -138,27 +135,26 @@ def test_micro_batches_of_sequences_of_other_lengths_have_the_loss_of_all_predic
         assert_near(grad_of(own), parameter.grad, name)
 
 
-def keep(rank: int, port: int) -> list[int]:
+def keep(rank: int) -> list[int]:
     """The most that a stage keeps with GPipe, with DAPPLE, and with both when it recomputes."""
     peaks = []
-    with process_group(rank, 3, port):
-        context_of().recorder.enabled = True
-        for recompute, schedule in itertools.product((False, True), ("gpipe", "dapple")):
-            options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
-            net = build_stage(rank, (2, 2, 2), VOCAB, **options)
-            programs: Programs = all_stages(schedule, 3, 12)
-            programs = with_recomputation(programs) if recompute else programs
-            pipeline = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH)
-            for step in range(2):
-                pipeline.step(batch(step, rows=12).chunk(12))
-            assert pipeline.kept is not None
-            assert pipeline.kept.now_bytes == 0, "nothing is kept after a step"
-            peaks.append(pipeline.kept.peak_bytes)
+    context_of().recorder.enabled = True
+    for recompute, schedule in itertools.product((False, True), ("gpipe", "dapple")):
+        options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
+        net = build_stage(rank, (2, 2, 2), VOCAB, **options)
+        programs: Programs = all_stages(schedule, 3, 12)
+        programs = with_recomputation(programs) if recompute else programs
+        pipeline = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH)
+        for step in range(2):
+            pipeline.step(batch(step, rows=12).chunk(12))
+        assert pipeline.kept is not None
+        assert pipeline.kept.now_bytes == 0, "nothing is kept after a step"
+        peaks.append(pipeline.kept.peak_bytes)
     return peaks
 
 
 def test_dapple_and_recomputation_keep_a_fraction_of_what_gpipe_keeps() -> None:
-    gpipe, dapple, gpipe_again, dapple_again = zip(*run_ranks(3, keep, free_port()), strict=True)
+    gpipe, dapple, gpipe_again, dapple_again = zip(*run_group(3, keep), strict=True)
     inputs = SEQ * WIDTH * 4  # bytes of a micro-batch's
     for stage in range(3):
         one = gpipe[stage] / 12
@@ -175,39 +171,36 @@ def test_dapple_and_recomputation_keep_a_fraction_of_what_gpipe_keeps() -> None:
 KEPT = ["gpipe", "dapple", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
 
 
-def count_kept(
-    rank: int, port: int, workers: int, micro_batches: int
-) -> list[tuple[int, dict[int, tuple[float, float]]]]:
+def count_kept(rank: int, workers: int, micro_batches: int) -> list[tuple[int, dict[int, tuple[float, float]]]]:
     """For each schedule, the peak, and by stage what F keeps of a micro-batch and what W frees of it, in the mean."""
     found = []
-    with process_group(rank, workers, port):
-        context_of().recorder.enabled = True
-        for name in KEPT:
-            programs = all_stages(name, workers, micro_batches)
-            split = (1,) * (workers * stages_per_worker(name))
-            nets = build_stages(stages_of(programs[rank]), split, VOCAB, **OPTIONS)
-            pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
-            context_of().recorder.kept_bytes.clear()
-            pipeline.step(batch(0, rows=micro_batches).chunk(micro_batches))
-            after_actions = context_of().recorder.kept_bytes[1::2]  # the others are at most within an action
-            kept = [0, *(size for _, size in after_actions)]
-            change = {action: kept[n + 1] - kept[n] for n, action in enumerate(programs[rank])}
-            by_stage = {
-                stage: (
-                    fmean(change[Forward(stage, k)] for k in range(micro_batches)),
-                    fmean([-change[w] for w in change if isinstance(w, BackwardWeight) and w.stage == stage] or [0]),
-                )
-                for stage in nets
-            }
-            assert pipeline.kept is not None
-            found.append((pipeline.kept.peak_bytes, by_stage))
+    context_of().recorder.enabled = True
+    for name in KEPT:
+        programs = all_stages(name, workers, micro_batches)
+        split = (1,) * (workers * stages_per_worker(name))
+        nets = build_stages(stages_of(programs[rank]), split, VOCAB, **OPTIONS)
+        pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
+        context_of().recorder.kept_bytes.clear()
+        pipeline.step(batch(0, rows=micro_batches).chunk(micro_batches))
+        after_actions = context_of().recorder.kept_bytes[1::2]  # the others are at most within an action
+        kept = [0, *(size for _, size in after_actions)]
+        change = {action: kept[n + 1] - kept[n] for n, action in enumerate(programs[rank])}
+        by_stage = {
+            stage: (
+                fmean(change[Forward(stage, k)] for k in range(micro_batches)),
+                fmean([-change[w] for w in change if isinstance(w, BackwardWeight) and w.stage == stage] or [0]),
+            )
+            for stage in nets
+        }
+        assert pipeline.kept is not None
+        found.append((pipeline.kept.peak_bytes, by_stage))
     return found
 
 
 def test_every_schedule_keeps_what_its_plan_says() -> None:
     workers, micro_batches = 4, 8
     peaks: dict[str, list[int]] = {}
-    by_rank = run_ranks(workers, count_kept, free_port(), workers, micro_batches, deadline=120)
+    by_rank = run_group(workers, count_kept, workers, micro_batches, deadline=120)
     for name, own in zip(KEPT, zip(*by_rank, strict=True), strict=True):
         counted = {stage: sizes for _, by_stage in own for stage, sizes in by_stage.items()}
         forward, weight = zip(*(counted[stage] for stage in sorted(counted)), strict=True)
@@ -222,7 +215,7 @@ def test_every_schedule_keeps_what_its_plan_says() -> None:
     assert max(peaks["zb-v"]) <= 1.1 * min(peaks["zb-v"])
 
 
-def count_threads(rank: int, port: int) -> list[int]:
+def count_threads(rank: int) -> list[int]:
     """The threads of each action of a stage of GPipe with two stages and two micro-batches on four cores."""
     seen: list[int] = []
 
@@ -237,13 +230,12 @@ def count_threads(rank: int, port: int) -> list[int]:
             y.register_hook(lambda _: seen.append(torch.get_num_threads()))
             return y
 
-    with process_group(rank, 2, port):
-        net = Watched(build_stage(rank, (1, 1), VOCAB, **OPTIONS))
-        pipeline = Pipeline(net, all_stages("gpipe", 2, 2), Grid(rank, {"pp": 2}), LOSS, WIDTH, cores=4)
-        pipeline.step(batch(0).chunk(2))
-        return [*seen, torch.get_num_threads()]
+    net = Watched(build_stage(rank, (1, 1), VOCAB, **OPTIONS))
+    pipeline = Pipeline(net, all_stages("gpipe", 2, 2), Grid(rank, {"pp": 2}), LOSS, WIDTH, cores=4)
+    pipeline.step(batch(0).chunk(2))
+    return [*seen, torch.get_num_threads()]
 
 
 def test_a_stage_takes_the_cores_of_idle_stages() -> None:
     # Ticks: F0 of stage 0 alone; F1 beside F0 of stage 1; its F1 and B0 alone; B1 beside B0; B1 of stage 0 alone.
-    assert run_ranks(2, count_threads, free_port()) == [[4, 2, 2, 4, 1], [2, 4, 4, 2, 1]]
+    assert run_group(2, count_threads) == [[4, 2, 2, 4, 1], [2, 4, 4, 2, 1]]

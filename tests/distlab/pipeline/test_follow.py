@@ -6,10 +6,10 @@ import time
 import pytest
 from support.held import mappings, threads
 from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, BesideWhole, batch
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 
 from distlab.axes.grid import Grid
-from distlab.comm.context import Options, TransportName
+from distlab.comm.context import TransportName
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
@@ -22,21 +22,20 @@ IN_A_V = ["zb-v", "dualpipe-v", "auto", "zb-v"]
 MICRO_BATCHES = {"gpipe": 5, "zb-v": 3}  # others have 6
 
 
-def train(rank: int, port: int, workers: int, names: list[str], transport: TransportName, run_on: bool) -> int:
+def train(rank: int, workers: int, names: list[str], run_on: bool) -> int:
     """Two steps of each schedule next to the whole model; the number of parameters compared."""
-    with process_group(rank, workers, port, options=Options(transport=transport)):
-        schedules = [all_stages(name, workers, MICRO_BATCHES.get(name, 6)) for name in names]
-        held = stages_of(schedules[0][rank])
-        split = (1,) * (workers * len(held))
-        nets = build_stages(held, split, VOCAB, **OPTIONS)
-        beside = BesideWhole(nets, len(split))
-        pipeline = Pipeline(nets, schedules[0], Grid(rank, {"pp": workers}), LOSS, WIDTH, run_on=run_on)
-        for step in range(2 * len(names)):
-            if step > 0 and step % 2 == 0:
-                pipeline.follow(schedules[step // 2])
-            beside.step(pipeline, batch(step, 12).tensor_split(MICRO_BATCHES.get(names[step // 2], 6)))
-        pipeline.links.close()
-        return len(beside.compared())
+    schedules = [all_stages(name, workers, MICRO_BATCHES.get(name, 6)) for name in names]
+    held = stages_of(schedules[0][rank])
+    split = (1,) * (workers * len(held))
+    nets = build_stages(held, split, VOCAB, **OPTIONS)
+    beside = BesideWhole(nets, len(split))
+    pipeline = Pipeline(nets, schedules[0], Grid(rank, {"pp": workers}), LOSS, WIDTH, run_on=run_on)
+    for step in range(2 * len(names)):
+        if step > 0 and step % 2 == 0:
+            pipeline.follow(schedules[step // 2])
+        beside.step(pipeline, batch(step, 12).tensor_split(MICRO_BATCHES.get(names[step // 2], 6)))
+    pipeline.links.close()
+    return len(beside.compared())
 
 
 @pytest.mark.parametrize(
@@ -51,27 +50,26 @@ def train(rank: int, port: int, workers: int, names: list[str], transport: Trans
 def test_a_schedule_changes_in_the_middle_of_a_run_and_nothing_else_does(
     workers: int, names: list[str], transport: TransportName, run_on: bool
 ) -> None:
-    compared = run_ranks(workers, train, free_port(), workers, names, transport, run_on, deadline=120)
+    compared = run_group(workers, train, workers, names, run_on, transport=transport, deadline=120)
     assert sum(compared) == 3 + 9 * workers * (1 if names is ONE_STAGE else 2)
 
 
-def follow_what_it_cannot(rank: int, port: int) -> list[float]:
+def follow_what_it_cannot(rank: int) -> list[float]:
     """The refusals come on both ranks, before any of them waits for the other; then the pipeline goes on."""
-    with process_group(rank, 2, port):
-        nets = build_stages(stages_of(all_stages("zb-v", 2, 4)[rank]), (1, 1, 1, 1), VOCAB, **OPTIONS)
-        pipeline = Pipeline(nets, all_stages("zb-v", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
-        for programs, sentence in (
-            (all_stages("interleaved", 2, 4), "stage 2 is on worker 1; in the schedule to follow, it is on worker 0"),
-            (all_stages("dapple", 2, 4), "stage 2 is on worker 1; in the schedule to follow, it is on no worker"),
-            (all_stages("zb-v", 3, 6), "the schedule is for 3 workers but the pipeline has 2"),
-        ):
-            with pytest.raises(InputError, match=f"^{sentence}$"):
-                pipeline.follow(programs)
-        return [loss.item() for loss in pipeline.step(batch(0).chunk(4))]
+    nets = build_stages(stages_of(all_stages("zb-v", 2, 4)[rank]), (1, 1, 1, 1), VOCAB, **OPTIONS)
+    pipeline = Pipeline(nets, all_stages("zb-v", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
+    for programs, sentence in (
+        (all_stages("interleaved", 2, 4), "stage 2 is on worker 1; in the schedule to follow, it is on worker 0"),
+        (all_stages("dapple", 2, 4), "stage 2 is on worker 1; in the schedule to follow, it is on no worker"),
+        (all_stages("zb-v", 3, 6), "the schedule is for 3 workers but the pipeline has 2"),
+    ):
+        with pytest.raises(InputError, match=f"^{sentence}$"):
+            pipeline.follow(programs)
+    return [loss.item() for loss in pipeline.step(batch(0).chunk(4))]
 
 
 def test_a_schedule_whose_stages_are_on_other_workers_is_refused() -> None:
-    losses, _ = run_ranks(2, follow_what_it_cannot, free_port())
+    losses, _ = run_group(2, follow_what_it_cannot)
     whole = LLama(CausalLLama, VOCAB, n_layers=4, **OPTIONS)
     assert sum(losses) == pytest.approx(LOSS(whole(batch(0)), batch(0)).item(), rel=1e-6)
 
@@ -81,28 +79,27 @@ def holdings() -> tuple[int, int, int]:
     return mappings(), len(os.listdir("/proc/self/fd")), threads()
 
 
-def reopen(rank: int, port: int, transport: TransportName, times: int) -> list[tuple[int, int, int]]:
+def reopen(rank: int, times: int) -> list[tuple[int, int, int]]:
     """What this rank holds after a step, and after as many steps again with changes of the schedule in between."""
     held = []
-    with process_group(rank, 2, port, options=Options(transport=transport)):
-        schedules = [all_stages(name, 2, 4) for name in ("zb-v", "dualpipe-v")]  # both need a group of their own
-        nets = build_stages(stages_of(schedules[0][rank]), (1, 1, 1, 1), VOCAB, **OPTIONS)
-        pipeline = Pipeline(nets, schedules[0], Grid(rank, {"pp": 2}), LOSS, WIDTH)
-        for number in range(times + 2):
-            pipeline.step(batch(0).chunk(4))
-            if number > 0:
-                held.append(holdings())
-            if number <= times:
-                pipeline.follow(schedules[number % 2])
-        until = time.monotonic() + 5
-        while holdings()[::2] > held[0][::2] and time.monotonic() < until:  # a thread of gloo may be about to end
-            time.sleep(0.05)
-        return [held[0], holdings()]
+    schedules = [all_stages(name, 2, 4) for name in ("zb-v", "dualpipe-v")]  # both need a group of their own
+    nets = build_stages(stages_of(schedules[0][rank]), (1, 1, 1, 1), VOCAB, **OPTIONS)
+    pipeline = Pipeline(nets, schedules[0], Grid(rank, {"pp": 2}), LOSS, WIDTH)
+    for number in range(times + 2):
+        pipeline.step(batch(0).chunk(4))
+        if number > 0:
+            held.append(holdings())
+        if number <= times:
+            pipeline.follow(schedules[number % 2])
+    until = time.monotonic() + 5
+    while holdings()[::2] > held[0][::2] and time.monotonic() < until:  # a thread of gloo may be about to end
+        time.sleep(0.05)
+    return [held[0], holdings()]
 
 
 @pytest.mark.parametrize(("transport", "times"), [("auto", 8), ("gloo", 6)])
 def test_links_that_are_closed_and_opened_many_times_leave_nothing(transport: TransportName, times: int) -> None:
-    for before, after in run_ranks(2, reopen, free_port(), transport, times, deadline=120):
+    for before, after in run_group(2, reopen, times, transport=transport, deadline=120):
         assert (before[0] > 0) == (transport == "auto")
         assert after[::2] == before[::2]
         assert after[1] <= before[1] + 3, "a connection may come late, but not one each time"

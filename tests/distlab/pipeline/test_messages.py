@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.held import mappings
 from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, BesideWhole, batch, grad_of
-from support.processes import free_port, meeting_of, process_group, run_ranks
+from support.processes import meeting_of, run_group
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
-from distlab.comm.context import Options, TransportName, context_of
+from distlab.comm.context import TransportName, context_of
 from distlab.comm.lab_group import LabGroup
 from distlab.comm.pending import Pending
 from distlab.comm.transports.queues import FREE
@@ -53,12 +53,9 @@ class CountedSends:
         monkeypatch.setattr(Pending, "wait", counted_wait)
 
 
-GLOO = Options(transport="gloo")
-
-
-def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
+def count_sends(rank: int, schedule: str) -> tuple[int, int, int]:
     """Sends of a stage's steps: at all, the most kept at a time, and kept after a step."""
-    with process_group(rank, 3, port, options=GLOO), pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
         pipeline = Pipeline(net, all_stages(schedule, 3, 12), Grid(rank, {"pp": 3}), LOSS, WIDTH)
         sends = CountedSends(monkeypatch)
@@ -66,26 +63,23 @@ def count_sends(rank: int, port: int, schedule: str) -> tuple[int, int, int]:
         return sends.total, sends.peak, sends.now
 
 
-def losses_and_gradients(rank: int, port: int, transport: TransportName, dtype: torch.dtype) -> tuple[float, Any, int]:
+def losses_and_gradients(rank: int, dtype: torch.dtype) -> tuple[float, Any, int]:
     """The loss of a step, this rank's gradients, and the bytes that it has sent to other stages."""
-    with process_group(rank, 3, port, options=Options(transport=transport)):
-        net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
-        programs = all_stages("zb-h1", 3, 6)
-        pipeline, dtypes = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH, dtype=dtype), set[torch.dtype]()
-        net.register_forward_pre_hook(lambda _, args: dtypes.add(args[0].dtype))
-        losses = pipeline.step(batch(0, rows=6).chunk(6))
-        assert dtypes == {torch.float32 if rank else torch.int64}, (
-            "they have a module's own dtype when they have arrived"
-        )
-        sent = context_of().ledger.sent_bytes
-        sent_bytes = sent[ACTIVATIONS] + sent[GRADIENTS]
-        return sum(loss.item() for loss in losses), {name: grad_of(p) for name, p in net.named_parameters()}, sent_bytes
+    net = build_stage(rank, (1, 1, 1), VOCAB, **OPTIONS)
+    programs = all_stages("zb-h1", 3, 6)
+    pipeline, dtypes = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH, dtype=dtype), set[torch.dtype]()
+    net.register_forward_pre_hook(lambda _, args: dtypes.add(args[0].dtype))
+    losses = pipeline.step(batch(0, rows=6).chunk(6))
+    assert dtypes == {torch.float32 if rank else torch.int64}, "they have a module's own dtype when they have arrived"
+    sent = context_of().ledger.sent_bytes
+    sent_bytes = sent[ACTIVATIONS] + sent[GRADIENTS]
+    return sum(loss.item() for loss in losses), {name: grad_of(p) for name, p in net.named_parameters()}, sent_bytes
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_messages_in_bfloat16_are_half_as_large_and_the_gradients_nearly_the_same(transport: TransportName) -> None:
     whole, half = (
-        run_ranks(3, losses_and_gradients, free_port(), transport, dtype) for dtype in (torch.float32, torch.bfloat16)
+        run_group(3, losses_and_gradients, dtype, transport=transport) for dtype in (torch.float32, torch.bfloat16)
     )
     assert half[2][0] == pytest.approx(whole[2][0], rel=2e-3)
     assert half[2][0] != whole[2][0], "they were rounded"
@@ -97,11 +91,11 @@ def test_messages_in_bfloat16_are_half_as_large_and_the_gradients_nearly_the_sam
 
 def test_messages_are_let_go_as_soon_as_they_are_known_to_have_arrived() -> None:
     """A stage that runs a few micro-batches ahead keeps as many messages, not those of the whole step."""
-    for stage, (total, peak, after) in enumerate(run_ranks(3, count_sends, free_port(), "dapple")):
+    for stage, (total, peak, after) in enumerate(run_group(3, count_sends, "dapple", transport="gloo")):
         assert total == 12 * ((stage > 0) + (stage < 2))
         assert 0 < peak <= 5, f"stage {stage} kept {peak} of {total} messages"
         assert after == 0, "a step waits for its sends"
-    for total, peak, after in run_ranks(3, count_sends, free_port(), "naive"):
+    for total, peak, after in run_group(3, count_sends, "naive", transport="gloo"):
         assert (total >= 12, peak <= 2, after) == (True, True, 0)
 
 
@@ -112,10 +106,9 @@ def gradients(net: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def leave_sends_open(rank: int, port: int, transport: TransportName) -> list[tuple[bool, bool]]:
+def leave_sends_open(rank: int) -> list[tuple[bool, bool]]:
     """Three steps that run on: are the gradients the usual ones, and is a send of the step still open?"""
-    options = Options(transport=transport)
-    with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
         grid, sends = Grid(rank, {"pp": 2}), CountedSends(monkeypatch)
         pipeline = Pipeline(net, all_stages("zb-h2", 2, 4), grid, LOSS, WIDTH, run_on=True)
@@ -140,11 +133,11 @@ def test_steps_that_run_on_leave_their_last_sends_to_the_next_one(transport: Tra
 
     Nor does a stage that shares memory: a message is copied when it is sent.
     """
-    found = run_ranks(2, leave_sends_open, free_port(), transport)
+    found = run_group(2, leave_sends_open, transport=transport)
     assert found == [[(True, False)] * 3, [(True, transport == "gloo")] * 3]
 
 
-def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
+def step_with_delays(rank: int, schedule: str) -> tuple[int, int]:
     """Steps that run on, in which workers are late at random: messages sent through queues, and waits for a slot."""
     waits, sent, random = 0, 0, Random(rank)
     wait = Channel.wait
@@ -168,7 +161,7 @@ def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
             time.sleep(random.choice([0, 0, 0, 0.03]))
             return self.weight.expand(*x.shape[:2], WIDTH) * 1.0 if x.dim() == 2 else x * self.weight
 
-    with process_group(rank, 3, port), pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Channel, "wait", counted_wait)
         programs = all_stages(schedule, 3, 6)
         nets = {stage: Late() for stage in stages_of(programs[rank])}
@@ -183,12 +176,12 @@ def step_with_delays(rank: int, port: int, schedule: str) -> tuple[int, int]:
 @pytest.mark.alone
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h2", "zb-v"])
 def test_no_worker_waits_for_a_slot(schedule: str) -> None:
-    for sent, waits in run_ranks(3, step_with_delays, free_port(), schedule):
+    for sent, waits in run_group(3, step_with_delays, schedule):
         assert sent >= 4 * 6
         assert waits == 0
 
 
-def run_ahead(rank: int, port: int, transport: TransportName, ended: Barrier) -> None:
+def run_ahead(rank: int, transport: TransportName, ended: Barrier) -> None:
     """Stage 1 begins when stage 0 has ended its forward passes, of 8 MB of activations each."""
     width, micro_batches = 4096, 6
 
@@ -205,33 +198,31 @@ def run_ahead(rank: int, port: int, transport: TransportName, ended: Barrier) ->
             y = self.weight.expand(*x.shape[:2], width) if x.dim() == 2 else x * self.weight
             return y * 1.0
 
-    with process_group(rank, 2, port, options=Options(transport=transport)) as context:
-        net = Counted()
-        programs = all_stages("gpipe", 2, micro_batches)
-        pipeline = Pipeline(net, programs, Grid(rank, {"pp": 2}), lambda y, _: y.mean(), width)
-        batch = torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches)
-        pipeline.step(batch)  # in which the stages agree on the memory that they share
-        assert context.shares_memory == (transport == "auto")
-        if rank == 1:
-            ended.wait(20)
-        pipeline.step(batch)
-        assert net.weight.grad is not None
-        assert net.passes == 2 * micro_batches
+    net = Counted()
+    programs = all_stages("gpipe", 2, micro_batches)
+    pipeline = Pipeline(net, programs, Grid(rank, {"pp": 2}), lambda y, _: y.mean(), width)
+    batch = torch.zeros(micro_batches, 512, dtype=torch.int64).chunk(micro_batches)
+    pipeline.step(batch)  # in which the stages agree on the memory that they share
+    assert context_of().shares_memory == (transport == "auto")
+    if rank == 1:
+        ended.wait(20)
+    pipeline.step(batch)
+    assert net.weight.grad is not None
+    assert net.passes == 2 * micro_batches
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_sends_do_not_hold_up_the_stage_that_sends(transport: TransportName) -> None:
-    run_ranks(2, run_ahead, free_port(), transport, meeting_of(2))
+    run_group(2, run_ahead, transport, meeting_of(2), transport=transport)
 
 
-def grow(rank: int, port: int) -> list[int]:
+def grow(rank: int) -> list[int]:
     """Steps of which each has larger micro-batches: are gradients those of one process, and how many queues are there?
 
     From the third step on, stage 0 is refused memory.
     """
     shared = []
-    options = Options(remark=lambda _: None)
-    with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
         beside = BesideWhole({rank: net}, 2)
         pipeline = Pipeline(net, all_stages("dapple", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
@@ -249,7 +240,7 @@ def refuse_memory(*_: object) -> int:
 
 
 def test_micro_batches_may_grow_from_step_to_step() -> None:
-    for shared in run_ranks(2, grow, free_port()):
+    for shared in run_group(2, grow):
         assert shared == [2, 2, 1, 1], "one each way, then only from the last stage to the first"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, BesideWhole, batch, programs_from
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 from torch import Tensor
 
 from distlab.axes.grid import Grid
@@ -91,46 +91,44 @@ def programs_of(micro_batches: int, workers: int = 2) -> list[Program]:
     return [v_shape(worker, workers, micro_batches) for worker in range(workers)]
 
 
-def compare_with_one_process(rank: int, port: int, workers: int, micro_batches: int, counted: bool) -> list[str]:
+def compare_with_one_process(rank: int, workers: int, micro_batches: int, counted: bool) -> list[str]:
     """Train two stages on each rank next to the whole model; the names of the parameters compared."""
     programs, split = programs_of(micro_batches, workers), split_of(workers)
-    with process_group(rank, workers, port):
-        context_of().recorder.enabled = counted
-        nets = {stage: build_stage(stage, split, VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
-        beside = BesideWhole(nets, len(split))
-        pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
-        for step in range(3):
-            beside.step(pipeline, batch(step).tensor_split(micro_batches))
-            assert pipeline.kept is None or pipeline.kept.now_bytes == 0, "nothing is kept after a step"
-        return beside.compared()
+    context_of().recorder.enabled = counted
+    nets = {stage: build_stage(stage, split, VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
+    beside = BesideWhole(nets, len(split))
+    pipeline = Pipeline(nets, programs, Grid(rank, {"pp": workers}), LOSS, WIDTH)
+    for step in range(3):
+        beside.step(pipeline, batch(step).tensor_split(micro_batches))
+        assert pipeline.kept is None or pipeline.kept.now_bytes == 0, "nothing is kept after a step"
+    return beside.compared()
 
 
 @pytest.mark.parametrize(("workers", "counted"), [(2, False), (3, True)])
 def test_new_actions_and_two_stages_a_rank_give_the_gradients_of_one_process(workers: int, counted: bool) -> None:
     for micro_batches in (1, 3):
-        compared = run_ranks(workers, compare_with_one_process, free_port(), workers, micro_batches, counted)
+        compared = run_group(workers, compare_with_one_process, workers, micro_batches, counted)
         assert {"lm_head.weight", "model.embed_tokens.weight"} <= {*compared[0]}
         names = [name for own in compared for name in own]
         assert len(names) == len(set(names)) == 3 + 9 * 2 * workers
 
 
-def trace_two_stages_a_rank(rank: int, port: int, folder: Path) -> None:
+def trace_two_stages_a_rank(rank: int, folder: Path) -> None:
     programs = programs_of(3)
-    with process_group(rank, 2, port):
-        context_of().recorder.enabled = True
-        nets = {stage: build_stage(stage, split_of(2), VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
-        pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 2}), LOSS, WIDTH)
-        for step in range(3):
-            with context_of().recorder.span(STEP, f"step {step}"):
-                pipeline.step(batch(step).tensor_split(3))
-        recorded: list[Any] = [None, None]
-        torch.distributed.all_gather_object(recorded, context_of().recorder.as_json())
-        if rank == 0:
-            write_chrome(merge(recorded, {"pp": 2}, programs), folder / "trace.json")
+    context_of().recorder.enabled = True
+    nets = {stage: build_stage(stage, split_of(2), VOCAB, **OPTIONS) for stage in stages_of(programs[rank])}
+    pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 2}), LOSS, WIDTH)
+    for step in range(3):
+        with context_of().recorder.span(STEP, f"step {step}"):
+            pipeline.step(batch(step).tensor_split(3))
+    recorded: list[Any] = [None, None]
+    torch.distributed.all_gather_object(recorded, context_of().recorder.as_json())
+    if rank == 0:
+        write_chrome(merge(recorded, {"pp": 2}, programs), folder / "trace.json")
 
 
 def test_the_trace_of_two_stages_a_rank_knows_them_and_is_drawn_under_the_plan(tmp_path: Path) -> None:
-    run_ranks(2, trace_two_stages_a_rank, free_port(), tmp_path)
+    run_group(2, trace_two_stages_a_rank, tmp_path)
     trace = read_chrome(tmp_path / "trace.json")
     assert trace.programs == programs_of(3)
     assert set(trace.costs().measured) == set(product("FJV", range(4)))
