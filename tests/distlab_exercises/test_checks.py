@@ -19,6 +19,11 @@ def _prepared() -> None:
     prepare()
 
 
+@pytest.fixture(autouse=True)
+def _failures_are_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab_exercises.ranks.SECONDS_FOR_CONSEQUENCES", 0.3)
+
+
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: str, tmp_path: Path) -> None:
     exercise, path = smallest(EXERCISES[name]), tmp_path / EXERCISES[name].file_name
@@ -40,17 +45,18 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
         assert not [remark for remark in right[-1].remarks if "after the backward pass" in remark]
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: f"{attempt.exercise}-{attempt.mistake or 'right'}")
-def test_an_attempt_is_judged_by_what_it_does(attempt: Attempt, tmp_path: Path) -> None:
-    judge(attempt, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "attempt"), ATTEMPTS, ids=[f"{name}-{attempt.mistake or 'right'}" for name, attempt in ATTEMPTS]
+)
+def test_an_attempt_is_judged_by_what_it_does(name: str, attempt: Attempt, tmp_path: Path) -> None:
+    judge(name, attempt, tmp_path)
 
 
 def test_an_exercise_over_mpi_without_mpi4py_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    attempt = Attempt("mpi", "no-mpi", "pip install mpi4py mpich", only="get_info")
-    judge(attempt, tmp_path)
+    judge("mpi", Attempt("no-mpi", "pip install mpi4py mpich", only="get_info"), tmp_path)
 
 
 SEND_AND_RECEIVE = """stage, last, losses, inputs = dist.get_rank(), dist.get_world_size() - 1, [], x
@@ -83,7 +89,7 @@ PLAIN: dict[str, str | tuple[str, ...]] = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_plain_calls_of_torch_send_is_counted_like_the_chapters_own(name: str, tmp_path: Path) -> None:
     exercise, path = smallest(EXERCISES[name]), tmp_path / EXERCISES[name].file_name
-    path.write_text(Attempt(name, "", "", PLAIN[name]).text(path))
+    path.write_text(Attempt("", "", PLAIN[name]).text(exercise, path))
     *_, verdict = check(exercise, path, PATIENCE)
     assert verdict.passed, verdict.sentences
     assert verdict.sent
@@ -95,7 +101,7 @@ def test_what_plain_calls_of_torch_send_is_counted_like_the_chapters_own(name: s
 
 
 def test_the_main_exercises_have_four_typical_mistakes_each() -> None:
-    mistakes = Counter(attempt.exercise for attempt in ATTEMPTS if attempt.mistake)
+    mistakes = Counter(name for name, attempt in ATTEMPTS if attempt.mistake)
     mistakes["tp"] += mistakes["tp-layers"]  # layers in slices
     for name in ("dp-ga", "dp-wa", "mydp", "pp-gpipe", "pp-dapple", "hybrid", "tp"):
         assert mistakes[name] >= 4, name

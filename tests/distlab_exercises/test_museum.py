@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from support.written_records import SHAPE, record
 from distlab.launch import launch
 from distlab_compare.records import Recordings
 from distlab_exercises.checker import prepare, verdict_of
-from distlab_exercises.exhibits import EXHIBITS
+from distlab_exercises.exhibits import EXHIBITS, Exhibit
 from distlab_exercises.museum import initial_weights, run_exhibit
 from distlab_exercises.ranks import Patience, Submission
 from distlab_exercises.verdict import Wrong
@@ -49,20 +48,24 @@ def _prepared() -> None:
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_the_fault_is_not_in_the_loss_but_in_gradients_weights_or_data(name: str, tmp_path: Path) -> None:
     exhibit = EXHIBITS[name]
-    _, losses = run_exhibit(
-        Submission(exhibit.script, tmp_path, PATIENCE), exhibit, steps=10, optimizer="adam", lr=1e-2
-    )
+    _, losses = run_exhibit(Submission(exhibit.script, tmp_path, PATIENCE), exhibit, steps=6, optimizer="adam", lr=3e-2)
     assert losses[-1] < 0.95 * losses[0]
     verdict = verdict_of(exhibit, exhibit.script, PATIENCE)
     assert not verdict.passed
     assert OBSERVED[name] in verdict.sentences[0]
 
 
-@pytest.mark.parametrize("mend", MENDS, ids=lambda mend: f"{mend.exhibit}-{'wrong' if mend.says else 'right'}")
-def test_a_mend_is_judged_by_what_the_ranks_compute(mend: Mend, tmp_path: Path) -> None:
-    exhibit = EXHIBITS[mend.exhibit]
+@pytest.mark.parametrize(
+    ("exhibit", "mend"),
+    [
+        pytest.param(EXHIBITS[name], mend, id=f"{name}-{'wrong' if mend.says else 'right'}")
+        for name, mends in MENDS.items()
+        for mend in mends
+    ],
+)
+def test_a_mend_is_judged_by_what_the_ranks_compute(exhibit: Exhibit, mend: Mend, tmp_path: Path) -> None:
     text = exhibit.script.read_text()
-    for old, new in mend.changes:
+    for old, new in mend.changes.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     script = tmp_path / exhibit.script.name
@@ -103,9 +106,11 @@ def test_copies_that_ranks_initialize_have_to_be_equal(tmp_path: Path) -> None:
 
 
 def test_each_exhibit_has_a_mend_and_wrong_ones() -> None:
-    wrong = Counter(mend.exhibit for mend in MENDS if mend.says)
-    assert min(wrong[name] for name in EXHIBITS) >= 2
-    assert Counter(mend.exhibit for mend in MENDS if not mend.says) == dict.fromkeys(EXHIBITS, 1)
+    assert MENDS.keys() == EXHIBITS.keys()
+    for right, *wrong in MENDS.values():
+        assert not right.says
+        assert wrong
+        assert all(mend.says for mend in wrong)
 
 
 @pytest.mark.parametrize("name", EXHIBITS)

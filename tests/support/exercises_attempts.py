@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distlab_exercises.catalogue import EXERCISES, Exercise, Trial
@@ -14,30 +15,27 @@ PATIENCE, SHORT_PATIENCE = Patience(still=8, longest=20), Patience(still=0.5, lo
 TWO_REPLICAS = Trial({"dp": 2}, 3, 3)  # the fewest ranks and micro-batches that mistakes can tell
 ONE_MICRO_BATCH = Trial({"dp": 2}, 1)
 
-EACH = "for parameter in net.parameters():"
-
 
 @dataclass
 class Attempt:
     """A student's file, as a change of the skeleton or of the solution, and what the checker has to say about it."""
 
-    exercise: str
     mistake: str  # its name; "" if it is right
     says: str  # a part of what is said about it
     body: str | tuple[str, ...] = ""  # what is written where parts are missing: in all places, or in the last one
-    changes: tuple[tuple[str, str], ...] = ()  # texts that are replaced; in the solution, if there is no `body`
+    changes: Mapping[str, str] = field(default_factory=dict)  # in the solution, if there is no `body`: old, new texts
     only: str = ""  # the function to be tried; by default, all of the exercise
     trial: Trial | None = None  # by default, the smallest one
 
-    def text(self, path: Path) -> str:
-        text = write_out(EXERCISES[self.exercise], path, solved=not self.body)
+    def text(self, exercise: Exercise, path: Path) -> str:
+        text = write_out(exercise, path, solved=not self.body)
         bodies = (self.body,) if isinstance(self.body, str) else self.body
         if self.body:
             places = list(re.finditer(r"^( *)raise NotImplementedError.*\n", text, re.MULTILINE))
             for place, body in reversed(list(zip(places[-len(bodies) :], bodies, strict=True))):
                 lines = "".join(f"{place[1]}{line}\n" for line in body.split("\n"))
                 text = text[: place.start()] + lines + text[place.end() :]
-        for old, new in self.changes:
+        for old, new in self.changes.items():
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         return text
@@ -55,15 +53,15 @@ def smallest(exercise: Exercise) -> Exercise:
     return replace(exercise, trials=trials, cases=exercise.cases[: 1 if exercise.functions == "case" else None])
 
 
-def judge(attempt: Attempt, folder: Path) -> None:
-    """Check an attempt, and compare what is said of it with what should be."""
-    exercise = smallest(EXERCISES[attempt.exercise])
+def judge(name: str, attempt: Attempt, folder: Path) -> None:
+    """Check an attempt at an exercise, and compare what is said of it with what should be."""
+    exercise = smallest(EXERCISES[name])
     if attempt.only:
         exercise = replace(exercise, cases=tuple(name for name in exercise.tried if name.endswith(attempt.only)))
     if attempt.trial is not None:
         exercise = replace(exercise, trials=(attempt.trial,))
     path = folder / exercise.file_name
-    path.write_text(attempt.text(path))
+    path.write_text(attempt.text(exercise, path))
     found = list(check(exercise, path, SHORT_PATIENCE if attempt.mistake == "deadlock" else PATIENCE))
     wrong = [verdict for verdict in found if not verdict.passed]
     told = [verdict.sentences for verdict in wrong]

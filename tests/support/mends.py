@@ -1,14 +1,12 @@
 """The museum's exhibits mended, and wrong mends of each: changes of the script, and what is observed then."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-Changes = tuple[tuple[str, str], ...]  # texts that are replaced, each of which the script has once
 
 
 @dataclass(frozen=True)
 class Mend:
-    exhibit: str
-    changes: Changes
+    changes: Mapping[str, str]  # old and new texts; the script has each old one once
     says: str = ""  # a part of the sentence about it; "" if it is right
     also: str = ""  # a part of a further sentence
 
@@ -32,149 +30,141 @@ LABELS = "labels = ids.roll(-1, dims=1)"
 PACKED = "return SequencePart(positions, attend_to_earlier)"
 SQUARE = "dist.all_reduce(square, ReduceOp.AVG)"
 
-MENDS = [
-    Mend("experts", (("gradient /= holders", "gradient /= dist.get_world_size()"),)),
-    Mend(
-        "experts",
-        (("gradient /= holders", "gradient /= holders * dist.get_world_size()"),),
-        "model.embed_tokens.weight and",
-    ),
-    Mend("experts", (("1 if is_expert else run.world_size", "run.world_size"),), "is no combination of the 2 ranks'"),
-    Mend("clipping", ((SQUARE, "dist.all_reduce(square)"),)),
-    Mend("clipping", ((SQUARE, "dist.all_reduce(square, ReduceOp.MAX)"),), "times what it should be"),
-    Mend("clipping", ((SQUARE, ""),), "after step 0: the weights"),
-    Mend(
-        "micro_batches",
-        ((BACKWARD, "        loss /= micro_batches\n        loss.backward()\n        losses = [loss]\n"),),
-    ),
-    Mend("micro_batches", (("losses.append(loss / micro_batches)", "losses.append(loss)"),), "the loss of step 0 is 3"),
-    Mend(
-        "micro_batches",
-        (("dist.send(inputs.grad, stage - 1)", "dist.send(inputs.grad / micro_batches, stage - 1)"),),
-        "rank 1 (stage 1) is 3 times too large",
-    ),
-    Mend("routers", ((ROUTER, 'if parameter.requires_grad and ".experts." not in name'),)),
-    Mend("routers", ((ROUTER, "if parameter.requires_grad"),), "is no combination of the 2 ranks'"),
-    Mend(
-        "routers",
-        (
-            (
-                "run.log(step, [loss])",
-                "run.log(step, [loss])\n        for name, p in net.named_parameters():\n            "
-                'if "gate.weight" in name:\n                dist.broadcast(p.grad, 0)',
-            ),
+MENDS = {
+    "experts": [
+        Mend({"gradient /= holders": "gradient /= dist.get_world_size()"}),
+        Mend({"gradient /= holders": "gradient /= holders * dist.get_world_size()"}, "model.embed_tokens.weight and"),
+        Mend({"1 if is_expert else run.world_size": "run.world_size"}, "is no combination of the 2 ranks'"),
+    ],
+    "clipping": [
+        Mend({SQUARE: "dist.all_reduce(square)"}),
+        Mend({SQUARE: ""}, "after step 0: the weights"),
+    ],
+    "micro_batches": [
+        Mend({BACKWARD: "        loss /= micro_batches\n        loss.backward()\n        losses = [loss]\n"}),
+        Mend({"losses.append(loss / micro_batches)": "losses.append(loss)"}, "the loss of step 0 is 3"),
+        Mend(
+            {"dist.send(inputs.grad, stage - 1)": "dist.send(inputs.grad / micro_batches, stage - 1)"},
+            "rank 1 (stage 1) is 3 times too large",
         ),
-        "looks as if rank 1's share was lost",
-    ),
-    Mend(
-        "slices",
-        (
-            (
-                MLP_BELOW,
-                MLP_BELOW.replace("self.post_attention_layernorm(x)", "CopyTo.apply(self.post_attention_layernorm(x))"),
-            ),
+    ],
+    "routers": [
+        Mend({ROUTER: 'if parameter.requires_grad and ".experts." not in name'}),
+        Mend(
+            {
+                "run.log(step, [loss])": (
+                    "run.log(step, [loss])\n        for name, p in net.named_parameters():\n            "
+                    'if "gate.weight" in name:\n                dist.broadcast(p.grad, 0)'
+                )
+            },
+            "looks as if rank 1's share was lost",
         ),
-    ),
-    Mend(
-        "slices",
-        (
-            (
-                MLP_BELOW,
-                MLP_BELOW.replace("self.post_attention_layernorm(x)", "self.post_attention_layernorm(CopyTo.apply(x))"),
-            ),
+    ],
+    "slices": [
+        Mend(
+            {
+                MLP_BELOW: (
+                    MLP_BELOW.replace(
+                        "self.post_attention_layernorm(x)", "CopyTo.apply(self.post_attention_layernorm(x))"
+                    )
+                )
+            }
         ),
-        "only the sum over the 2 ranks",
-    ),
-    Mend(
-        "slices",
-        ((MLP_BELOW, "return CopyTo.apply(x) + " + MLP_BELOW.removeprefix("return x + ")),),
-        "step 0: the gradient of",
-        also="times that of the right one, and ranks that hold copies have different ones",
-    ),
-    Mend("groups", ((GROUPS, GROUPS.replace("ranks", "ranks.T")),)),
-    Mend("groups", (("ReduceOp.AVG, replicas)", "ReduceOp.AVG)"),), "is no combination of the 2 replicas'"),
-    Mend(
-        "groups",
-        ((GROUPS, GROUPS.replace("ranks", "ranks.T")), ("ReduceOp.AVG, replicas)", "ReduceOp.SUM, replicas)")),
-        "2 times too large",
-    ),
-    Mend("labels", ((LABELS, "labels = batch.roll(-1, dims=1)[:, own]"),)),
-    Mend("labels", ((LABELS, "labels = batch[:, (own + 1).clamp(max=own[-1])]"),), "the loss of step 0"),
-    Mend("labels", ((LABELS, LABELS + "\n        labels[:, -1] = 0"),), "other numbers went into it"),
-    Mend(
-        "documents",
-        (
-            ("import SequencePart, attend_to_earlier", "import SequencePart, attend_with"),
-            (
-                PACKED,
-                "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    "
-                "return SequencePart(positions, attend_with(same.tril().unsqueeze(1)))",
-            ),
+        Mend(
+            {
+                MLP_BELOW: (
+                    MLP_BELOW.replace(
+                        "self.post_attention_layernorm(x)", "self.post_attention_layernorm(CopyTo.apply(x))"
+                    )
+                )
+            },
+            "only the sum over the 2 ranks",
         ),
-    ),
-    Mend(
-        "documents",
-        (
-            ("import SequencePart, attend_to_earlier", "import SequencePart, attend_with"),
-            (
-                PACKED,
-                "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    "
-                "return SequencePart(positions, attend_with(same.unsqueeze(1)))",
-            ),
+        Mend(
+            {MLP_BELOW: "return CopyTo.apply(x) + " + MLP_BELOW.removeprefix("return x + ")},
+            "step 0: the gradient of",
+            also="times that of the right one, and ranks that hold copies have different ones",
         ),
-        "is no combination of the 2 ranks' gradients",
-    ),
-    Mend(
-        "documents",
-        (("net(ids, part=packed(ids, tokenizer.eos_id))", "net(ids)"),),
-        "is no combination of the 2 ranks' gradients",
-    ),
-    Mend("accumulation", ((ZERO_GRAD, ZERO_GRAD + COUNTED), (PREDICTIONS, BY_COUNT + " * run.world_size\n"))),
-    Mend(
-        "accumulation",
-        ((ZERO_GRAD, ZERO_GRAD + COUNTED), (PREDICTIONS, BY_COUNT + "\n"), (AVERAGE, "")),
-        "is 1/2 of what it should be: divided by 2 micro-batches or 2 replicas twice; the gradients are right",
-    ),
-    Mend(
-        "accumulation",
-        (
-            (ZERO_GRAD, ZERO_GRAD + COUNTED.replace("        dist.all_reduce(total)\n", "")),
-            (PREDICTIONS, BY_COUNT + "\n"),
+    ],
+    "groups": [
+        Mend({GROUPS: GROUPS.replace("ranks", "ranks.T")}),
+        Mend({"ReduceOp.AVG, replicas)": "ReduceOp.AVG)"}, "is no combination of the 2 replicas'"),
+        Mend(
+            {GROUPS: GROUPS.replace("ranks", "ranks.T"), "ReduceOp.AVG, replicas)": "ReduceOp.SUM, replicas)"},
+            "2 times too large",
         ),
-        "weighs the ranks' shares differently",
-    ),
-    Mend("shared_weight", (("        x = y\n", "        x = y.detach().requires_grad_()\n"),)),
-    Mend("shared_weight", (("        x = y\n", "        x = y.detach()\n"),), "failed"),
-    Mend(
-        "shared_weight",
-        (
-            ("weight.grad = own if weight.grad is None else weight.grad + own", "weight.grad = own"),
-            ("zip(saved, gradients[-len(saved) :], strict=True)", "reversed([*zip(saved, gradients[-len(saved) :])])"),
+    ],
+    "labels": [
+        Mend({LABELS: "labels = batch.roll(-1, dims=1)[:, own]"}),
+        Mend({LABELS: "labels = batch[:, (own + 1).clamp(max=own[-1])]"}, "the loss of step 0"),
+        Mend({LABELS: LABELS + "\n        labels[:, -1] = 0"}, "other numbers went into it"),
+    ],
+    "documents": [
+        Mend(
+            {
+                "import SequencePart, attend_to_earlier": "import SequencePart, attend_with",
+                PACKED: (
+                    "same = documents.unsqueeze(-1) == documents.unsqueeze(-2)\n    "
+                    "return SequencePart(positions, attend_with(same.tril().unsqueeze(1)))"
+                ),
+            }
         ),
-        "its norm is 0.",
-    ),
-    Mend("resume", ((POSITION, "self.position += self.batch_size * dist.get_world_size()\n"),)),
-    Mend("resume", ((POSITION, "self.position += 1\n"),), "step 2: rank 0 has"),
-    Mend(
-        "resume",
-        (("        for _ in itertools.islice(self.sequences, self.position):\n            pass\n", ""),),
-        "the sequences of rank 0 in step 0",
-    ),
-    Mend("seeds", ((GENERATOR, "generator = torch.Generator().manual_seed(args.seed + run.rank)"),)),
-    Mend(
-        "seeds",
-        ((".normal_(0, 0.02, generator=generator)", ".normal_(0, 0.02 * (1 + dist.get_rank()), generator=generator)"),),
-        "the same but for their scale",
-    ),
-    Mend(
-        "seeds",
-        (
-            (
-                GENERATOR,
-                GENERATOR + "\n    for parameter in net.parameters():\n        "
-                "torch.nn.init.normal_(parameter, 0, 0.02, generator=generator.manual_seed(run.rank))",
-            ),
+        Mend(
+            {"net(ids, part=packed(ids, tokenizer.eos_id))": "net(ids)"}, "is no combination of the 2 ranks' gradients"
         ),
-        "the copies of",
-    ),
-]
+    ],
+    "accumulation": [
+        Mend({ZERO_GRAD: ZERO_GRAD + COUNTED, PREDICTIONS: BY_COUNT + " * run.world_size\n"}),
+        Mend(
+            {ZERO_GRAD: ZERO_GRAD + COUNTED, PREDICTIONS: BY_COUNT + "\n", AVERAGE: ""},
+            "is 1/2 of what it should be: divided by 2 micro-batches or 2 replicas twice; the gradients are right",
+        ),
+        Mend(
+            {
+                ZERO_GRAD: ZERO_GRAD + COUNTED.replace("        dist.all_reduce(total)\n", ""),
+                PREDICTIONS: BY_COUNT + "\n",
+            },
+            "weighs the ranks' shares differently",
+        ),
+    ],
+    "shared_weight": [
+        Mend({"        x = y\n": "        x = y.detach().requires_grad_()\n"}),
+        Mend({"        x = y\n": "        x = y.detach()\n"}, "failed"),
+        Mend(
+            {
+                "weight.grad = own if weight.grad is None else weight.grad + own": "weight.grad = own",
+                "zip(saved, gradients[-len(saved) :], strict=True)": (
+                    "reversed([*zip(saved, gradients[-len(saved) :])])"
+                ),
+            },
+            "its norm is 0.",
+        ),
+    ],
+    "resume": [
+        Mend({POSITION: "self.position += self.batch_size * dist.get_world_size()\n"}),
+        Mend(
+            {"        for _ in itertools.islice(self.sequences, self.position):\n            pass\n": ""},
+            "the sequences of rank 0 in step 0",
+        ),
+    ],
+    "seeds": [
+        Mend({GENERATOR: "generator = torch.Generator().manual_seed(args.seed + run.rank)"}),
+        Mend(
+            {
+                ".normal_(0, 0.02, generator=generator)": (
+                    ".normal_(0, 0.02 * (1 + dist.get_rank()), generator=generator)"
+                )
+            },
+            "the same but for their scale",
+        ),
+        Mend(
+            {
+                GENERATOR: (
+                    GENERATOR + "\n    for parameter in net.parameters():\n        "
+                    "torch.nn.init.normal_(parameter, 0, 0.02, generator=generator.manual_seed(run.rank))"
+                )
+            },
+            "the copies of",
+        ),
+    ],
+}

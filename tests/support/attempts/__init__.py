@@ -6,4 +6,4 @@ Each file has those of the catalogue's file of the same name.
 from support.attempts import collectives, experts, layers, pipelines, replicas, sequences
 
 FILES = replicas, pipelines, layers, collectives, sequences, experts
-ATTEMPTS = [attempt for file in FILES for attempt in file.ATTEMPTS]
+ATTEMPTS = [(exercise, attempt) for file in FILES for exercise, some in file.ATTEMPTS.items() for attempt in some]

@@ -2,258 +2,236 @@
 
 from support.exercises_attempts import Attempt
 
-ATTEMPTS = [
-    Attempt(
-        "all-reduce-ring",
-        "slow",
-        "times as long",
-        """from distlab.collectives.algorithms import allreduce_naive
+ATTEMPTS = {
+    "all-reduce-ring": [
+        Attempt(
+            "slow",
+            "times as long",
+            """from distlab.collectives.algorithms import allreduce_naive
 
 allreduce_naive(tensor, op, endpoint)""",
-    ),
-    Attempt(  # right where the ranks divide the elements
-        "all-reduce-ring",
-        "wrong-sum",
-        "and should have the sum of all",
-        """from distlab.collectives.ring import allreduce_ring as by_ring
+        ),
+        Attempt(  # right where the ranks divide the elements
+            "wrong-sum",
+            "and should have the sum of all",
+            """from distlab.collectives.ring import allreduce_ring as by_ring
 
 share = len(tensor) // endpoint.get_world_size()
 by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "deadlock",
-        "rank 0 waits to send to rank 1",
-        changes=(
-            (
-                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)",
-                "self.comm.Send(out, (rank + 1) % size, TAG); self.comm.Recv(arriving, (rank - 1) % size, TAG)",
-            ),
         ),
-        only="ringAllreduce",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "count",
-        "rank 1 counts 288 bytes, and has sent and received 192",  # the others count right
-        changes=(
-            (
-                "self._count(2 * segment * src.itemsize)\n\n    def _segment",
-                "self._count((2 + (self.Get_rank() == 1)) * segment * src.itemsize)\n\n    def _segment",
-            ),
+    ],
+    "mpi-collectives": [
+        Attempt(
+            "deadlock",
+            "rank 0 waits to send to rank 1",
+            changes={
+                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)": (
+                    "self.comm.Send(out, (rank + 1) % size, TAG); self.comm.Recv(arriving, (rank - 1) % size, TAG)"
+                )
+            },
+            only="ringAllreduce",
         ),
-        only="myAlltoall",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "slow",
-        "3 ranks, 24 elements: a rank sends and receives 896 bytes; around a ring, 512 are enough",  # the last does not
-        changes=(
-            (
-                "            receive[:] = send\n            chunks",
-                "            if size > 2 > rank:\n"
-                "                self.comm.Sendrecv(send, 1 - rank, TAG, receive, 1 - rank, TAG)\n"
-                "                self.total_bytes_transferred += 2 * src.nbytes\n"
-                "            receive[:] = send\n            chunks",
-            ),
+        Attempt(
+            "count",
+            "rank 1 counts 288 bytes, and has sent and received 192",  # the others count right
+            changes={
+                "self._count(2 * segment * src.itemsize)\n\n    def _segment": (
+                    "self._count((2 + (self.Get_rank() == 1)) * segment * src.itemsize)\n\n    def _segment"
+                )
+            },
+            only="myAlltoall",
         ),
-        only="ringAllreduce",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "",
-        "right on every rank",
-        changes=(
-            (
-                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)",
-                "self.comm.Sendrecv(sendbuf=out, dest=(rank + 1) % size, recvbuf=arriving, source=(rank - 1) % size)",
-            ),
+        Attempt(
+            "slow",
+            "3 ranks, 24 elements: a rank sends and receives 896 bytes; around a ring, 512 are enough",  # not the last
+            changes={
+                "            receive[:] = send\n            chunks": (
+                    "            if size > 2 > rank:\n"
+                    "                self.comm.Sendrecv(send, 1 - rank, TAG, receive, 1 - rank, TAG)\n"
+                    "                self.total_bytes_transferred += 2 * src.nbytes\n"
+                    "            receive[:] = send\n            chunks"
+                )
+            },
+            only="ringAllreduce",
         ),
-        only="ringAllreduce",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "",
-        "right on every rank",
-        changes=(
-            ("self.comm.Irecv(into[other], other, TAG)", "self.comm.Irecv(buf=into[other], source=other, tag=TAG)"),
-            ("self.comm.Isend(out[other], other, TAG)", "self.comm.Isend(buf=out[other], dest=other, tag=TAG)"),
+        Attempt(
+            "",
+            "right on every rank",
+            changes={
+                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)": (
+                    "self.comm.Sendrecv(sendbuf=out, dest=(rank + 1) % size, "
+                    "recvbuf=arriving, source=(rank - 1) % size)"
+                )
+            },
+            only="ringAllreduce",
         ),
-        only="myAlltoall",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "exception",
-        "failed: MPI sends memory, not elements: give a contiguous array",
-        changes=(("self.comm.Isend(out[other],", "self.comm.Isend(out.T.copy()[:, other],"),),
-        only="myAlltoall",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "changed",
-        "has another `src` than before",
-        changes=(
-            (
-                "self._count(2 * segment * src.itemsize)\n\n    def _segment",
-                "self._count(2 * segment * src.itemsize)\n        src[:] = dst\n\n    def _segment",
-            ),
+        Attempt(
+            "",
+            "right on every rank",
+            changes={
+                "self.comm.Irecv(into[other], other, TAG)": ("self.comm.Irecv(buf=into[other], source=other, tag=TAG)"),
+                "self.comm.Isend(out[other], other, TAG)": ("self.comm.Isend(buf=out[other], dest=other, tag=TAG)"),
+            },
+            only="myAlltoall",
         ),
-        only="myAlltoall",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "ignores-op",
-        "2 ranks, 24 elements, MAX of int32: rank 0 has the sum of rank 0's, rank 1's, and should have the maximum",
-        changes=(
-            (
-                "        combine = reduce_function(op)\n        with buffers",
-                "        combine = np.add\n        with buffers",
-            ),
+        Attempt(
+            "exception",
+            "failed: MPI sends memory, not elements: give a contiguous array",
+            changes={"self.comm.Isend(out[other],": "self.comm.Isend(out.T.copy()[:, other],"},
+            only="myAlltoall",
         ),
-        only="myAllreduce",
-    ),
-    Attempt(
-        "mpi-collectives",
-        "no-messages",
-        "1 rank, 24 elements: calls a collective of MPI's; write it with Send, Recv",
-        changes=(
-            (
-                "        combine = reduce_function(op)\n        with buffers",
-                "        self.comm.Allgather(src, dst)\n        with buffers",
-            ),
+        Attempt(
+            "changed",
+            "has another `src` than before",
+            changes={
+                "self._count(2 * segment * src.itemsize)\n\n    def _segment": (
+                    "self._count(2 * segment * src.itemsize)\n        src[:] = dst\n\n    def _segment"
+                )
+            },
+            only="myAlltoall",
         ),
-        only="myAllreduce",
-    ),
-    Attempt(
-        "mpi",
-        "wrong-result",
-        "mp_size 2, dp_size 2: rank 2: returned other numbers than its own slice of the sum over the ranks",
-        changes=(("    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)\n", "    mine[...] = terms[0]\n"),),
-    ),
-    Attempt(
-        "mpi",
-        "",
-        "right on every rank of every grid",
-        changes=(
-            (
-                "    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)\n",
-                "    total = np.empty_like(terms)\n    mp_comm.Allreduce(terms, total)\n"
-                "    mine[...] = total[mp_comm.Get_rank()]\n",
-            ),
+        Attempt(
+            "ignores-op",
+            "2 ranks, 24 elements, MAX of int32: rank 0 has the sum of rank 0's, rank 1's, and should have the maximum",
+            changes={
+                "        combine = reduce_function(op)\n        with buffers": (
+                    "        combine = np.add\n        with buffers"
+                )
+            },
+            only="myAllreduce",
         ),
-        only="backward_x",
-    ),
-    Attempt(
-        "mpi",
-        "wrong-result",
-        "returned NoneType, and should return its own slice",
-        changes=(("    return _slices(output_grad", "    _slices(output_grad"),),
-        only="backward_output",
-    ),
-    Attempt(
-        "mpi",
-        "wrong-result",
-        "gets the ranks of mp_comm [3, 2] instead of [2, 3]",
-        changes=(("comm.Split(key=rank, color=dp_idx)", "comm.Split(key=-rank, color=dp_idx)"),),
-        only="get_info",
-    ),
-    Attempt(
-        "mpi",
-        "wrong-result",
-        "gets part_in_dim of fc_o 16 instead of 8",
-        changes=(('if fc_layer == "fc_o":', "if False:"),),
-        only="get_info",
-    ),
-    Attempt(
-        "broadcast",
-        "wrong-tensor",
-        "has rank",
-        changes=(
-            (
+        Attempt(
+            "no-messages",
+            "1 rank, 24 elements: calls a collective of MPI's; write it with Send, Recv",
+            changes={
+                "        combine = reduce_function(op)\n        with buffers": (
+                    "        self.comm.Allgather(src, dst)\n        with buffers"
+                )
+            },
+            only="myAllreduce",
+        ),
+    ],
+    "mpi": [
+        Attempt(
+            "wrong-result",
+            "mp_size 2, dp_size 2: rank 2: returned other numbers than its own slice of the sum over the ranks",
+            changes={"    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)\n": "    mine[...] = terms[0]\n"},
+        ),
+        Attempt(
+            "",
+            "right on every rank of every grid",
+            changes={
+                "    mp_comm.Reduce_scatter(terms, mine, op=MPI.SUM)\n": (
+                    "    total = np.empty_like(terms)\n    mp_comm.Allreduce(terms, total)\n"
+                    "    mine[...] = total[mp_comm.Get_rank()]\n"
+                )
+            },
+            only="backward_x",
+        ),
+        Attempt(
+            "wrong-result",
+            "returned NoneType, and should return its own slice",
+            changes={"    return _slices(output_grad": "    _slices(output_grad"},
+            only="backward_output",
+        ),
+        Attempt(
+            "wrong-result",
+            "gets the ranks of mp_comm [3, 2] instead of [2, 3]",
+            changes={"comm.Split(key=rank, color=dp_idx)": "comm.Split(key=-rank, color=dp_idx)"},
+            only="get_info",
+        ),
+        Attempt(
+            "wrong-result",
+            "gets part_in_dim of fc_o 16 instead of 8",
+            changes={'if fc_layer == "fc_o":': "if False:"},
+            only="get_info",
+        ),
+    ],
+    "broadcast": [
+        Attempt(
+            "wrong-tensor",
+            "has rank",
+            changes={
                 "elif distance <= relative_rank < 2 * distance:\n                endpoint.recv(data, "
-                "rank_at(relative_rank - distance))",
-                "elif distance <= relative_rank < 2 * distance:\n                endpoint.recv(data.clone(), "
-                "rank_at(relative_rank - distance))",
-            ),
+                "rank_at(relative_rank - distance))": (
+                    "elif distance <= relative_rank < 2 * distance:\n                endpoint.recv(data.clone(), "
+                    "rank_at(relative_rank - distance))"
+                )
+            },
+            only="broadcast_tree",
         ),
-        only="broadcast_tree",
-    ),
-    Attempt(
-        "reduce",
-        "changed",
-        "no longer has its own tensor",
-        changes=(
-            ("torch.empty_like(data) if partial is data and relative_rank > 0 else partial", "partial"),
-            (
-                "in_place(tensor, is_changed=relative_rank == 0) as data:\n        partial = data",
-                "in_place(tensor) as data:\n        partial = data",
-            ),
+    ],
+    "reduce": [
+        Attempt(
+            "changed",
+            "no longer has its own tensor",
+            changes={
+                "torch.empty_like(data) if partial is data and relative_rank > 0 else partial": "partial",
+                "in_place(tensor, is_changed=relative_rank == 0) as data:\n        partial = data": (
+                    "in_place(tensor) as data:\n        partial = data"
+                ),
+            },
+            only="reduce_tree",
         ),
-        only="reduce_tree",
-    ),
-    Attempt(
-        "reduce",
-        "ignores-op",
-        "2 ranks, root 1, MAX: rank 1 has the sum of rank 0's, rank 1's, and should have the maximum of all",
-        changes=(("            combine(data, received, out=data)", "            data += received"),),
-        only="reduce_naive",
-    ),
-    Attempt(
-        "reduce",
-        "changed",
-        "2 ranks: rank 0 no longer has its own `tensor`",
-        changes=(("scratch_buffer(tensor, 1).copy_(tensor) if rank == 0 else tensor", "tensor"),),
-        only="reducescatter_naive",
-    ),
-    Attempt(
-        "gather",
-        "wrong-row",
-        "has only zeros",
-        changes=(
-            ("            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]", "            pass"),
+        Attempt(
+            "ignores-op",
+            "2 ranks, root 1, MAX: rank 1 has the sum of rank 0's, rank 1's, and should have the maximum of all",
+            changes={"            combine(data, received, out=data)": "            data += received"},
+            only="reduce_naive",
         ),
-        only="gather_tree",
-    ),
-    Attempt(
-        "gather",
-        "wrong-row",
-        "where rank",
-        changes=(
-            (
-                "            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]",
-                "            whole[:] = parts",
-            ),
+        Attempt(
+            "changed",
+            "2 ranks: rank 0 no longer has its own `tensor`",
+            changes={"scratch_buffer(tensor, 1).copy_(tensor) if rank == 0 else tensor": "tensor"},
+            only="reducescatter_naive",
         ),
-        only="gather_tree",
-    ),
-    Attempt(
-        "ring", "wrong-sum", "rank", changes=(("tensor[(rank - turn - 2) % size]", "tensor[(rank - turn - 1) % size]"),)
-    ),
-    Attempt(
-        "ring",
-        "ignores-op",
-        "MAX: rank ",
-        changes=(("combine = reduce_function(op, tensor.dtype)", "combine = lambda a, b, out: out.copy_(a + b)"),),
-        only="reducescatter_ring",
-    ),
-    Attempt(  # right where the number of ranks is a power of two
-        "all-reduce",
-        "wrong-sum",
-        "3 ranks: rank 0 has the sum of rank 0's, rank 1's, without rank 2's",
-        changes=(("            combine(data, received, out=data)\n        for", "            pass\n        for"),),
-        only="butterfly",
-    ),
-    Attempt("all-reduce", "deadlock", "rank 0 waits to send to rank 1", changes=(("if rank < partner:", "if True:"),)),
-    Attempt(
-        "all-reduce",
-        "wrong-sum",
-        "has rank 0's tensor, and should have the sum of all",
-        changes=(("reduce_tree(tensor, 0, op, endpoint)", "pass"),),
-    ),
-    Attempt(
-        "all-reduce",
-        "slow",
-        "times as long",
-        changes=(("    broadcast_tree(tensor, 0, endpoint)", "    broadcast_naive(tensor, 0, endpoint)"),),
-    ),
-]
+    ],
+    "gather": [
+        Attempt(
+            "wrong-row",
+            "has only zeros",
+            changes={
+                "            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]": ("            pass")
+            },
+            only="gather_tree",
+        ),
+        Attempt(
+            "wrong-row",
+            "where rank",
+            changes={
+                "            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]": (
+                    "            whole[:] = parts"
+                )
+            },
+            only="gather_tree",
+        ),
+    ],
+    "ring": [
+        Attempt("wrong-sum", "rank", changes={"tensor[(rank - turn - 2) % size]": "tensor[(rank - turn - 1) % size]"}),
+        Attempt(
+            "ignores-op",
+            "MAX: rank ",
+            changes={"combine = reduce_function(op, tensor.dtype)": "combine = lambda a, b, out: out.copy_(a + b)"},
+            only="reducescatter_ring",
+        ),
+    ],
+    "all-reduce": [
+        Attempt(  # right where the number of ranks is a power of two
+            "wrong-sum",
+            "3 ranks: rank 0 has the sum of rank 0's, rank 1's, without rank 2's",
+            changes={"            combine(data, received, out=data)\n        for": "            pass\n        for"},
+            only="butterfly",
+        ),
+        Attempt("deadlock", "rank 0 waits to send to rank 1", changes={"if rank < partner:": "if True:"}),
+        Attempt(
+            "wrong-sum",
+            "has rank 0's tensor, and should have the sum of all",
+            changes={"reduce_tree(tensor, 0, op, endpoint)": "pass"},
+        ),
+        Attempt(
+            "slow",
+            "times as long",
+            changes={"    broadcast_tree(tensor, 0, endpoint)": "    broadcast_naive(tensor, 0, endpoint)"},
+        ),
+    ],
+}

@@ -12,292 +12,252 @@ ALL_PARTS = "dist.all_gather_into_tensor(weights, own_range(weights))"
 HELD, AS_IT_IS = "as_held(parameter.detach(), parameter)", "        return tensor\n"
 EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.sync_every > 1)
 
-ATTEMPTS = [
-    Attempt("dp-ga", "divided-twice", "1/2 of what it should be", MEAN.replace("SUM", "AVG")),
-    Attempt(  # right, and some averaged again
-        "dp-ga",
-        "",
-        "gradients and weights: 1.2 times the bytes that are needed",
-        f"{MEAN}\ndist.all_reduce(gradients[: len(gradients) // 5], ReduceOp.AVG)",
-    ),
-    Attempt(
-        "dp-ga",
-        "exception",
-        "failed: the file calls main(...) as it is loaded; put that below",
-        MEAN,
-        (('if __name__ == "__main__":\n    main(', "main("),),
-    ),
-    Attempt("dp-ga", "exception", "failed: SyntaxError: invalid syntax (line ", "gradients +"),
-    Attempt("dp-ga", "exception", "the script must call run.track(", MEAN, (("    run.track(net, optimizer)\n", ""),)),
-    Attempt("dp-ga", "exception", "failed: the file needs a function train", MEAN, (("def train(", "def training("),)),
-    Attempt("dp-ga", "summed", "added up over the 2 ranks, but not divided by 2", SUM),
-    Attempt(
-        "dp-ga",
-        "rank-missing",
-        "rank 1's share was lost",
-        f"if dist.get_rank() == 1:\n    gradients.zero_()\n{MEAN}",
-    ),
-    Attempt(
-        "dp-ga",
-        "weights-scaled",
-        "after step 0: the weights model.embed_tokens.weight, like every other parameter, on rank 1 are 3 times what",
-        MEAN,
-        (
-            (
-                "        optimizer.step()\n",
-                "        optimizer.step()\n        for p in net.parameters():\n            p.data *= 3**run.rank\n",
-            ),
+ATTEMPTS = {
+    "dp-ga": [
+        Attempt("divided-twice", "1/2 of what it should be", MEAN.replace("SUM", "AVG")),
+        Attempt(  # right, and some averaged again
+            "",
+            "gradients and weights: 1.2 times the bytes that are needed",
+            f"{MEAN}\ndist.all_reduce(gradients[: len(gradients) // 5], ReduceOp.AVG)",
         ),
-    ),
-    Attempt("dp-ga", "imprecise", "rounded", f"{MEAN}\ngradients.copy_(gradients.bfloat16())"),
-    Attempt(
-        "dp-ga",
-        "not-waited-for",  # and divided twice, so that it is wrong even where the transfers end in time
-        "rank 0 did not wait for",
-        MEAN.replace("ReduceOp.SUM", "ReduceOp.AVG, async_op=True"),
-    ),
-    Attempt(
-        "dp-ga",
-        "loss",
-        "the forward pass and the divisor (",  # nothing of stages
-        MEAN,
-        (("            loss.backward()\n", "            loss *= 1.37\n            loss.backward()\n"),),
-    ),
-    Attempt(
-        "dp-ga",
-        "loss",
-        "the gradients are right, so only the loss that run.log prints is wrong",
-        MEAN,
-        (("losses.append(loss)", "losses.append(loss * 1.001)"),),
-    ),
-    Attempt(
-        "dp-ga",
-        "exception",
-        "failed: the file needs DEFAULTS, of the class TrainSettings, as in its chapter",
-        MEAN,
-        (("DEFAULTS = Grad", "USUAL = Grad"),),
-    ),
-    Attempt("dp-ga", "steps", "was called in 0 of 3 steps", changes=(("        run.log(step, losses)\n", ""),)),
-    Attempt(
-        "dp-ga",
-        "zero",
-        "no rank trains the parameter model.norm.weight",
-        changes=(("    run.track(", "    net.model.norm.weight.requires_grad_(False)\n    run.track("),),
-    ),
-    Attempt(
-        "dp-wa",
-        "weights-summed",
-        "added up over the ranks",
-        changes=(("dist.all_reduce(weights, ReduceOp.AVG)", "dist.all_reduce(weights)"),),
-    ),
-    Attempt(
-        "dp-wa",
-        "weights-divided-twice",
-        "divided by 2 twice",
-        changes=(
-            (
-                "            dist.all_reduce(weights,",
-                "            weights /= dist.get_world_size()\n            dist.all_reduce(weights,",
-            ),
+        Attempt(
+            "exception",
+            "failed: the file calls main(...) as it is loaded; put that below",
+            MEAN,
+            changes={'if __name__ == "__main__":\n    main(': "main("},
         ),
-    ),
-    Attempt(
-        "dp-wa",
-        "rank-missing",
-        "rank 1's share was lost",
-        changes=(
-            (
-                "        optimizer.step()\n",
-                "        if run.rank == 1:\n            optimizer.zero_grad()\n        optimizer.step()\n",
-            ),
+        Attempt("exception", "failed: SyntaxError: invalid syntax (line ", "gradients +"),
+        Attempt("exception", "the script must call run.track(", MEAN, changes={"    run.track(net, optimizer)\n": ""}),
+        Attempt("exception", "failed: the file needs a function train", MEAN, changes={"def train(": "def training("}),
+        Attempt("summed", "added up over the 2 ranks, but not divided by 2", SUM),
+        Attempt("rank-missing", "rank 1's share was lost", f"if dist.get_rank() == 1:\n    gradients.zero_()\n{MEAN}"),
+        Attempt(
+            "weights-scaled",
+            "after step 0: the weights model.embed_tokens.weight, like every other parameter, on rank 1 are 3 times",
+            MEAN,
+            changes={
+                "        optimizer.step()\n": (
+                    "        optimizer.step()\n        for p in net.parameters():\n            p.data *= 3**run.rank\n"
+                )
+            },
         ),
-    ),
-    Attempt(
-        "dp-wa",
-        "sync-every",
-        "after step 0 of 3: rank 0 sends weights",
-        changes=(("if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:", "if True:"),),
-        trial=EVERY_SECOND_STEP,
-    ),
-    Attempt(
-        "dp-wa",
-        "sync-every",
-        "after step 2 of 3: rank 0 sends nothing",
-        changes=(("args.sync_every == 0 or step + 1 == args.steps:", "args.sync_every == 0:"),),
-        trial=EVERY_SECOND_STEP,
-    ),
-    Attempt("dp-wa", "", "weights are averaged after every 2 steps", trial=EVERY_SECOND_STEP),
-    Attempt(
-        "mydp",
-        "combined-again",
-        "combined again",
-        changes=(
-            ("bucket.flat, ReduceOp.AVG,", "bucket.flat, ReduceOp.SUM,"),
-            ("        self._buckets.finish()", "        self._buckets.finish()"),
+        Attempt("imprecise", "rounded", f"{MEAN}\ngradients.copy_(gradients.bfloat16())"),
+        Attempt(
+            "not-waited-for",  # and divided twice, so that it is wrong even where the transfers end in time
+            "rank 0 did not wait for",
+            MEAN.replace("ReduceOp.SUM", "ReduceOp.AVG, async_op=True"),
         ),
-    ),
-    Attempt(
-        "mydp",
-        "not-averaged",
-        "on all ranks is that of this rank's own sequences: it was not averaged",
-        changes=(
-            ("return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)", "return None"),
+        Attempt(
+            "loss",
+            "the forward pass and the divisor (",  # nothing of stages
+            MEAN,
+            changes={"            loss.backward()\n": "            loss *= 1.37\n            loss.backward()\n"},
         ),
-    ),
-    Attempt(
-        "mydp",
-        "divided-twice",
-        "divided by the 2 ranks twice",
-        changes=(
-            (
-                "            return dist.all_reduce(bucket.flat,",
-                "            bucket.flat /= 2\n            return dist.all_reduce(bucket.flat,",
-            ),
+        Attempt(
+            "loss",
+            "the gradients are right, so only the loss that run.log prints is wrong",
+            MEAN,
+            changes={"losses.append(loss)": "losses.append(loss * 1.001)"},
         ),
-        trial=ONE_MICRO_BATCH,
-    ),
-    Attempt("dp-zero", "", "the run of one process: losses, weights of 3 steps", (OWN, OWN_GRADIENT, ALL_PARTS)),
-    Attempt("dp-zero", "not-gathered", "are those before the update, or some of them are", (OWN, OWN_GRADIENT, "pass")),
-    Attempt(
-        "dp-zero",
-        "not-shared-out",
-        "its share is",
-        (OWN, MEAN, "pass"),
-        (
-            ("run.optimizer(shards)", "run.optimizer(net)"),
-            (", shards=shards, gather=partial(gather_weights, weights)", ""),
+        Attempt(
+            "exception",
+            "failed: the file needs DEFAULTS, of the class TrainSettings, as in its chapter",
+            MEAN,
+            changes={"DEFAULTS = Grad": "USUAL = Grad"},
         ),
-    ),
-    Attempt(
-        "checkpoint",
-        "collision",
-        "optimizer.0.step is another tensor than what a rank before has written",
-        changes=(('f"{prefix}{name}.{key}"', 'f"{prefix}{list(parameters).index(name)}.{key}"'),),
-        only="state_of",
-    ),
-    Attempt(
-        "checkpoint",
-        "missing",
-        "2 stages of 2 slices: a part of embed.weight is not written by any rank",
-        changes=(
-            ("        tensors[name] = as_held(", "        if rank % 2 == 0:\n            tensors[name] = as_held("),
+        Attempt("steps", "was called in 0 of 3 steps", changes={"        run.log(step, losses)\n": ""}),
+        Attempt(
+            "zero",
+            "no rank trains the parameter model.norm.weight",
+            changes={"    run.track(": "    net.model.norm.weight.requires_grad_(False)\n    run.track("},
         ),
-        only="state_of",
-    ),
-    Attempt(
-        "checkpoint",
-        "missing",
-        "rank 0 does not write the state of its random generator, random.0.cpu",
-        changes=(('{f"{RANDOM}{rank}.cpu": torch.get_rng_state()}', "{}"),),
-        only="state_of",
-    ),
-    Attempt(
-        "checkpoint",
-        "missing",
-        "no rank writes embed.weight; instead there is module.embed.weight",
-        changes=(("tensors[name] = as_held(", 'tensors[f"module.{name}"] = as_held('),),
-        only="state_of",
-    ),
-    Attempt(
-        "checkpoint",
-        "shape",
-        "the whole is said to be (8, 4), and is (7, 4)",
-        changes=(("whole[dim] = length", "whole[dim] = length + 1"),),
-        only="as_held",
-    ),
-    Attempt(
-        "checkpoint",
-        "random",
-        "random.0.cpu is not the state of torch's generator",
-        changes=(("torch.get_rng_state()", "torch.zeros(1)"),),
-        only="state_of",
-    ),
-    Attempt(
-        "checkpoint",
-        "wrong-place",
-        "a slice (4, 4) at (1, 0) of (7, 4) is put in the place of another",
-        changes=(("b.offsets[dim] + start", "b.offsets[dim] + start + 1"),),
-        only="as_held",
-    ),
-    Attempt(
-        "checkpoint",
-        "not-read",
-        "embed.weight does not get what was written",
-        changes=((HELD, HELD.replace("detach()", "detach().clone()")),),
-        only="state_of",
-    ),
-    Attempt(
-        "checkpoint",
-        "no-dictionary",
-        "returned list, and should return tensors by name",
-        changes=(("    return tensors\n", "    return list(tensors)\n"),),
-        only="state_of",
-    ),
-    Attempt("checkpoint", "no-tensor", "is str, and", changes=((HELD, "str(parameter)"),), only="state_of"),
-    Attempt(
-        "checkpoint", "outside", "lies outside of it", changes=(("[dim] + start", "[dim] + length"),), only="as_held"
-    ),
-    Attempt(
-        "checkpoint",
-        "no-slice-needed",
-        "is held whole",
-        changes=((AS_IT_IS, "        return tensor.clone()\n"),),
-        only="as_held",
-    ),
-    Attempt(
-        "checkpoint",
-        "step-in-slices",
-        "belongs to the whole parameter",
-        changes=(
-            (
-                "    placement, wh",
-                "    if not tensor.dim():\n        return Slice(tensor, (), [TensorBlock((), ())])\n    placement, wh",
-            ),
+        Attempt(
+            "last-micro-batch",
+            "the last micro-batch alone",
+            MEAN,
+            changes={"            loss.backward()\n": ("            gradients.zero_()\n            loss.backward()\n")},
         ),
-        only="as_held",
-    ),
-    Attempt(
-        "dp-ga",
-        "last-micro-batch",
-        "the last micro-batch alone",
-        MEAN,
-        (("            loss.backward()\n", "            gradients.zero_()\n            loss.backward()\n"),),
-    ),
-    Attempt(
-        "dp-ga",
-        "changed-early",
-        "step 0: something has changed the weights lm_head.weight on rank 1 before optimizer.step()",
-        MEAN,
-        (
-            (
-                "            loss.backward()\n",
-                "            loss.backward()\n            net.lm_head.weight.data *= 1 + run.rank\n",
-            ),
+        Attempt(
+            "changed-early",
+            "step 0: something has changed the weights lm_head.weight on rank 1 before optimizer.step()",
+            MEAN,
+            changes={
+                "            loss.backward()\n": (
+                    "            loss.backward()\n            net.lm_head.weight.data *= 1 + run.rank\n"
+                )
+            },
         ),
-    ),
-    Attempt(
-        "dp-ga",
-        "parameters",
-        "rank 1 updated its weights 6 times in 3 steps",
-        MEAN,
-        (("        optimizer.step()\n", "        for _ in range(1 + run.rank):\n            optimizer.step()\n"),),
-    ),
-    Attempt(
-        "dp-ga",
-        "deadlock",
-        "rank 0 waits for barrier from rank 1, in line ",
-        f"if dist.get_rank() == 0:\n    dist.barrier()\n{MEAN}",
-    ),
-    Attempt(
-        "dp-wa",
-        "not-averaged",
-        "the average went elsewhere",
-        changes=(("all_reduce(weights,", "all_reduce(weights.clone(),"),),
-    ),
-    Attempt(
-        "mydp",
-        "not-broadcast",
-        "all ranks must start from rank 0's",
-        changes=(("        broadcast_weights(model)\n", ""),),
-    ),
-]
+        Attempt(
+            "parameters",
+            "rank 1 updated its weights 6 times in 3 steps",
+            MEAN,
+            changes={
+                "        optimizer.step()\n": ("        for _ in range(1 + run.rank):\n            optimizer.step()\n")
+            },
+        ),
+        Attempt(
+            "deadlock",
+            "rank 0 waits for barrier from rank 1, in line ",
+            f"if dist.get_rank() == 0:\n    dist.barrier()\n{MEAN}",
+        ),
+    ],
+    "dp-wa": [
+        Attempt(
+            "weights-summed",
+            "added up over the ranks",
+            changes={"dist.all_reduce(weights, ReduceOp.AVG)": "dist.all_reduce(weights)"},
+        ),
+        Attempt(
+            "weights-divided-twice",
+            "divided by 2 twice",
+            changes={
+                "            dist.all_reduce(weights,": (
+                    "            weights /= dist.get_world_size()\n            dist.all_reduce(weights,"
+                )
+            },
+        ),
+        Attempt(
+            "rank-missing",
+            "rank 1's share was lost",
+            changes={
+                "        optimizer.step()\n": (
+                    "        if run.rank == 1:\n            optimizer.zero_grad()\n        optimizer.step()\n"
+                )
+            },
+        ),
+        Attempt(
+            "sync-every",
+            "after step 0 of 3: rank 0 sends weights",
+            changes={"if (step + 1) % args.sync_every == 0 or step + 1 == args.steps:": "if True:"},
+            trial=EVERY_SECOND_STEP,
+        ),
+        Attempt(
+            "sync-every",
+            "after step 2 of 3: rank 0 sends nothing",
+            changes={"args.sync_every == 0 or step + 1 == args.steps:": "args.sync_every == 0:"},
+            trial=EVERY_SECOND_STEP,
+        ),
+        Attempt("", "weights are averaged after every 2 steps", trial=EVERY_SECOND_STEP),
+        Attempt(
+            "not-averaged", "the average went elsewhere", changes={"all_reduce(weights,": "all_reduce(weights.clone(),"}
+        ),
+    ],
+    "mydp": [
+        Attempt(
+            "combined-again",
+            "combined again",
+            changes={
+                "bucket.flat, ReduceOp.AVG,": "bucket.flat, ReduceOp.SUM,",
+                "        self._buckets.finish()": "        self._buckets.finish()",
+            },
+        ),
+        Attempt(
+            "not-averaged",
+            "on all ranks is that of this rank's own sequences: it was not averaged",
+            changes={
+                "return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)": ("return None")
+            },
+        ),
+        Attempt(
+            "divided-twice",
+            "divided by the 2 ranks twice",
+            changes={
+                "            return dist.all_reduce(bucket.flat,": (
+                    "            bucket.flat /= 2\n            return dist.all_reduce(bucket.flat,"
+                )
+            },
+            trial=ONE_MICRO_BATCH,
+        ),
+        Attempt(
+            "not-broadcast", "all ranks must start from rank 0's", changes={"        broadcast_weights(model)\n": ""}
+        ),
+    ],
+    "dp-zero": [
+        Attempt("", "the run of one process: losses, weights of 3 steps", (OWN, OWN_GRADIENT, ALL_PARTS)),
+        Attempt("not-gathered", "are those before the update, or some of them are", (OWN, OWN_GRADIENT, "pass")),
+        Attempt(
+            "not-shared-out",
+            "its share is",
+            (OWN, MEAN, "pass"),
+            changes={
+                "run.optimizer(shards)": "run.optimizer(net)",
+                ", shards=shards, gather=partial(gather_weights, weights)": "",
+            },
+        ),
+    ],
+    "checkpoint": [
+        Attempt(
+            "collision",
+            "optimizer.0.step is another tensor than what a rank before has written",
+            changes={'f"{prefix}{name}.{key}"': 'f"{prefix}{list(parameters).index(name)}.{key}"'},
+            only="state_of",
+        ),
+        Attempt(
+            "missing",
+            "2 stages of 2 slices: a part of embed.weight is not written by any rank",
+            changes={
+                "        tensors[name] = as_held(": ("        if rank % 2 == 0:\n            tensors[name] = as_held(")
+            },
+            only="state_of",
+        ),
+        Attempt(
+            "missing",
+            "rank 0 does not write the state of its random generator, random.0.cpu",
+            changes={'{f"{RANDOM}{rank}.cpu": torch.get_rng_state()}': "{}"},
+            only="state_of",
+        ),
+        Attempt(
+            "missing",
+            "no rank writes embed.weight; instead there is module.embed.weight",
+            changes={"tensors[name] = as_held(": 'tensors[f"module.{name}"] = as_held('},
+            only="state_of",
+        ),
+        Attempt(
+            "shape",
+            "the whole is said to be (8, 4), and is (7, 4)",
+            changes={"whole[dim] = length": "whole[dim] = length + 1"},
+            only="as_held",
+        ),
+        Attempt(
+            "random",
+            "random.0.cpu is not the state of torch's generator",
+            changes={"torch.get_rng_state()": "torch.zeros(1)"},
+            only="state_of",
+        ),
+        Attempt(
+            "wrong-place",
+            "a slice (4, 4) at (1, 0) of (7, 4) is put in the place of another",
+            changes={"b.offsets[dim] + start": "b.offsets[dim] + start + 1"},
+            only="as_held",
+        ),
+        Attempt(
+            "not-read",
+            "embed.weight does not get what was written",
+            changes={HELD: HELD.replace("detach()", "detach().clone()")},
+            only="state_of",
+        ),
+        Attempt(
+            "no-dictionary",
+            "returned list, and should return tensors by name",
+            changes={"    return tensors\n": "    return list(tensors)\n"},
+            only="state_of",
+        ),
+        Attempt("no-tensor", "is str, and", changes={HELD: "str(parameter)"}, only="state_of"),
+        Attempt("outside", "lies outside of it", changes={"[dim] + start": "[dim] + length"}, only="as_held"),
+        Attempt(
+            "no-slice-needed", "is held whole", changes={AS_IT_IS: "        return tensor.clone()\n"}, only="as_held"
+        ),
+        Attempt(
+            "step-in-slices",
+            "belongs to the whole parameter",
+            changes={
+                "    placement, wh": (
+                    "    if not tensor.dim():\n"
+                    "        return Slice(tensor, (), [TensorBlock((), ())])\n"
+                    "    placement, wh"
+                )
+            },
+            only="as_held",
+        ),
+    ],
+}
