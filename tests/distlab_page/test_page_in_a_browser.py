@@ -45,7 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
-@pytest.mark.parametrize("name", ["hybrid", "killed", "two runs", "served", "further panels"])
+@pytest.mark.parametrize("name", ["hybrid", "killed", "served", "further panels beside another run"])
 def test_a_browser_draws_each_number_and_asks_for_nothing(
     name: str, hybrid: Path, alone: Path, killed: Path, further: Records, server: str, browser: Browser, tmp_path: Path
 ) -> None:
@@ -53,9 +53,8 @@ def test_a_browser_draws_each_number_and_asks_for_nothing(
     run, other = {
         "hybrid": (one, None),
         "killed": (read(killed), None),
-        "two runs": (one, another),
         "served": (another, one),
-        "further panels": (further, None),
+        "further panels beside another run": (further, another),
     }[name]
     file = tmp_path / "page.html"
     file.write_text(html(run, other))

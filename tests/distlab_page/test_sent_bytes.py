@@ -50,11 +50,10 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "dp-repair --repair exact; 5d --dp 2 --pp 1 --batch-size 3 --shard weights --run-on --optimizer adam",
         "gradients, loss; gradients, loss",
     ),
-    "shards of experts, and buckets that wait for delayed gradients": (
-        "5d --dp 4 --ep 2 --pp 1 --batch-size 3 --shard weights --experts 4 --experts-per-token 4; "
+    "buckets that wait for delayed gradients": (
         "5d --dp 2 --pp 2 --dmodel 192 --n-layers 4 --layers-per-stage 2,2 --batch-size 2 --micro-batches 2 "
         "--schedule zb-h1 --shard gradients --dtype bfloat16",
-        "rows of experts, gradients, weights, loss; gradients, weights, loss",
+        "gradients, weights, loss",
     ),
     "stages by hand": ("pp-dapple --batch-size 2 --micro-batches 2 --dtype bfloat16", "activations, loss"),
     "averages in each pass": ("ddp --batch-size 2 --micro-batches 2", "gradients, loss"),

@@ -266,28 +266,22 @@ MEASURED = [  # ranks, flags
     (4, "--dp 2 --pp 2 --schedule dapple --micro-batches 3 --batch-size 3"),
     (4, "--dp 1 --pp 2 --tp 2 --schedule interleaved --micro-batches 2 --batch-size 6"),
     (4, "--dp 1 --pp 2 --tp 2 --recompute blocks --micro-batches 2 --batch-size 6 --dtype bfloat16"),
-    (4, "--dp 1 --pp 2 --tp 2 --recompute all --micro-batches 2 --batch-size 6"),
     (4, "--dp 2 --pp 1 --tp 2 --shard weights --micro-batches 3 --batch-size 3 --dtype bfloat16"),
     (3, "--dp 3 --pp 1 --shard optimizer --batch-size 3 --dtype bfloat16"),
-    (3, "--dp 3 --pp 1 --shard weights --batch-size 3 --dtype bfloat16 --recompute blocks"),
     (4, "--dp 2 --pp 2 --shard gradients --batch-size 2 --micro-batches 2 --dtype bfloat16 --schedule interleaved"),
     (2, "--dp 2 --pp 1 --shard gradients --batch-size 3 --dmodel 288 --num-heads 6"),  # several buckets
-    (2, "--dp 2 --pp 1 --shard gradients --batch-size 3 --dmodel 288 --num-heads 6 --dtype bfloat16"),
 ]
 SHARED = [
     (2, "--dp 1 --pp 1 --cp 2 --cp-kind ring --micro-batches 3 --batch-size 6 --dtype bfloat16"),
     (3, "--dp 1 --pp 1 --cp 3 --cp-kind gather --batch-size 2 --micro-batches 2 --seq-len 25 --dtype bfloat16"),
-    (2, "--dp 1 --pp 1 --cp 2 --cp-kind heads --micro-batches 2 --batch-size 2 --num-heads 4 --num-kv-heads 2"),
     (3, "--dp 1 --pp 1 --cp 3 --cp-kind heads --num-heads 6 --num-kv-heads 2 --dmodel 48 --seq-len 25"),
-    (4, "--dp 1 --pp 2 --cp 2 --cp-order contiguous --recompute blocks --batch-size 4 --micro-batches 2 --seq-len 25"),
+    (4, "--dp 1 --pp 2 --cp 2 --cp-order contiguous --schedule zb-h1 --recompute blocks --seq-len 25"),
     (4, "--dp 1 --pp 2 --cp 2 --cp-kind gather --recompute all --batch-size 4 --micro-batches 2 --seq-len 25"),
     (2, "--dp 1 --pp 1 --cp 2 --cp-kind heads --recompute except-attention --num-heads 4 --num-kv-heads 1"),
     (4, "--dp 1 --cp 2 --tp 2 --pp 1 --schedule dapple --num-heads 4 --num-kv-heads 2"),
-    (4, "--dp 1 --pp 2 --cp 2 --schedule zb-h1 --recompute blocks --batch-size 4 --micro-batches 4"),
     (4, "--dp 2 --pp 1 --cp 2 --shard gradients --batch-size 4 --micro-batches 2"),
 ]
 EXPERTS = [  # that all tokens use, so that loads are equal
-    (2, "--dp 2 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --micro-batches 2 --batch-size 2"),
     (4, "--dp 4 --pp 1 --ep 2 --experts 2 --shard weights --hidden-dim 40 --recompute blocks --dtype bfloat16"),
     (4, "--dp 4 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --shard gradients --dtype bfloat16 --qk-norm"),
     (4, "--dp 2 --pp 2 --ep 2 --experts 2 --shared-expert --schedule zb-h1 --micro-batches 2 --batch-size 4"),

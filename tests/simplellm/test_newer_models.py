@@ -23,25 +23,30 @@ from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 # The configurations of the hub, with fewer layers and tokens, and Llama 3.2's narrower.
-LLAMA_3_2_1B = {
+OF_BOTH = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
     "bos_token_id": 0,
+    "hidden_act": "silu",
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+LLAMA_3_2_1B = OF_BOTH | {
     "eos_token_id": 1,
     "head_dim": 8,
-    "hidden_act": "silu",
     "hidden_size": 64,
     "initializer_range": 0.02,
     "intermediate_size": 256,
     "max_position_embeddings": 131072,
     "mlp_bias": False,
-    "model_type": "llama",
     "num_attention_heads": 8,
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
     "rope_scaling": {
         "factor": 32.0,
         "high_freq_factor": 4.0,
@@ -50,37 +55,23 @@ LLAMA_3_2_1B = {
         "rope_type": "llama3",
     },
     "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
     "transformers_version": "4.45.0.dev0",
-    "use_cache": True,
     "vocab_size": 330,
 }
-SMOLLM2_135M = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
+SMOLLM2_135M = OF_BOTH | {
     "eos_token_id": 0,
-    "hidden_act": "silu",
     "hidden_size": 144,
     "initializer_range": 0.041666666666666664,
     "intermediate_size": 384,
     "is_llama_config": True,
     "max_position_embeddings": 8192,
-    "model_type": "llama",
     "num_attention_heads": 9,
     "num_hidden_layers": 3,
     "num_key_value_heads": 3,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
     "rope_interleaved": False,
     "rope_scaling": None,
     "rope_theta": 100000,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
     "transformers_version": "4.40.1",
-    "use_cache": True,
     "vocab_size": 320,
 }
 SMALL = {

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
-from support.small_tokenizers import LIKE_LLAMA, trained
+from support.small_tokenizers import LIKE_LLAMA, TRICKY, trained
 
 from simplellm.errors import InputError
 from simplellm.hub_tokenizer import special_ids
@@ -19,24 +19,6 @@ from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 SHIPPED = SPTokenizer()
-
-TRICKY = [
-    "",
-    " ",
-    "  leading, inner  and trailing   ",
-    "\u2581",
-    "a\u2581b \u2581 \u2581\u2581 c\u2581",
-    "\x00",
-    "before\x00after",
-    "\r\n \r \n\n\n \t\v\f\x85\u2028\u2029",
-    "<s> </s> <unk> <pad> <0x0A> <0xE2><0x96><0x81>",
-    "\ufeffbyte order mark",
-    "é e\u0301 ﬁ Ⅳ ½ \uff21\uff22",
-    "👩‍👩‍👧 🇨🇭 ☃️",
-    "日本語 العربية हिन्दी",
-    "\ue000 \U000f0000 \u0378 \ufffe \uffff \U0010ffff",
-    "\ufffd \u2047 ⁇",
-]
 
 
 @pytest.mark.parametrize("text", TRICKY)

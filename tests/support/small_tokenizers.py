@@ -10,6 +10,23 @@ from simplellm.stories import story
 
 # As Llama's tokenizer: it puts a space before a text, and else changes nothing.
 LIKE_LLAMA = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+TRICKY = [  # texts that tokenizers often change
+    "",
+    " ",
+    "  leading, inner  and trailing   ",
+    "\u2581",
+    "a\u2581b \u2581 \u2581\u2581 c\u2581",
+    "\x00",
+    "before\x00after",
+    "\r\n \r \n\n\n \t\v\f\x85\u2028\u2029",
+    "<s> </s> <unk> <pad> <0x0A> <0xE2><0x96><0x81>",
+    "\ufeffbyte order mark",
+    "é e\u0301 ﬁ Ⅳ ½ \uff21\uff22",
+    "👩‍👩‍👧 🇨🇭 ☃️",
+    "日本語 العربية हिन्दी",
+    "\ue000 \U000f0000 \u0378 \ufffe \uffff \U0010ffff",
+    "\ufffd \u2047 ⁇",
+]
 
 
 def trained(path: Path, **options: Any) -> Path:
