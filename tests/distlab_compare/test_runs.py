@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +24,19 @@ from distlab.run.steps import STOP_AFTER
 from distlab_compare.command import RecordedRun, Request, compare, one_process_flags
 from distlab_compare.differences import Difference, tell
 from distlab_compare.records import Recordings, TensorPart
-from distlab_compare.runs import Pair
+from distlab_compare.runs import Divergence, Pair
 from distlab_compare.saved import Saved, first_divergence
 from distlab_compare.shares import Mistake
 from simplellm.errors import InputError
+
+
+def compared(folder: Path, layout: dict[str, int] | None = None, **options: Any) -> Divergence:
+    """Compare the run in a folder with the one process beside it, and return their first divergence."""
+    layout = layout or {}
+    run = Recordings(folder / "run", {"layout": layout, "world_size": math.prod(layout.values())})
+    divergence = Pair(run, Recordings(folder / "one", ONE_PROCESS), tolerance=1e-4, **options).first_divergence()
+    assert divergence is not None
+    return divergence
 
 
 def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_path: Path) -> None:
@@ -36,10 +46,7 @@ def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_pat
         record(tmp_path / "run", rank, {"gradient.weight": shares[:2].mean(0)}, start=2 * (rank % 2), rows=2)
     kept = {f"share.{number}.weight": share / 4 for number, share in enumerate(shares)}
     record(tmp_path / "one", 0, {"gradient.weight": shares.mean(0), **kept})
-    run = Recordings(tmp_path / "run", {"layout": {"dp": 2, "tp": 2}, "world_size": 4})
-    one = Recordings(tmp_path / "one", ONE_PROCESS)
-    divergence = Pair(run, one, tolerance=1e-4, micro_batches=2).first_divergence()
-    assert divergence is not None
+    divergence = compared(tmp_path, {"dp": 2, "tp": 2}, micro_batches=2)
     told = "step 0: the gradient of weight on all ranks looks as if rank 1's share was lost; the others count 2 times"
     assert divergence.sentences[0].startswith(told)
 
@@ -51,11 +58,8 @@ def test_shares_of_other_parts_of_the_batch_name_no_mistake(tmp_path: Path) -> N
         record(tmp_path / "run", rank, {"gradient.weight": first})
     shares = {f"share.{number}.weight": share / 4 for number, share in enumerate((first, second, second, first))}
     record(tmp_path / "one", 0, {"gradient.weight": (first + second) / 2, **shares})
-    run = Recordings(tmp_path / "run", {"layout": {"dp": 2}, "world_size": 2})
-    one = Recordings(tmp_path / "one", ONE_PROCESS)
     for micro_batches, name in ((1, "other"), (2, "other-weights")):
-        divergence = Pair(run, one, tolerance=1e-4, micro_batches=micro_batches).first_divergence()
-        assert divergence is not None
+        divergence = compared(tmp_path, {"dp": 2}, micro_batches=micro_batches)
         assert {difference.mistake.name for difference in divergence.differences} == {name}
 
 
@@ -178,10 +182,7 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
         path,
         metadata={"parts": json.dumps({"gradient.weight": ([3], [([0], [3])])})},
     )
-    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
-    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
-    assert divergence is not None
-    assert divergence.sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
+    assert compared(tmp_path).sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
 
 
 @pytest.mark.parametrize(
@@ -201,10 +202,7 @@ def test_a_wrong_gradient_is_described_without_shares(
     for name, second in (("run", wrong(right, before)), ("one", right)):
         for step, gradient in enumerate((before, second)):
             record(tmp_path / name, 0, {"gradient.weight": gradient}, step=step)
-    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
-    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
-    assert divergence is not None
-    assert divergence.sentences[0].startswith(f"step 1: the gradient of weight on rank 0 {told}")
+    assert compared(tmp_path).sentences[0].startswith(f"step 1: the gradient of weight on rank 0 {told}")
 
 
 def test_steps_of_a_layout_with_more_ranks_are_not_those_of_a_resumed_run(tmp_path: Path) -> None:
@@ -235,9 +233,7 @@ def test_the_first_difference_of_a_step_is_told(
     for name, first, change in (("run", start, update), ("one", START, 0.1 * START)):
         record(tmp_path / name, 0, {"gradient.weight": START, "weights.weight": first})
         record(tmp_path / name, 0, {"weights.weight": first - change}, step=1)
-    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
-    divergence = Pair(run, one, tolerance=1e-4, losses=({0: loss}, {0: 1.0})).first_divergence()
-    assert divergence is not None
+    divergence = compared(tmp_path, losses=({0: loss}, {0: 1.0}))
     assert divergence.step == 0
     assert divergence.sentences[0].startswith(told.format("step 0"))
 
@@ -260,12 +256,9 @@ def test_a_rank_that_has_not_updated_its_slice_is_told(tmp_path: Path) -> None:
         record(tmp_path / "run", rank, {"weights.weight": own}, start=2 * rank, rows=2, step=1)
     record(tmp_path / "one", 0, {"gradient.weight": START, "weights.weight": OTHER})
     record(tmp_path / "one", 0, {"weights.weight": after}, step=1)
-    run = Recordings(tmp_path / "run", {"layout": {"tp": 2}, "world_size": 2})
-    one = Recordings(tmp_path / "one", ONE_PROCESS)
-    divergence = Pair(run, one, tolerance=1e-4).first_divergence()
-    assert divergence is not None
-    assert divergence.sentences[0].startswith("after step 0: the weights weight on rank 1")
-    assert "are those before the update" in divergence.sentences[0]
+    [told, *_] = compared(tmp_path, {"tp": 2}).sentences
+    assert told.startswith("after step 0: the weights weight on rank 1")
+    assert "are those before the update" in told
 
 
 def test_a_certain_mistake_is_told_without_what_may_follow_from_it() -> None:

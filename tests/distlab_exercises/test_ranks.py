@@ -189,7 +189,7 @@ def stand_still_in_turn(rank: int, submission: Submission) -> Facts:
     if rank == 1:
         while not turns[0].exists():
             pass
-    time.sleep(1.2)
+    time.sleep(0.9)
     turns[rank].touch()
     while not turns[1].exists():
         pass
@@ -197,7 +197,7 @@ def stand_still_in_turn(rank: int, submission: Submission) -> Facts:
 
 
 def test_a_rank_that_moves_on_does_not_stand_still(tmp_path: Path) -> None:
-    reports = Submission(Path(__file__), tmp_path, Patience(still=0.7, longest=20)).run_ranks(2, stand_still_in_turn)
+    reports = Submission(Path(__file__), tmp_path, Patience(still=0.5, longest=20)).run_ranks(2, stand_still_in_turn)
     assert [report.state for report in reports] == ["ended", "ended"]
 
 

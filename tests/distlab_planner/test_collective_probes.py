@@ -38,12 +38,12 @@ def test_what_is_compared_runs_in_turn() -> None:
 
 def naps_in_a_row(rank: int, size: int, port: int) -> list[float]:
     with process_group(rank, size, port):
-        return seconds_in_turn({"nap": partial(time.sleep, 0.1)}, rounds=1, in_a_row=5)["nap"]
+        return seconds_in_turn({"nap": partial(time.sleep, 0.05)}, rounds=1, in_a_row=5)["nap"]
 
 
 def test_the_seconds_are_those_of_one_of_several_in_a_row() -> None:
     for [seconds] in run_ranks(2, naps_in_a_row, 2, free_port()):
-        assert 0.1 <= seconds < 0.4, "not 0.5, which they take together"
+        assert 0.05 <= seconds < 0.2, "not 0.25, which they take together"
 
 
 def fit_on_gloo(rank: int, size: int, port: int) -> tuple[dict[int, CostModel], dict[str, list[str]]]:
