@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.mixed_model import Mixed
 from support.processes import run_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,32 +21,11 @@ from simplellm.errors import InputError
 pytestmark = pytest.mark.quick
 
 
-class Tied(nn.Module):
-    """An embedding that is also the head, a frozen layer, and a layer that only some batches use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Linear(4, 4)
-        self.frozen.requires_grad_(False)
-        self.sometimes = nn.Linear(4, 4)
-        self.register_buffer("shift", torch.randn(4))
-
-    def forward(self, ids: Tensor, target: Tensor | None = None) -> Tensor:
-        x = self.frozen(self.embed(ids)) + self.shift
-        if (ids == 0).any():
-            x = x + self.sometimes(x)
-        logits = self.head(torch.tanh(x))
-        return logits if target is None else nn.functional.cross_entropy(logits, target)
-
-
 IDS = torch.tensor([[0, 1, 2, 3, 4, 5], [6, 1, 3, 2, 2, 2], [3, 3, 0, 1, 5, 6]])
 
 
 def train_mydp(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = MyDP(Tied())  # different weights on every rank, until MyDP gives all of them rank 0's
+    model = MyDP(Mixed())  # different weights on every rank, until MyDP gives all of them rank 0's
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     initial = copy.deepcopy(model.model.state_dict())
     for _ in range(3):
@@ -59,7 +39,7 @@ def train_mydp(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_mydp_trains_as_one_process() -> None:
     ended = run_group(len(IDS), train_mydp)
     initial = ended[0][0]
-    model = Tied()
+    model = Mixed()
     model.load_state_dict(initial)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(3):
@@ -102,7 +82,7 @@ def test_mydp_accumulates_gradients_as_torchs_wrapper_does() -> None:
 
 def differ_in(rank: int, what: str) -> tuple[bool, bool]:
     """Whether the check passes before and after rank 1 changes one weight."""
-    model = Tied()
+    model = Mixed()
     model.embed.weight.data[0] = torch.nan  # the same on all ranks, too
     broadcast_weights(model)
     before = check_parameter_closeness(model)
@@ -197,7 +177,7 @@ def test_weights_that_are_not_contiguous_are_broadcast_as_well() -> None:
 
 
 def test_parameters_become_views_of_the_flat_weights() -> None:
-    model = Tied()
+    model = Mixed()
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     flat = flatten_weights(model)
     assert flat.numel() == sum(p.numel() for p in model.parameters())
@@ -210,11 +190,11 @@ def test_parameters_become_views_of_the_flat_weights() -> None:
 
 
 def test_ranges_that_do_not_fit_a_model_are_refused() -> None:
-    model = Tied()
+    model = Mixed()
     flat = flatten_weights(model)
     with pytest.raises(ValueError, match="a frozen parameter has no gradient"):
         shards_of(model, flat, flat)
-    model.frozen.requires_grad_()
+    model.requires_grad_()
     for weights, gradients, what in ((flat, flat[:-1], "gradients"), (torch.cat([flat, flat]), flat, "weights")):
         with pytest.raises(ValueError, match=f"range of the {what} has {len(flat)} elements, not"):
             shards_of(model, weights, gradients)
