@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import OneProcess, State, assert_equal, train_on
+from support.chapters import OneProcess, Ranks, assert_equal, assert_same_run, train_on
 from support.processes import LAB
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
@@ -15,9 +15,7 @@ WRAPPED = ["DP/mydp/intro_DP_hooks.py", "DP/ddp/intro_DP_DDP.py", "DP/mydp/intro
 SCRIPTS = [GRADIENT_AGGREGATION, BUCKETS, WEIGHT_AGGREGATION, *WRAPPED]
 
 
-def many_processes(
-    script: str, out: Path, world_size: int, *flags: str
-) -> tuple[list[State], list[State], list[float]]:
+def many_processes(script: str, out: Path, world_size: int, *flags: str) -> Ranks:
     return train_on(world_size, script, out, "--world-size", str(world_size), *flags)
 
 
@@ -35,22 +33,15 @@ def test_is_the_run_of_one_process(
 ) -> None:
     batch_size = int(batch.split()[1])
     clip = "--clip-norm 0.3 --lr 1.5".split() if world_size == 1 and script != WEIGHT_AGGREGATION else []
-    expected_parameters, expected_gradients, expected_losses = one_process(world_size * batch_size, *clip)
+    expected = one_process(world_size * batch_size, *clip)
     flags = [*batch.split(), "--transport", transport, *clip]
-    parameters, gradients, own_losses = many_processes(script, tmp_path, world_size, *flags)
+    parameters, gradients, losses = many_processes(script, tmp_path, world_size, *flags)
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["transport"] == transport
     changed_nothing = "--transport shared changed nothing" in (tmp_path / "rank0.log").read_text()
     assert not changed_nothing, "torch's wrapper, too, goes through shared memory"
-
-    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
-    for rank in range(world_size):
-        assert_equal(parameters[rank], expected_parameters)
     if script == WEIGHT_AGGREGATION:  # each rank's gradient is its own; their mean is the one process's
-        mean = {name: torch.stack([g[name] for g in gradients]).mean(0) for name in expected_gradients}
-        assert_equal(mean, expected_gradients)
-    else:
-        for rank in range(world_size):
-            assert_equal(gradients[rank], expected_gradients)
+        gradients = [{name: torch.stack([g[name] for g in gradients]).mean(0) for name in expected[1]}]
+    assert_same_run((parameters, gradients, losses), expected)
 
 
 @pytest.mark.parametrize("script", WRAPPED)
@@ -68,15 +59,10 @@ def test_ranks_with_other_weights_start_with_those_of_rank_0(
 
 @pytest.mark.parametrize("topology", ["naive", "ring"])
 def test_our_own_all_reduce_gives_the_same_run(topology: str, one_process: OneProcess, tmp_path: Path) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(3)
-    flags = ["--batch-size", "1", "--all-reduce", topology]
-    parameters, gradients, own_losses = many_processes(BUCKETS, tmp_path, 3, *flags)
-    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
-    for rank in range(3):
-        assert_equal(parameters[rank], expected_parameters)
-        assert_equal(gradients[rank], expected_gradients)
+    expected, flags = one_process(3), ["--batch-size", "1", "--all-reduce", topology]
+    assert_same_run(many_processes(BUCKETS, tmp_path, 3, *flags), expected)
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    size_bytes = sum(weight.nbytes for weight in expected_parameters.values())
+    size_bytes = sum(weight.nbytes for weight in expected[0].values())
     sent_by_rank_0 = {"naive": 2, "ring": 2 * 2 / 3}[topology]  # times the gradients
     assert first["sent_bytes"]["gradients"] == pytest.approx(sent_by_rank_0 * size_bytes, rel=1e-4)
 

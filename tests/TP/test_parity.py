@@ -1,11 +1,12 @@
 """The tensor-parallel chapter gives the training run of one process; its formula gives the bytes that ranks send."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.chapters import MODEL as SMALL
-from support.chapters import OneProcess, State, assert_equal, load, train_on
+from support.chapters import OneProcess, State, assert_equal, assert_same_run, load, train_on
 
 from distlab.parallel.options import Style
 from distlab.settings.common import parse
@@ -27,7 +28,7 @@ SPLIT = {  # the dimension along which a weight is split, by the end of its modu
 SPLIT["lesson"] = {name: dim for name, dim in SPLIT["megatron"].items() if name not in ("embed_tokens", "lm_head")}
 
 
-def slices(whole: State, style: str, place: int, ranks: int) -> State:
+def slices(style: str, ranks: int, whole: State, place: int) -> State:
     """What one rank has to hold of the one process's tensors."""
     dims = {name: SPLIT[style].get(name.split(".")[-2]) for name in whole}
     return {
@@ -80,15 +81,11 @@ def test_is_the_run_of_one_process(
     ranks: int, flags: str, transport: str, more: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
     model = [*MODEL, *more.split()]
-    expected_parameters, expected_gradients, expected_losses = one_process(2, *model)
-    assert (expected_losses == one_process(2, *MODEL)[2]) == (not more)
+    expected = one_process(2, *model)
+    assert (expected[2] == one_process(2, *MODEL)[2]) == (not more)
     all_flags = f"--world-size {ranks} --batch-size 2 --transport {transport} {flags}".split()
-    parameters, gradients, own_losses = train_on(ranks, SCRIPT, tmp_path, *all_flags, *model)
-    style = style_of(flags)
-    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
-    for place in range(ranks):
-        assert_equal(parameters[place], slices(expected_parameters, style, place, ranks), ROUNDING)
-        assert_equal(gradients[place], slices(expected_gradients, style, place, ranks), ROUNDING)
+    own, slice_of = train_on(ranks, SCRIPT, tmp_path, *all_flags, *model), partial(slices, style_of(flags), ranks)
+    assert_same_run(own, expected, slice_of, ROUNDING)
     assert_sent(tmp_path, *bytes_per_layer(*all_flags, *model))
     assert_carried_by(transport, tmp_path)
 
@@ -132,7 +129,7 @@ def test_three_dimensions_are_the_run_of_one_process(
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for own, expected in ((parameters, expected_parameters), (gradients, expected_gradients)):
         for place in range(tp):
-            mine = slices(expected, "megatron", place, tp)
+            mine = slices("megatron", tp, expected, place)
             for replica in range(dp):
                 at = [stage * dp + replica if "replicas" in more else replica * pp + stage for stage in range(pp)]
                 stages = [own[number * tp + place] for number in at]
@@ -144,13 +141,8 @@ def test_three_dimensions_are_the_run_of_one_process(
 @pytest.mark.quick
 @pytest.mark.parametrize(("ranks", "flags"), [(1, ""), (2, "--micro-batches 2"), (3, "--recompute blocks"), (6, "")])
 def test_the_lesson_is_the_run_of_one_process(ranks: int, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(2, *MODEL)
-    all_flags = f"--world-size {ranks} --batch-size 2 {flags}".split()
-    parameters, gradients, own_losses = train_on(ranks, LESSON, tmp_path, *all_flags, *MODEL)
-    assert own_losses == pytest.approx(expected_losses, rel=1e-6)
-    for place in range(ranks):
-        assert_equal(parameters[place], slices(expected_parameters, "lesson", place, ranks), ROUNDING)
-        assert_equal(gradients[place], slices(expected_gradients, "lesson", place, ranks), ROUNDING)
+    own = train_on(ranks, LESSON, tmp_path, *f"--world-size {ranks} --batch-size 2 {flags}".split(), *MODEL)
+    assert_same_run(own, one_process(2, *MODEL), partial(slices, "lesson", ranks), ROUNDING)
 
 
 def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -> None:
@@ -159,7 +151,7 @@ def test_micro_batches_change_nothing(one_process: OneProcess, tmp_path: Path) -
     parameters, _, own_losses = train_on(2, SCRIPT, tmp_path, *flags, "--save-every", "1")
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for place in range(2):
-        assert_equal(parameters[place], slices(expected_parameters, "megatron", place, 2), ROUNDING)
+        assert_equal(parameters[place], slices("megatron", 2, expected_parameters, place), ROUNDING)
     forward, backward = bytes_per_layer(*SMALL, *flags)
     assert_sent(tmp_path, 3 * forward, 3 * backward)
     train_on(2, SCRIPT, tmp_path / "more", *flags, "--resume", str(tmp_path), "--steps", str(len(own_losses) + 1))

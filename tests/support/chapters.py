@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +50,8 @@ LAYOUTS = {  # ranks, script, flags
 }
 
 State = dict[str, Tensor]
-OneProcess = Callable[..., tuple[State, State, list[float]]]
+OneProcess = Callable[..., tuple[State, State, list[float]]]  # parameters, gradients and losses
+Ranks = tuple[list[State], list[State], list[float]]  # the parameters and gradients of each
 
 
 def load(script: str) -> ModuleType:
@@ -131,9 +133,7 @@ def whole(sharded: list[ShardedDP]) -> tuple[State, State]:
     return parameters, {name: grad for name, grad in gradients.items() if name not in frozen}
 
 
-def train_on(
-    world_size: int, script: str, out: Path, *flags: str, exact: bool = False, deadline: float = 60
-) -> tuple[list[State], list[State], list[float]]:
+def train_on(world_size: int, script: str, out: Path, *flags: str, exact: bool = False, deadline: float = 60) -> Ranks:
     """A chapter on several ranks: each rank's parameters and gradients, and the run's losses."""
     arguments = ["--steps", str(STEPS), "--out", str(out), *flags, "--master-port", str(free_port())]
     with contextlib.suppress(InputError):  # each rank raises it itself
@@ -184,6 +184,19 @@ def assert_equal(own: State, expected: State, rtol: float = 0) -> None:
     assert own.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(own[name], tensor, rtol=rtol, atol=1e-6, msg=f"{name}: {{}}".format)
+
+
+def assert_same_run(
+    own: Ranks,
+    expected: tuple[State, State, list[float]],
+    part: Callable[[State, int], State] = lambda whole, _: whole,
+    rtol: float = 0,
+) -> None:
+    """Ranks have the losses, parameters and gradients of one process; `part` returns what a rank holds of them."""
+    assert own[2] == pytest.approx(expected[2], rel=1e-6)
+    for of_ranks, whole in zip(own[:2], expected[:2], strict=True):
+        for rank, state in enumerate(of_ranks):
+            assert_equal(state, part(whole, rank), rtol)
 
 
 def merged(states: list[State]) -> State:
