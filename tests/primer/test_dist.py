@@ -68,7 +68,7 @@ def assert_is_the_product(c: Matrix, a: Tensor, b: Tensor) -> None:
     assert ((c.double() - a @ b).abs() <= rounding).all()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_equals_the_product_of_one_process(world_size: int) -> None:
     results = run_ranks(world_size, multiply_all, world_size, free_port(), deadline=DEADLINE)
     for index, (a, b) in enumerate(pairs()):
@@ -135,9 +135,9 @@ def wait_for_an_absent_rank(rank: int, port: int) -> str:
     """Rank 1 meets the others and then takes no part."""
     try:
         with process_group(rank, 2, port) as context:
-            context.waits.timeout_seconds = 0.5
+            context.waits.timeout_seconds = 0.3
             if rank == 1:
-                time.sleep(1.5)
+                time.sleep(1)
                 raise TrafficError("absent", RuntimeError())
             par_matmul_by_row(ZEROS, ZEROS.T)
     except TrafficError as error:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,11 +40,11 @@ def reports(out: str) -> list[tuple[str, float, float]]:
     return [(match[1], float(match[2]), float(match[3])) for match in matches if match]
 
 
-def test_learns_and_prints_the_exercises_line() -> None:
-    ended = fork_python("primer/mlp.py").finish()
+def test_learns_and_prints_the_exercises_line(tmp_path: Path) -> None:
+    ended = fork_python("primer/mlp.py", "--niters", "301", "--out", tmp_path).finish()
     assert ended.status == 0, ended.err
     steps = reports(ended.out)
-    assert [step for step, _, _ in steps] == [str(100 * i) for i in range(10)]
+    assert [step for step, _, _ in steps] == ["0", "100", "200", "300"]
     assert steps[0][1] > 2
     assert steps[-1][1] < 0.3
     assert steps[-1][2] < 0.4
@@ -85,10 +86,18 @@ def test_is_the_run_of_one_process_at_the_same_global_batch(
         assert losses == pytest.approx(expected, abs=2e-4)
 
 
-def with_late_losses(rank: int, script: str, flags: list[str]) -> str:
+SCRIPTS = ["primer/mlp.py", "DP/ddp/mlp_ddp.py", "DP/mydp/mlp_mydp.py"]
+
+
+def loaded(script: str, flags: list[str]) -> tuple[ModuleType, Run[Any]]:
+    """A script as a module, and its run of one rank."""
+    module, ports = load(script), ["--world-size", "1", "--master-port", str(free_port())] if "DP" in script else []
+    return module, Run(parse(module.DEFAULTS, "", ["0", *SMALL, *flags, *ports]), LAB / script)
+
+
+def with_late_losses(_: int, script: str, flags: list[str]) -> str:
     """What a script prints where each loss takes 50 ms to arrive, as that of a step which is queued on a GPU does."""
-    module = load(script)
-    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), LAB / script)
+    module, run = loaded(script, flags)
     global_loss = run.global_loss
 
     def late(step: int, losses: Iterable[Tensor]) -> float:
@@ -101,19 +110,16 @@ def with_late_losses(rank: int, script: str, flags: list[str]) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("script", ["primer/mlp.py", "DP/ddp/mlp_ddp.py", "DP/mydp/mlp_mydp.py"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_step_lasts_until_its_loss_is_there(script: str, tmp_path: Path) -> None:
-    flags = [*SMALL, "--niters", "3", "--out", str(tmp_path)]
-    flags += ["--world-size", "1", "--master-port", str(free_port())] if "DP" in script else []
-    [out] = run_ranks(1, with_late_losses, script, flags)
+    [out] = run_ranks(1, with_late_losses, script, ["--niters", "3", "--out", str(tmp_path)])
     assert [step for step, _, _ in reports(out)] == ["0"]
     assert 50 <= float(re.findall(r"step time (.+)ms", out)[0]) < 1000
 
 
-def last_batch(rank: int, script: str, flags: list[str]) -> tuple[Tensor, Tensor]:
+def last_batch(_: int, script: str, flags: list[str]) -> tuple[Tensor, Tensor]:
     """The points and labels of a script's last step."""
-    module = load(script)
-    run: Run[Any] = Run(parse(module.DEFAULTS, "", [str(rank), *flags]), LAB / script)
+    module, run = loaded(script, flags)
     batches: list[tuple[Tensor, Tensor]] = []
 
     def keep(model: torch.nn.Module, given: tuple[Tensor, Tensor]) -> None:
@@ -126,11 +132,10 @@ def last_batch(rank: int, script: str, flags: list[str]) -> tuple[Tensor, Tensor
     return batches[-1]
 
 
-@pytest.mark.parametrize("script", ["primer/mlp.py", "DP/ddp/mlp_ddp.py", "DP/mydp/mlp_mydp.py"])
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("seed", [0, 5])
 def test_the_seed_is_that_of_the_points_and_of_their_order(script: str, seed: int, tmp_path: Path) -> None:
-    flags = [*SMALL, "--niters", "2", "--seed", str(seed), "--out", str(tmp_path)]
-    flags += ["--world-size", "1", "--master-port", str(free_port())] if "DP" in script else []
+    flags = ["--niters", "2", "--seed", str(seed), "--out", str(tmp_path)]
     [(points, labels)] = run_ranks(1, last_batch, script, flags)
     train_set, _ = gen_dataset(ModelConfig(d_in=16, n_classes=4, train_size=500), seed)
     _, rows = islice(BatchSampler(500, 64, seed), 2)

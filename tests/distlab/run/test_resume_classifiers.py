@@ -214,12 +214,6 @@ def test_a_run_that_has_taken_its_steps(saved: Runs, tmp_path: Path) -> None:
         assert f"{flag}: {step(folder, STEPS)} has taken {STEPS} steps already; give more" in str(failed.value)
 
 
-def test_a_folder_with_another_runs_checkpoints_is_not_written_to(saved: Runs) -> None:
-    folder, _ = saved("mlp")
-    sentence = f"--out {folder}: has checkpoints of another run; give another folder, or --resume {folder}"
-    assert settings_of("mlp", "--save-every", "5", "--out", folder) == sentence
-
-
 def test_no_story_and_no_export_of_a_classifier(saved: Runs, tmp_path: Path) -> None:
     for layout in ("mlp", "sentiment"):
         folder, _ = saved(layout)

@@ -192,11 +192,3 @@ def test_is_said(tmp_path: Path) -> None:
     ended = fork_python("primer/intro.py", *shape, "--out", tmp_path).finish()
     loss = records(tmp_path)[-1]["validation_loss"]
     assert f"# validation after 3 steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}\n" in ended.out
-
-
-def test_a_file_without_stories_to_validate_on(tmp_path: Path) -> None:
-    few = tmp_path / "few.txt"
-    few.write_text("One day.\n<|endoftext|>\nAnother day.\n")
-    ended = fork_python("primer/intro.py", "--data", few, "--eval-every", "2", "--out", tmp_path / "run").finish()
-    assert ended.status == 2
-    assert ended.err.startswith(f"# --data {few}: ")
