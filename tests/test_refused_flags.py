@@ -1,4 +1,7 @@
-"""What cannot work is refused before any rank starts, in one sentence: every rule about flags, and pairs of them."""
+"""What cannot work is refused before any rank starts, in one sentence: every rule about flags, and pairs of them.
+
+That each flag refuses numbers, texts and paths that cannot be: test_bad_input.py.
+"""
 
 import re
 
@@ -68,16 +71,11 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --seed 99999999999999999999", "--seed 99999999999999999999: give a number of at most 63 bits"),
         ("dp-ga --seed -99999999999999999999", "--seed -99999999999999999999: give a number of at most 63 bits"),
         ("dp-ga --steps 2147483648", "--steps 2147483648: give a number of at most 31 bits"),
-        ("dp-ga --save-every x", "Error parsing --save-every: 'x' is not a whole number (--help lists the flags)"),
         ("dp-ga --steps", "--steps: give a value (--help lists the flags)"),
         ("dp-ga --betas 0.9", "--betas: give 2 values (--help lists the flags)"),
         ("dp-ga --betas 0.9 x", "--betas 0.9 x: give it as --betas FLOAT FLOAT (--help lists the flags)"),
         ("plan --dp 1 x", "--dp 1 x: give it as --dp INT ... (--help lists the flags)"),
         ("dp-ga --optimizer lion", "--optimizer lion: give one of 'adam', 'adamw', 'sgd' (--help lists the flags)"),
-        ("dp-ga --data missing.jsonl", "--data missing.jsonl"),
-        ("dp-ga --tokenizer missing.model", "--tokenizer missing.model"),
-        ("dp-ga --tokenizer README.md", "--tokenizer README.md"),
-        ("dp-ga --out README.md", "--out README.md: "),
         ("dp-ga --backend nccl --device cpu", "--backend nccl"),
         ("dp-ga --backend nccl --transport shared", "--transport shared: only ranks on the CPU share memory"),
         ("dp-repair --backend nccl", "--repair on: connections over NCCL cannot be left"),
@@ -106,16 +104,12 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --batch-size 3 --micro-batches 2", "--batch-size 3 with --micro-batches 2"),
         ("tp --num-kv-heads 4", "--num-kv-heads 4 does not divide --num-heads 6"),
         # Layouts.
-        ("dp-ga --world-size 0", "--world-size 0: every size must be at least 1"),
-        ("hybrid --dp 0", "--dp 0 --pp 3 --tp 1: every size must be at least 1"),
-        ("hybrid --tp 0", "--dp 2 --pp 3 --tp 0: every size must be at least 1"),
         ("pp-gpipe --schedule zigzag", "--schedule zigzag: give one of naive, gpipe, dapple"),
         ("pp-dapple --layers-per-stage 3,3", "--layers-per-stage 3,3: 2 numbers for 3 stages"),
         ("pp-1f1b --layers-per-stage 3,2,2", "the numbers must add up to --n-layers 6, but add up to 7"),
         ("pp-1f1b --world-size 9", "9 stages for --n-layers 6"),
         ("pp-zb --keep-at-most 3", "--keep-at-most 3 with --schedule zb-h1: it needs --schedule auto"),
         ("pp-interleaved --chunks-per-stage 1000000000", "--n-layers 6"),
-        ("pp-interleaved --chunks-per-stage 0", "--chunks-per-stage 0"),
         ("pp-gpipe --batch-size 4", "--batch-size 4 with --micro-batches 3"),
         ("tp --world-size 4", "--num-heads 6 among 4 tensor-parallel ranks"),
         ("tp --world-size 2 --num-kv-heads 3", "--num-kv-heads 3 among 2 tensor-parallel ranks"),
@@ -135,21 +129,15 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         # Experts.
         ("ep --experts 3", "--world-size 2 with --experts 3: each rank holds as many experts as the others"),
         ("ep --experts-per-token 5", "--experts-per-token 5 with --experts 4: give a number from 1 to 4"),
-        ("ep --balance-rate -1", "--balance-rate -1: give a number from 0 to 1"),
         ("ep --balance-rate 1.1", "--balance-rate 1.1: give a number from 0 to 1"),
         ("ep --experts -1", "--experts -1: this script is about experts; give 1 or more"),
-        ("5d --experts -1", "--experts -1: give 0 or more"),
         ("5d --ep 2", "--ep 2 with --experts 0: there are no experts to share"),
         ("5d --ep 3 --experts 3", "--ep 3 with --dp 2: give a divisor of --dp"),
-        ("5d --ep 0", "--ep 0 with --dp 2: give a divisor of --dp"),
         ("5d --experts 4 --run-on --record-routes R", "--record-routes with --run-on"),
         ("5d --experts 4 --outer diloco", "--experts 4 with --outer diloco"),
         ("5d --experts 4 --ep 2 --shard optimizer", "--shard optimizer with --dp 2 and --ep 2"),
-        ("5d --record-routes x", "--record-routes: there are no routes without experts"),
         ("5d --experts 4 --record-routes x --replay-routes x", "--record-routes with --replay-routes: they would be"),
         ("5d --experts 4 --cp 2 --seq-len 30", "give a multiple of 4"),
-        ("ep --capacity -1", "--capacity -1: give 0 for no limit"),
-        ("ep --capacity inf", "--capacity inf: give 0 for no limit"),
         ("5d --capacity 1.25", "--capacity 1.25: there are no experts to limit"),
         ("5d --qk-norm", "--qk-norm: it is for models with experts"),
         ("5d --shared-expert", "--shared-expert: it is for models with experts"),
@@ -171,7 +159,6 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("diloco --sync-every 8 --fragments 4 --overlap-steps 2", "give 0 to 1"),
         ("diloco --steps 20", "--steps 20 with --sync-every 50"),
         ("diloco --merge-alpha 1", "--merge-alpha 1: give a number from 0 to less than 1"),
-        ("diloco --outer-momentum -0.5", "--outer-momentum -0.5"),
         ("diloco --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
         ("hybrid --sync-every 10", "add --outer diloco"),
         ("hybrid --outer diloco --steps 20", "--steps 20 with --sync-every 50"),
@@ -180,21 +167,8 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("hybrid --outer diloco --run-on", "--outer diloco with --run-on"),
         ("hybrid --run-on --report-every 2", "--report-every 2 with --run-on"),
         ("dp-ga --run-on --report-every 2", "--report-every 2 with --run-on"),
-        ("dp-ga --report-every 0", "--report-every 0"),
-        ("hybrid --report-every 0", "--report-every 0"),
-        ("dp-ga --save-every 0", "--save-every 0"),
-        ("dp-ga --keep 0", "--keep 0"),
-        ("dp-ga --record-gradients 0", "--record-gradients 0"),
-        ("dp-ga --repair --compare-every 0", "--compare-every 0"),
-        ("dp-ga --compress powersgd --powersgd-rank 0", "--powersgd-rank 0"),
-        ("dp-ga --compress topk --topk-share 0", "--topk-share 0"),
-        ("dp-wa --sync-every 0", "--sync-every 0"),
-        ("diloco --sync-every 0", "--sync-every 0"),
-        ("diloco --outer-lr 0", "--outer-lr 0"),
-        ("diloco --fragments 0", "--fragments 0"),
         ("hybrid --outer diloco --pp 1 --tp 2 --compress int4", "--compress int4 with --tp 2: "),
         # Scripts that train no Llama.
-        ("dist --shapes 8x8x8,8x0x8", "--shapes 8x0x8: "),
         ("mlp-ddp --train-size 5 --batch-size 2", "--train-size 5: a batch for each of 3 ranks takes 6 inputs"),
         ("dist --shapes 32769x1x32768", "give matrices of at most 1,073,741,824 numbers each"),
         (f"dist --shapes 1x{'9' * 5000}x1", "give matrices of at most 1,073,741,824 numbers each"),
@@ -207,7 +181,6 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("sentiment --world-size 4 --tp 1 --bsz 3", "--bsz 3"),
         ("sentiment --samples 8 --bsz 16", "--bsz 16: give at least a review for each"),
         ("sentiment --dropout 1", "--dropout 1"),
-        ("sentiment --data nowhere", "--data nowhere"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_rank_starts(

@@ -104,40 +104,38 @@ def test_the_work_for_loss_and_norm_is_begun_before_the_host_waits(tmp_path: Pat
     assert order == ["loss begun", "loss read"]
 
 
-def train_without_clipping(_: int, flags: list[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingRun, "clip", lambda *_: None)
-        train(0, RUNS["primer"][1], flags)
+@pytest.fixture
+def _script_does_not_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingRun, "clip", lambda *_: None)
 
 
+@pytest.mark.usefixtures("_script_does_not_clip")
 def test_a_script_that_does_not_clip_still_prints_each_loss(tmp_path: Path) -> None:
-    flags = [*RUNS["primer"][2].split(), "--clip-norm", ALWAYS, "--steps", "3", "--out", str(tmp_path)]
-    run_ranks(1, train_without_clipping, flags)
+    flags = [*RUNS["primer"][2].split(), "--clip-norm", ALWAYS, "--steps", "3"]
+    train_on(1, RUNS["primer"][1], tmp_path, *flags)
     lines = (tmp_path / "rank0.log").read_text().splitlines()
     assert [line.split()[0] for line in lines if line[0].isdigit()] == ["0", "1", "2"]
     assert len(losses(tmp_path)) == 3
 
 
-def diverge(rank: int, flags: list[str], layout: str = "tp", clips: bool = True) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        if not clips:
-            patch.setattr(TrainingRun, "clip", lambda *_: None)
-        with pytest.raises(NotFiniteError) as raised:
-            train(rank, RUNS[layout][1], flags)
+def diverge(rank: int, flags: list[str], layout: str) -> str:
+    with pytest.raises(NotFiniteError) as raised:
+        train(rank, RUNS[layout][1], flags)
     return str(raised.value)
 
 
+@pytest.mark.usefixtures("_script_does_not_clip")
 def test_a_script_that_does_not_clip_learns_of_a_loss_that_is_not_finite_before_the_update(tmp_path: Path) -> None:
     """The first tensor that is not finite is then an output; after the update, it would be a parameter."""
     flags = [*RUNS["primer"][2].split(), "--lr", "1e30", "--steps", "3", "--out", str(tmp_path)]
-    told = [run_ranks(1, diverge, [*flags, *more], "primer", False)[0] for more in ([], ["--clip-norm", "1e30"])]
+    told = [run_ranks(1, diverge, [*flags, *more], "primer")[0] for more in ([], ["--clip-norm", "1e30"])]
     assert told[0] == told[1]
     assert "the first non-finite tensor is the output of" in told[0]
 
 
 def test_a_loss_that_is_not_finite_is_named_before_the_norm(tmp_path: Path) -> None:
     flags = [*RUNS["tp"][2].split(), "--clip-norm", "1e30", "--lr", "1e30", "--steps", "3", "--out", str(tmp_path)]
-    ended = run_ranks(2, diverge, [*flags, "--master-port", str(free_port())])
+    ended = run_ranks(2, diverge, [*flags, "--master-port", str(free_port())], "tp")
     assert ended[0] == ended[1]
     assert re.match(r"the loss of step 1 is nan: the first non-finite tensor is the ", ended[0]), ended[0]
 

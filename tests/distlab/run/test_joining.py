@@ -203,39 +203,39 @@ def test_all_ranks_read_the_revision_that_rank_0_has(data: str, tmp_path: Path) 
     assert "its revision abc is not cached: HF_HUB_OFFLINE is set" in told[2]
 
 
+class AskedError(Exception):
+    """What a device was asked for: its type, and the number of ranks here."""
+
+
+@pytest.fixture
+def _asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(name: str, ranks_here: int) -> str:
+        raise AskedError(name, ranks_here)
+
+    monkeypatch.setattr("distlab.machine.devices.pick_device_type", note)
+
+
+@pytest.mark.usefixtures("_asks")
 @pytest.mark.parametrize(("gpus", "device_type"), [(["x"], "cuda"), ([], "cpu")])
 def test_a_spare_computes_on_the_device_of_the_rank_before_it(
     gpus: list[str], device_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class AskedError(Exception):
-        pass
-
-    def note(name: str, ranks_here: int) -> str:
-        raise AskedError(name, ranks_here)
-
     store = dist.HashStore()
     store.set("verdict", '{"decided": {}}')
     for rank in range(3):
         store.set(f"place/{rank}", json.dumps(["here", gpus]))
     monkeypatch.setattr("distlab.rendezvous.ranks.open_store", lambda *_: store)
-    monkeypatch.setattr("distlab.machine.devices.pick_device_type", note)
     with pytest.raises(AskedError, match=rf"\('{device_type}', 3\)"):
         join_late(parse(DataParallelSettings(), "", ["1", "--world-size", "3"]), LAB / DAPPLE)
 
 
+@pytest.mark.usefixtures("_asks")
 @pytest.mark.parametrize(("address", "here"), [("localhost", 3), ("10.0.0.9", 1)])
 def test_ranks_without_a_launcher_are_all_on_the_host_of_rank_0_if_that_is_this_one(
     address: str, here: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class AskedError(Exception):
-        pass
-
-    def note(_: str, ranks_here: int) -> str:
-        raise AskedError(ranks_here)
-
-    monkeypatch.setattr("distlab.machine.devices.pick_device_type", note)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with pytest.raises(AskedError, match=f"^{here}$"):
+    with pytest.raises(AskedError, match=rf", {here}\)$"):
         join(parse(DataParallelSettings(), "", ["1", "--world-size", "3", "--master-addr", address]), LAB / DAPPLE)
 
 
