@@ -10,7 +10,6 @@ from support.chapters import train_on
 from distlab.comm.recorder import Recorder
 from distlab.machine.saved_activations import SavedActivations
 from distlab.reports import memory
-from distlab_figures.runs import holdings
 from simplellm.errors import InputError
 
 SCRIPT = "PP/schedules/intro_PP_schedules.py"
@@ -68,6 +67,8 @@ def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_p
     earlier = {"parameters": 1, "gradients": 2, "optimizer state": 3, "activations": 4}
     (tmp_path / "memory.json").write_text(json.dumps([earlier]))
     assert memory.read_largest(tmp_path) == [1, 2, 3, 0, 0, 4], "of a run before there were further kinds"
+    with pytest.raises(InputError, match="there are no memory counts of a run"):
+        memory.read_largest(tmp_path / "nothing")
 
 
 def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
@@ -125,7 +126,3 @@ def test_a_run_says_what_its_ranks_hold(ranks: int, flags: str, tmp_path: Path) 
         assert by_rank[rank]["activations"] > 0
     [head] = [line for line in (tmp_path / "rank0.log").read_text().splitlines() if line.startswith("# memory, MB")]
     assert ("copy to undo" in head) == (flags == INTERLEAVED)
-    holdings(tmp_path / "held.png", [f"run={tmp_path}"])
-    assert (tmp_path / "held.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(InputError, match="there are no memory counts of a run"):
-        holdings(tmp_path / "none.png", [f"run={tmp_path / 'nothing'}"])

@@ -28,7 +28,6 @@ from simplellm.errors import InputError
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
-BUILDS_OPTIMIZER = "    optimizer = run.optimizer("  # in a pipeline's script
 PRIMER = "primer/intro.py"
 BUSY = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
 SHAPE = [*MODEL, "--data", "sample", "--lr", "0.1", "--optimizer", "sgd"]
@@ -133,6 +132,15 @@ def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> 
     assert set(marked(TrainSettings(), ResumePolicy.MODEL)) == {"dmodel", "num_heads", "hidden_dim", "n_layers"}
 
 
+def broken(folder: Path, script: str, lines: str) -> Path:
+    """A copy of a pipeline's script, in which these lines do something to its stage before it has an optimizer."""
+    text, builds_optimizer = (LAB / script).read_text(), "    optimizer = run.optimizer("
+    assert builds_optimizer in text
+    begin = "    import os, torch\n    from distlab.run import not_finite\n    ((stage, net),) = nets.items()\n"
+    (folder / "broken.py").write_text(text.replace(builds_optimizer, f"{begin}{lines}{builds_optimizer}"))
+    return folder / "broken.py"
+
+
 @pytest.mark.parametrize(
     ("where", "name"),
     [
@@ -147,9 +155,7 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
 
     Of gradients, that of the later stage, from which the backward pass comes.
     """
-    script = tmp_path / "broken.py"
-    text = (LAB / "hybrid/intro_hybrid.py").read_text()
-    broken = {
+    change = {
         "parameter of both stages": "layer.mlp.up_proj.weight.data.fill_(torch.nan)",
         "output of stage 0, parameter of stage 1": (
             "layer.mlp.up_proj.weight.data.fill_(torch.nan) if stage else "
@@ -161,10 +167,8 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
             "layer.mlp.register_forward_hook(lambda m, i, o, calls=calls: o * next(calls))"
         ),
     }[where]
-    assert BUILDS_OPTIMIZER in text
-    lines = "    import torch\n\n    ((stage, net),) = nets.items()\n"
-    lines += f"    for layer in net.model.layers.values():\n        {broken}\n"
-    script.write_text(text.replace(BUILDS_OPTIMIZER, f"{lines}{BUILDS_OPTIMIZER}"))
+    lines = f"    for layer in net.model.layers.values():\n        {change}\n"
+    script = broken(tmp_path, "hybrid/intro_hybrid.py", lines)
     flags = "--dp 2 --pp 2 --layers-per-stage 1,1 --batch-size 3 --micro-batches 3 --steps 2 --clip-norm 1".split()
     with terminals(script, 4, tmp_path, *SHAPE, *flags) as ranks:
         ended = [rank.finish(60) for rank in ranks]
@@ -185,14 +189,11 @@ def test_a_ranks_share_of_a_loss_stays_beside_the_sum(monkeypatch: pytest.Monkey
 
 def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_path: Path) -> None:
     """One stage is gone when the others look: the wait that fails is none of a validation."""
-    script = tmp_path / "broken.py"
-    text = (LAB / "PP/schedules/intro_PP_schedules.py").read_text()
     lines = (
-        "    import os, torch\n    from distlab.run import not_finite\n    ((stage, net),) = nets.items()\n"
         "    if stage:\n        next(net.parameters()).data.fill_(torch.nan)\n"
         "    else:\n        not_finite.find_cause = lambda *_: os._exit(7)\n"
     )
-    script.write_text(text.replace(BUILDS_OPTIMIZER, f"{lines}{BUILDS_OPTIMIZER}"))
+    script = broken(tmp_path, "PP/schedules/intro_PP_schedules.py", lines)
     flags = "--world-size 2 --batch-size 1 --micro-batches 1 --steps 2 --timeout 5".split()
     with terminals(script, 2, tmp_path, *SHAPE, *flags) as ranks:
         ended = [rank.finish(60) for rank in ranks]

@@ -165,10 +165,7 @@ def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> No
 
 
 def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
-    script, flags = (
-        "DP/weight_aggr/intro_DP_WA.py",
-        [*TRAINING, *"--world-size 2 --batch-size 1 --sync-every 2".split()],
-    )
+    script, flags = LAYOUTS["dp-wa"][1], [*TRAINING, *"--world-size 2 --batch-size 1 --sync-every 2".split()]
     expected_parameters, _, expected = train_on(2, script, tmp_path / "a", *flags, "--save-every", "2")
     resume = ["--resume", str(half_way(tmp_path / "a"))]
     parameters, _, own = train_on(2, script, tmp_path / "b", *flags, *resume)
