@@ -161,6 +161,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("diloco --merge-alpha 1", "--merge-alpha 1: give a number from 0 to less than 1"),
         ("diloco --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
         ("hybrid --sync-every 10", "add --outer diloco"),
+        ("hybrid --outer diloco --sync-every 0", "--sync-every 0: must be greater than 0"),
         ("hybrid --outer diloco --steps 20", "--steps 20 with --sync-every 50"),
         ("hybrid --outer diloco --clip-norm 1", "--clip-norm 1: each rank has gradients of its own"),
         ("hybrid --outer diloco --shard optimizer", "--outer diloco with --shard optimizer"),
