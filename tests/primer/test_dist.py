@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import LAB, free_port, process_group, run_ranks
+from support.processes import LAB, free_port, process_group, run_group, run_ranks
 from support.terminals import fork_launcher
 from torch import Tensor
 
+from distlab.comm.context import context_of
 from distlab.comm.waits import TrafficError
 
 sys.path.append(str(LAB))
@@ -19,7 +20,6 @@ from primer.dist import DTYPES, Matrix, par_matmul_by_reduction, par_matmul_by_r
 
 SHAPES = [(7, 5, 3), (3, 16, 5), (1, 1, 1), (2, 1, 9), (1, 6, 1), (64, 33, 17), (0, 3, 2), (3, 0, 2), (3, 2, 0)]
 PRODUCTS = [par_matmul_by_row, par_matmul_by_reduction]
-DEADLINE = 60
 
 
 def draw(rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -44,16 +44,15 @@ def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         yield a[:1, :1].expand(4, 6), b[:6]
 
 
-def multiply_all(rank: int, world_size: int, port: int) -> list[tuple[Matrix, Tensor]]:
+def multiply_all(rank: int) -> list[tuple[Matrix, Tensor]]:
     """Both products of all pairs, as this rank has them."""
-    with process_group(rank, world_size, port):
-        results = []
-        for a, b in pairs():
-            given = (a, b) if rank == 0 else (None, None)
-            before = a.clone(), b.clone()
-            results.append((par_matmul_by_row(*given), par_matmul_by_reduction(*given)))
-            assert torch.equal(a, before[0])
-            assert torch.equal(b, before[1])
+    results = []
+    for a, b in pairs():
+        given = (a, b) if rank == 0 else (None, None)
+        before = a.clone(), b.clone()
+        results.append((par_matmul_by_row(*given), par_matmul_by_reduction(*given)))
+        assert torch.equal(a, before[0])
+        assert torch.equal(b, before[1])
     return results
 
 
@@ -70,7 +69,7 @@ def assert_is_the_product(c: Matrix, a: Tensor, b: Tensor) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_equals_the_product_of_one_process(world_size: int) -> None:
-    results = run_ranks(world_size, multiply_all, world_size, free_port(), deadline=DEADLINE)
+    results = run_group(world_size, multiply_all)
     for index, (a, b) in enumerate(pairs()):
         by_row = [own[index][0] for own in results]
         assert_is_the_product(by_row[0], a, b)
@@ -96,34 +95,32 @@ MISFITS = [
 ]
 
 
-def misfit_all(rank: int, world_size: int, port: int) -> Matrix:
+def misfit_all(rank: int) -> Matrix:
     """Every rank gets the same error at once; the product that fits, afterwards, finds no message of theirs."""
-    with process_group(rank, world_size, port):
-        for a, b, sentence in MISFITS:
-            for product in PRODUCTS:
-                with pytest.raises(ValueError, match=sentence):
-                    product(*(a, b) if rank == 0 else (None, None))
-        return par_matmul_by_reduction(*(ZEROS + 1, ZEROS.T + 1) if rank == 0 else (None, None))
+    for a, b, sentence in MISFITS:
+        for product in PRODUCTS:
+            with pytest.raises(ValueError, match=sentence):
+                product(*(a, b) if rank == 0 else (None, None))
+    return par_matmul_by_reduction(*(ZEROS + 1, ZEROS.T + 1) if rank == 0 else (None, None))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_matrices_that_do_not_fit_are_an_error_on_all_ranks(world_size: int) -> None:
-    for c in run_ranks(world_size, misfit_all, world_size, free_port(), deadline=DEADLINE):
+    for c in run_group(world_size, misfit_all):
         assert torch.equal(c, torch.full((3, 3), 4.0))
 
 
-def count_bytes(rank: int, world_size: int, port: int) -> list[dict[str, int]]:
-    counts = []
-    with process_group(rank, world_size, port) as context:
-        for product in PRODUCTS:
-            context.ledger.sent_bytes.clear()
-            product(*(torch.ones(6, 12), torch.ones(12, 3)) if rank == 0 else (None, None))
-            counts.append({kind: sent for kind, sent in context.ledger.sent_bytes.items() if sent})
+def count_bytes(rank: int) -> list[dict[str, int]]:
+    counts, sent_bytes = [], context_of().ledger.sent_bytes
+    for product in PRODUCTS:
+        sent_bytes.clear()
+        product(*(torch.ones(6, 12), torch.ones(12, 3)) if rank == 0 else (None, None))
+        counts.append({kind: sent for kind, sent in sent_bytes.items() if sent})
     return counts
 
 
 def test_what_each_rank_sends() -> None:
-    first, *others = run_ranks(3, count_bytes, 3, free_port(), deadline=DEADLINE)
+    first, *others = run_group(3, count_bytes)
     a, b, c, shapes = 4 * 6 * 12, 4 * 12 * 3, 4 * 6 * 3, 64
     by_row = {"shapes": shapes, "A": a * 2 // 3, "B": b}
     by_reduction = {"shapes": shapes, "A": a * 2 // 3, "B": b * 2 // 3, "C": 2 * c * 2 // 3}

@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapters import MODEL, TRAINING, load, losses, train
-from support.processes import free_port, process_group, run_ranks
+from support.processes import free_port, process_group, run_group, run_ranks
 from support.terminals import fork_launcher
 from torch import Tensor
 
 from distlab.checkpoints import saving
 from distlab.checkpoints.format import RECORD, checksum_of, latest_valid, place_of
 from distlab.comm import together as rounds
+from distlab.comm.context import context_of
 from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
@@ -141,43 +142,41 @@ def test_a_rank_that_loses_another_ends_its_own_work_first(monkeypatch: pytest.M
         together("the test's work", sys.exit)
 
 
-def tell(rank: int, port: int, text_of: Callable[[int], str]) -> list[str]:
-    with process_group(rank, 3, port) as context:
-        told = texts_of_all(text_of(rank), "the test's texts")
-        assert {*context.ledger.sent_bytes} == {"control"}
-        return told
+def tell(rank: int, text_of: Callable[[int], str]) -> list[str]:
+    told = texts_of_all(text_of(rank), "the test's texts")
+    assert {*context_of().ledger.sent_bytes} == {"control"}
+    return told
 
 
 @pytest.mark.parametrize("text_of", [lambda _: "", "from rank {}".format, lambda rank: "ü \0" * rank])
 def test_texts_of_all_ranks(text_of: Callable[[int], str]) -> None:
-    assert run_ranks(3, tell, free_port(), text_of) == [[text_of(rank) for rank in range(3)]] * 3
+    assert run_group(3, tell, text_of) == [[text_of(rank) for rank in range(3)]] * 3
 
 
-def sees_only_its_own_files(rank: int, out: Path, port: int) -> str:
+def sees_only_its_own_files(rank: int, out: Path) -> str:
     """As two machines do without a shared folder: rank 1 writes somewhere else."""
-    with process_group(rank, 2, port):
-        own = out if rank == 0 else out / "elsewhere"
-        tensors = {f"weight {rank}": torch.ones(3), "both": torch.ones(2)}
-        record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
-        try:
-            saving.save(own, tensors, record, b"", keep=1)
-        except InputError as error:
-            return str(error)
-        return ""
+    own = out if rank == 0 else out / "elsewhere"
+    tensors = {f"weight {rank}": torch.ones(3), "both": torch.ones(2)}
+    record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
+    try:
+        saving.save(own, tensors, record, b"", keep=1)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
-    sentences = run_ranks(2, sees_only_its_own_files, tmp_path, free_port())
+    sentences = run_group(2, sees_only_its_own_files, tmp_path)
     assert sentences[0] == f"--out {tmp_path}: files of some ranks are missing; give a folder that all machines share"
     assert not (tmp_path / "checkpoints" / "step-00000001").exists()
 
 
-def resume_from_own_files(rank: int, runs: list[Path], port: int) -> tuple[int, str]:
+def resume_from_own_files(rank: int, runs: list[Path]) -> tuple[int, str]:
     """As two machines do without a shared folder, each of which has checkpoints of steps 2 and 4."""
     flags = ["--resume", str(runs[0]), "--world-size", "2", "--steps", "6"]
     settings = parse(load("DP/gradient_aggr/intro_DP_GA.py").DEFAULTS, "", flags)
     folders = [str(place_of(runs[rank], step)) for step in (4, 2)]
-    with process_group(rank, 2, port), contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
         own = Checkpointer(settings, runs[0] / "further", rank, {"data_identity": None, CANDIDATES: folders})
         return own.first_step, said.getvalue()
 
@@ -186,12 +185,12 @@ def test_a_checkpoint_that_differs_between_hosts_is_skipped(saved: Path, tmp_pat
     other = tmp_path / "of another host"
     shutil.copytree(saved, other)
     skipped = "# skipped a checkpoint: step-00000004: {}\n".format
-    assert run_ranks(2, resume_from_own_files, [saved, other], free_port()) == [(4, ""), (4, "")]
+    assert run_group(2, resume_from_own_files, [saved, other]) == [(4, ""), (4, "")]
     path = place_of(other, 4) / RECORD
     record = json.loads(path.read_text()) | {"torch": "of another run"}
     del record["sha256"]
     path.write_text(json.dumps(record | {"sha256": checksum_of(record)}))
-    found = run_ranks(2, resume_from_own_files, [saved, other], free_port())
+    found = run_group(2, resume_from_own_files, [saved, other])
     assert found == [(2, skipped("its record differs between hosts")), (2, "")]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 
 from distlab.axes.grid import Grid
 from distlab.comm.waits import TrafficError
@@ -19,16 +19,15 @@ from simplellm.errors import InputError
 pytestmark = pytest.mark.quick
 
 
-def compare(rank: int, port: int, checksums: list[int]) -> str:
+def compare(rank: int, checksums: list[int]) -> str:
     """What a rank with one of these checksums finds."""
     joined: Any = SimpleNamespace(grid=Grid(rank, {"dp": len(checksums)}), store=dist.HashStore())
     repair = Repair(joined, timeout_seconds=20, first_step=0)
     repair.state = SimpleNamespace(checksum=lambda: checksums[rank])  # type: ignore[assignment]
-    with process_group(rank, len(checksums), port):
-        try:
-            repair.compare()
-        except ChangedError as error:
-            return str(error)
+    try:
+        repair.compare()
+    except ChangedError as error:
+        return str(error)
     return "equal"
 
 
@@ -51,7 +50,7 @@ NOBODY = "the weights of ranks 0 and 1 differ, and nobody knows which are right;
     [([7, 7, 8], ["equal", "equal", OWN]), ([7, 8], [NOBODY] * 2), ([7, 7], ["equal"] * 2)],
 )
 def test_the_rank_that_differs_from_most_has_changed(checksums: list[int], found: list[str]) -> None:
-    assert run_ranks(len(checksums), compare, free_port(), checksums) == found
+    assert run_group(len(checksums), compare, checksums) == found
 
 
 def test_a_rank_that_does_not_take_part_in_a_repair_is_named() -> None:

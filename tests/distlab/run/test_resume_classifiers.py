@@ -88,16 +88,13 @@ def content(checkpoint: Path) -> dict[str, list[bytes]]:
     return {name: sorted(file[name].numpy().tobytes() for file in files if name in file) for name in names}
 
 
+@sentiment_ranks.in_a_fork
 def settings_of(layout: str, *flags: str | Path) -> Any:
     """What a script's flags come to, read in a fork."""
-
-    def work() -> Any:
-        try:
-            return vars(parse(load(LAYOUTS[layout][1]).DEFAULTS, "", ["0", *map(str, flags)]))
-        except InputError as error:
-            return str(error)
-
-    return sentiment_ranks.in_a_fork(work)
+    try:
+        return vars(parse(load(LAYOUTS[layout][1]).DEFAULTS, "", ["0", *map(str, flags)]))
+    except InputError as error:
+        return str(error)
 
 
 @pytest.mark.parametrize("layout", ["mlp-mydp", "sentiment dp tp"])
