@@ -78,7 +78,6 @@ return losses"""
 ADDED_UP = "total = {0}.contiguous().clone()\ntorch.distributed.all_reduce(total)\nreturn total"
 MEGATRON = "return x.view_as(x)", ADDED_UP.format("grad"), ADDED_UP.format("x"), "return grad"
 PLAIN: dict[str, str | tuple[str, ...]] = {
-    "dp-ga": "dist.all_reduce(gradients)\ngradients /= dist.get_world_size()",
     "hybrid": "for part in gradients.split(10_000):\n    dist.all_reduce(part, ReduceOp.AVG, replicas.group)",
     "pp-1f1b": SEND_AND_RECEIVE,
     "tp": MEGATRON,

@@ -133,7 +133,7 @@ says_who_has_no_core = pytest.mark.skipif(
 
 @says_who_has_no_core
 def test_a_wait_that_polls_on_a_busy_machine_is_a_wait(tmp_path: Path) -> None:
-    [report] = Submission(Path(__file__), tmp_path, Patience(still=1, longest=5)).run_ranks(1, poll_without_a_core)
+    [report] = Submission(Path(__file__), tmp_path, Patience(still=0.5, longest=5)).run_ranks(1, poll_without_a_core)
     assert report.sentences == ["waits"]
 
 

@@ -38,10 +38,7 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "--compress int4 --report-every 2 --dtype bfloat16",
         "outer gradients, gradients, keys and values, gradients of keys and values, loss",
     ),
-    "fragments": (
-        "streaming-diloco --sync-every 2 --fragments 2 --compress int8",
-        "outer gradients, loss",
-    ),
+    "fragments": ("streaming-diloco --sync-every 2 --fragments 2 --compress int8", "outer gradients, loss"),
     "averaged weights, resumed": (
         "dp-wa --sync-every 3 --save-every 3; dp-wa --sync-every 3 --resume RUN --steps 6",
         "weights, loss; weights, loss",

@@ -326,11 +326,7 @@ def measured_machine() -> Machine:
     kinds = [(1, 1, passes), (1, 2, slow), (2, 1, passes)]
     measured = tuple(Measured(SIZES, tp, threads, (1, 2), one, one, one) for tp, threads, one in kinds)
     reductions = AllReduce(2, "gloo", (8.0, 1e5), (1e-4, 2e-3)), AllReduce(2, "shared", (8.0, 1e5), (1e-4, 1e-3))
-    more = {
-        "waking": (Waking(0.0, 1e-4), Waking(1e-3, 2e-4)),
-        "message_seconds": 2e-5,
-        "optimizer_seconds": 1e-8,
-    }
+    more = {"waking": (Waking(0.0, 1e-4), Waking(1e-3, 2e-4)), "message_seconds": 2e-5, "optimizer_seconds": 1e-8}
     return cluster(
         device="cpu", cores_per_host=2, slowdown=(1.0, 1.3, 2.0), measured=measured, all_reduces=reductions, **more
     )

@@ -18,6 +18,7 @@ from distlab.subcommands import FUNCTIONS, run_subcommand
 from distlab_page.records import read
 from distlab_playground import lessons
 from distlab_playground.answers import Request, check, verdicts
+from distlab_playground.command import apps
 from distlab_playground.lessons import (
     LESSONS,
     Answers,
@@ -153,6 +154,14 @@ PREDICTED: dict[str, dict[str, float]] = {  # by hand, from what each lesson say
     "experts": {"messages": 4 * 2 * 2, "kilobytes": 16 * 32 * 32 * 4 / 1000, "load": 1},
     "faults": {"same": 0, "activations": 1 / 2},
 }
+
+
+@MARIMO
+def test_the_index_links_to_all_apps_and_lessons() -> None:
+    text, _ = outputs("index", None)
+    paths = [f"{path}/" for path, _ in apps() if path not in ("/", "/lesson")]
+    links = {*paths, *(f"/lesson/?name={each.name}" for each in all_lessons())}
+    assert {*re.findall(r'href="\.(/[^"]*)"', text)} == links
 
 
 def test_the_lessons_have_the_names_of_the_teaching_guide() -> None:

@@ -130,9 +130,7 @@ def test_a_missing_number_of_experts_is_told_by_the_field_of_its_kind(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"shared_expert": True}, {"router_scores": "sigmoid"}, LIKE_DEEPSEEK | {"qk_norm": True}],
-    ids=str,
+    "options", [{}, {"shared_expert": True}, {"router_scores": "sigmoid"}, LIKE_DEEPSEEK | {"qk_norm": True}], ids=str
 )
 def test_experts_that_transformers_does_not_have(options: dict[str, Any], tmp_path: Path) -> None:
     """The first has corrections."""

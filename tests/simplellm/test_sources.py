@@ -159,11 +159,7 @@ WANTED = r"give sample, tinystories, or the path of a \.txt, \.jsonl or \.parque
         ("late.jsonl", b'{"text": "a"}\n' * 200_000 + b'{"text": "\xff"}\n', r"line 200001 \(byte 2800010\) is not"),
         ("late_zero.txt", GOOD_LINES + b"\0\n", r"line 200001 \(byte 2200000\) has a NUL, "),
         ("cut.txt", GOOD_LINES + "é".encode()[:1], r"line 200001 \(byte 2200000\) is not UTF-8; "),
-        (
-            "bad.jsonl",
-            b"Once upon a time\n",
-            r'line 1 is not a JSON object with a string "text"; every line',
-        ),
+        ("bad.jsonl", b"Once upon a time\n", r'line 1 is not a JSON object with a string "text"; every line'),
         ("cut.jsonl", b'\n{"text": "a', "line 2 is not a JSON object"),
         ("list.jsonl", b"[1, 2]\n", "line 1 is not a JSON object"),
         ("string.jsonl", b'"text"\n', "line 1 is not a JSON object"),
@@ -171,11 +167,7 @@ WANTED = r"give sample, tinystories, or the path of a \.txt, \.jsonl or \.parque
         ("number.jsonl", b'{"text": 7}\n', "line 1 is not a JSON object"),
         ("half.jsonl", b'{"text": "\\ud83d"}\n', "line 1 is not a JSON object"),
         ("deep.jsonl", b"[" * 100_000, "line 1 is not a JSON object"),
-        (
-            "bad.parquet",
-            b"PAR1 nonsense PAR1",
-            r"is broken or not a Parquet file \(.*\); give a \.parquet",
-        ),
+        ("bad.parquet", b"PAR1 nonsense PAR1", r"is broken or not a Parquet file \(.*\); give a \.parquet"),
         ("empty.parquet", b"", "is broken or not a Parquet file"),
     ],
 )
@@ -206,10 +198,7 @@ def test_too_few_documents_for_validation(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        (
-            {"story": ["a"], "id": [1]},
-            'has no column "text", only story, id; give a .parquet',
-        ),
+        ({"story": ["a"], "id": [1]}, 'has no column "text", only story, id; give a .parquet'),
         ({"text": [1]}, 'the column "text" holds 1; it is to hold text'),
         ({"text": ["a", None]}, 'the column "text" holds None; it is to hold text'),
         ({"text": []}, "the file holds no document; give one with text in it"),

@@ -83,14 +83,14 @@ ATTEMPTS = {
         Attempt(
             "wrong-slice",
             "rank 0: linear.weight is the slice of rank 1",
-            changes={"chunk(pcomm.tp_degree, dim)[pcomm.tp_rank]": ("chunk(pcomm.tp_degree, dim)[-1 - pcomm.tp_rank]")},
+            changes={"chunk(pcomm.tp_degree, dim)[pcomm.tp_rank]": "chunk(pcomm.tp_degree, dim)[-1 - pcomm.tp_rank]"},
             only="ColWiseLinear",
         ),
         Attempt(
             "slice-drawn",
             "rank 1: linear.weight was drawn as a slice: ranks with one seed draw the same slice",
             changes={
-                "nn.Linear(in_dim, out_dim, bias=False)": ("nn.Linear(in_dim, out_dim // pcomm.tp_degree, bias=False)"),
+                "nn.Linear(in_dim, out_dim, bias=False)": "nn.Linear(in_dim, out_dim // pcomm.tp_degree, bias=False)",
                 "        keep_shard(self.linear, 0)\n": "",
             },
             only="ColWiseLinear",

@@ -13,10 +13,6 @@ BLOCKING = {
 ATTEMPTS = {
     "hybrid": [
         Attempt(
-            "summed", "added up over the 2 pipelines", changes={"gradients, ReduceOp.AVG": "gradients, ReduceOp.SUM"}
-        ),
-        Attempt("deadlock", "waits", "dist.all_reduce(gradients, group=replicas.group if dist.get_rank() else None)"),
-        Attempt(
             "rank-missing",
             "pipeline 1's share was lost",
             "gradients *= 1 - replicas.rank\ndist.all_reduce(gradients, ReduceOp.AVG, replicas.group)",

@@ -14,7 +14,6 @@ EVERY_SECOND_STEP = next(trial for trial in EXERCISES["dp-wa"].trials if trial.s
 
 ATTEMPTS = {
     "dp-ga": [
-        Attempt("divided-twice", "1/2 of what it should be", MEAN.replace("SUM", "AVG")),
         Attempt(  # right, and some averaged again
             "",
             "gradients and weights: 1.2 times the bytes that are needed",
@@ -72,12 +71,6 @@ ATTEMPTS = {
             changes={"    run.track(": "    net.model.norm.weight.requires_grad_(False)\n    run.track("},
         ),
         Attempt(
-            "last-micro-batch",
-            "the last micro-batch alone",
-            MEAN,
-            changes={"            loss.backward()\n": ("            gradients.zero_()\n            loss.backward()\n")},
-        ),
-        Attempt(
             "changed-early",
             "step 0: something has changed the weights lm_head.weight on rank 1 before optimizer.step()",
             MEAN,
@@ -106,24 +99,6 @@ ATTEMPTS = {
             "weights-summed",
             "added up over the ranks",
             changes={"dist.all_reduce(weights, ReduceOp.AVG)": "dist.all_reduce(weights)"},
-        ),
-        Attempt(
-            "weights-divided-twice",
-            "divided by 2 twice",
-            changes={
-                "            dist.all_reduce(weights,": (
-                    "            weights /= dist.get_world_size()\n            dist.all_reduce(weights,"
-                )
-            },
-        ),
-        Attempt(
-            "rank-missing",
-            "rank 1's share was lost",
-            changes={
-                "        optimizer.step()\n": (
-                    "        if run.rank == 1:\n            optimizer.zero_grad()\n        optimizer.step()\n"
-                )
-            },
         ),
         Attempt(
             "sync-every",
