@@ -113,12 +113,13 @@ class Page:
 
     def wait_for(self, expression: str, deadline: float = 90) -> Any:
         """Return the value of an expression as soon as it is true."""
-        end = time.monotonic() + deadline
+        end, pause = time.monotonic() + deadline, 0.02
         while not (value := self.value(expression)):
             assert time.monotonic() < end, (
                 f"{expression}: {self.value('document.body.innerText')[-2000:]} {self.console}"
             )
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)  # a page that is asked all the time loads slowly
         return value
 
     def busy_seconds(self) -> float:
