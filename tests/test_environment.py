@@ -11,7 +11,7 @@ import threading
 import time
 import venv
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from support.processes import LAB, Ended, finish, start
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 
 NO_DRIVER = "has_driver() { false; }"  # this machine may have one
+MIRROR = "https://mirror.invalid/simple"
 CPU = "# torch: the CPU build, about 200 MB, from {index} ({why})"
 CUDA = "# torch: PyPI's CUDA build, about 3 GB with NVIDIA's libraries ({why})"
 
@@ -52,11 +53,14 @@ class Lab:
     path: Path
     programs: Path
 
-    def prepare(self, before: str = NO_DRIVER, **environment: str) -> Ended:
-        """Run `prepare requirements.txt`, after the shell commands `before`, to its end."""
-        script = f'set -euo pipefail; source environment.sh; {before}; prepare requirements.txt; echo "$python"'
-        path = f"{self.programs}:{os.environ['PATH']}"
+    def shell(self, commands: str, **environment: str) -> Ended:
+        """Run shell commands that use the functions of environment.sh, to their end."""
+        script, path = f"set -euo pipefail; source environment.sh; {commands}", f"{self.programs}:{os.environ['PATH']}"
         return finish(start("bash", "-c", script, cwd=self.path, PATH=path, no_proxy="127.0.0.1", **environment))
+
+    def prepare(self, before: str = NO_DRIVER, **environment: str) -> Ended:
+        """Run `prepare requirements.txt`, after the shell commands `before`."""
+        return self.shell(f'{before}; prepare requirements.txt; echo "$python"', **environment)
 
     def installed(self) -> list[list[str]]:
         """What pip was told to install, call by call, without the flags that say how."""
@@ -147,31 +151,17 @@ def torch_lines(ended: Ended) -> list[str]:
     return [line for line in ended.err.splitlines() if line.startswith("# torch")]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "why"),
-    [("", "there is no NVIDIA driver; LAB_TORCH=cuda takes PyPI's CUDA build"), ("cpu", "as LAB_TORCH says")],
-)
-def test_the_cpu_build_comes_from_pytorchs_index_and_all_else_does_not(
-    chosen: str, why: str, lab: Lab, index: Index
-) -> None:
-    """It can be chosen where there is a driver, and where pip is configured."""
-    configured = {"PIP_INDEX_URL": "https://mirror.invalid/simple"} if chosen else {}
-    if chosen:
-        add_program(lab, "nvidia-smi", "exit 9")
-    before = "true" if chosen else NO_DRIVER
-    ended = lab.prepare(before, LAB_TORCH=chosen, LAB_TORCH_INDEX=index.url, **configured)
-    assert ended.status == 0, ended.err
-    assert torch_lines(ended) == [CPU.format(index=index.url, why=why)]
-    assert lab.installed() == [["--index-url", index.url, "--no-deps", "torch==2.13.0"], lab.rest]
-    assert any(path.endswith(".whl") for path in index.requests)
-    assert all(path.startswith("/torch/") for path in index.requests), "nothing else was looked for there"
-
-
-def test_the_cpu_build_is_the_exact_version_and_is_not_installed_twice(lab: Lab, index: Index) -> None:
+def test_the_cpu_build_comes_from_pytorchs_index_and_all_else_does_not(lab: Lab, index: Index) -> None:
+    """The exact version, which is not installed twice."""
     failed = lab.prepare(LAB_TORCH_INDEX=index.url, FAILURE="no room")
     assert failed.status == 1
     sentence = "# pip could not install requirements.txt, for the reason above; run the command again to continue"
     assert failed.err.splitlines()[-2:] == ["no room", sentence]
+    why = "there is no NVIDIA driver; LAB_TORCH=cuda takes PyPI's CUDA build"
+    assert torch_lines(failed) == [CPU.format(index=index.url, why=why)]
+    assert lab.installed() == [["--index-url", index.url, "--no-deps", "torch==2.13.0"], lab.rest]
+    assert any(path.endswith(".whl") for path in index.requests)
+    assert all(path.startswith("/torch/") for path in index.requests), "nothing else was looked for there"
     python = lab.path / ".venv/bin/python"
     version = 'from importlib.metadata import version; print(version("torch"))'
     assert subprocess.check_output([python, "-c", version], text=True, timeout=60) == "2.13.0+cpu\n"
@@ -184,6 +174,16 @@ def test_the_cpu_build_is_the_exact_version_and_is_not_installed_twice(lab: Lab,
     assert torch_lines(again) == []
     assert lab.installed()[2:] == [lab.rest]
     assert not index.requests
+
+
+def test_the_cpu_build_can_be_chosen_where_there_is_a_driver_and_where_pip_is_configured(
+    lab: Lab, index: Index
+) -> None:
+    add_program(lab, "nvidia-smi", "exit 9")
+    ended = lab.prepare("true", LAB_TORCH="cpu", LAB_TORCH_INDEX=index.url, PIP_INDEX_URL=MIRROR)
+    assert ended.status == 0, ended.err
+    assert torch_lines(ended) == [CPU.format(index=index.url, why="as LAB_TORCH says")]
+    assert lab.installed() == [["--index-url", index.url, "--no-deps", "torch==2.13.0"], lab.rest]
 
 
 def test_what_another_launch_installs_is_waited_for_and_not_installed_again(lab: Lab) -> None:
@@ -203,33 +203,26 @@ def test_the_playground_is_installed_when_it_is_asked_for(lab: Lab) -> None:
     assert lab.installed() == [lab.rest, ["-r", str(lab.path / "requirements-playground.txt"), *lab.rest[2:]]]
 
 
-@pytest.mark.parametrize("chosen", ["", "cuda"])
-def test_with_a_driver_or_by_choice_torch_comes_from_pypi(chosen: str, lab: Lab, index: Index) -> None:
-    if not chosen:
-        add_program(lab, "nvidia-smi", "exit 9")
-    ended = lab.prepare(before=NO_DRIVER if chosen else "true", LAB_TORCH=chosen, LAB_TORCH_INDEX=index.url)
+def test_with_a_driver_torch_comes_from_pypi(lab: Lab, index: Index) -> None:
+    add_program(lab, "nvidia-smi", "exit 9")
+    ended = lab.prepare("true", LAB_TORCH_INDEX=index.url)
     assert ended.status == 0, ended.err
-    by_itself = "there is an NVIDIA driver; LAB_TORCH=cpu takes the CPU build, about 200 MB"
-    assert torch_lines(ended) == [CUDA.format(why="as LAB_TORCH says" if chosen else by_itself)]
+    why = "there is an NVIDIA driver; LAB_TORCH=cpu takes the CPU build, about 200 MB"
+    assert torch_lines(ended) == [CUDA.format(why=why)]
     assert lab.installed() == [lab.rest]
     assert not index.requests
 
 
-def test_an_index_that_is_silent_is_not_waited_for(lab: Lab, silent: Index) -> None:
-    started = time.monotonic()
-    ended = lab.prepare(LAB_TORCH_INDEX=silent.url)
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_an_index_that_is_silent_or_without_torch_does_not_count(
+    is_silent: bool, lab: Lab, silent: Index, index: Index
+) -> None:
+    url, started = silent.url if is_silent else f"{index.url}/elsewhere", time.monotonic()
+    ended = lab.prepare(LAB_TORCH_INDEX=url)
     assert time.monotonic() - started < 20, "two seconds, and what a busy machine adds"
     assert ended.status == 0, ended.err
-    why = f"there is no NVIDIA driver, but {silent.url}, which has CPU builds, does not answer"
+    why = f"there is no NVIDIA driver, but {url}, which has CPU builds, does not answer"
     assert torch_lines(ended) == [CUDA.format(why=why)]
-    assert lab.installed() == [lab.rest]
-
-
-def test_an_index_without_torch_does_not_count(lab: Lab, index: Index) -> None:
-    ended = lab.prepare(LAB_TORCH_INDEX=f"{index.url}/elsewhere")
-    assert ended.status == 0, ended.err
-    assert len(torch_lines(ended)) == 1
-    assert f"{index.url}/elsewhere, which has CPU builds, does not answer" in ended.err
     assert lab.installed() == [lab.rest]
 
 
@@ -244,31 +237,20 @@ def test_an_index_without_this_version_ends_in_a_sentence(lab: Lab, tmp_path: Pa
     assert len(lab.installed()) == 1, "three gigabytes are not fetched unasked"
 
 
-def from_a_file(lab: Lab) -> dict[str, str]:
+def test_where_pip_is_configured_torch_comes_from_there(lab: Lab, index: Index) -> None:
     settings = lab.path / "pip.conf"
-    settings.write_text("[install]\nindex_url = https://mirror.invalid/simple\n")
-    return {"PIP_CONFIG_FILE": str(settings)}
-
-
-@pytest.mark.parametrize(
-    "configured",
-    [
-        lambda _: {"PIP_INDEX_URL": "https://mirror.invalid/simple"},
-        lambda _: {"PIP_EXTRA_INDEX_URL": "https://mirror.invalid/simple"},
-        lambda _: {"PIP_FIND_LINKS": "/wheels"},
-        lambda _: {"PIP_NO_INDEX": "1"},
-        from_a_file,
-    ],
-    ids=["index", "extra-index", "folder", "offline", "file"],
-)
-def test_where_pip_is_configured_torch_comes_from_there(
-    configured: Callable[[Lab], dict[str, str]], lab: Lab, index: Index
-) -> None:
-    ended = lab.prepare(LAB_TORCH_INDEX=index.url, **configured(lab))
+    settings.write_text(f"[install]\nindex_url = {MIRROR}\n")
+    ended = lab.prepare(LAB_TORCH_INDEX=index.url, PIP_CONFIG_FILE=str(settings))
     assert ended.status == 0, ended.err
     assert torch_lines(ended) == []
     assert lab.installed() == [lab.rest]
     assert not index.requests
+
+
+def test_each_place_where_pip_is_told_to_look_counts(lab: Lab) -> None:
+    places = {"INDEX_URL": MIRROR, "EXTRA_INDEX_URL": MIRROR, "FIND_LINKS": "/wheels", "NO_INDEX": "1"}
+    for name, value in places.items():
+        assert lab.shell("python=python3; has_indexes", **{f"PIP_{name}": value}).status == 0, name
 
 
 def test_elsewhere_than_on_linux_pypis_torch_is_taken_without_a_word(lab: Lab, index: Index) -> None:
@@ -281,9 +263,11 @@ def test_elsewhere_than_on_linux_pypis_torch_is_taken_without_a_word(lab: Lab, i
 
 
 def test_an_environment_is_checked_whatever_python_leaves_out(lab: Lab) -> None:
-    """Under PYTHONOPTIMIZE no assertion holds, and there are no docstrings."""
+    """Under PYTHONOPTIMIZE no assertion holds, and there are no docstrings. The CUDA build may be chosen anywhere."""
     ended = lab.prepare(PYTHONOPTIMIZE="2", LAB_TORCH="cuda")
     assert ended.status == 0, ended.err
+    assert torch_lines(ended) == [CUDA.format(why="as LAB_TORCH says")]
+    assert lab.installed() == [lab.rest]
     assert ended.out.strip() == str(lab.path / ".venv/bin/python")
 
 

@@ -16,7 +16,7 @@ sys.path.append(str(LAB))
 from PP.deadlock import intro_deadlock as lesson
 
 SCRIPT = "PP/deadlock/intro_deadlock.py"
-TIMEOUT = 3
+TIMEOUT = 2
 CASES = {  # what the pictures say, and the cycle
     "both-send": (["rank 0  waits to send the tensor  -> rank 1", "rank 1  waits to send the tensor  -> rank 0"], 1),
     "order": (

@@ -1,35 +1,56 @@
 """The chapter on collectives as a reader runs it."""
 
+import functools
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
 from distlab.comm.link import Link
+from distlab.launching.local_ranks import temporary_folder
 from distlab_planner.collective_model import CostModel, predict_collective
+from distlab_planner.collective_probes import fit_costs
 
 PLAIN = "collectives/intro_collectives.py"
 COSTS = CostModel(Link(0, math.inf), math.inf, math.inf)  # messages are counted, not timed
 
 
-def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> None:
-    flags = "--world-size 3 --sizes 1 300000 --rounds 2".split()
-    ended = fork_launcher("compare-collectives", *flags, "--out", tmp_path).finish(90)
-    assert ended.status == 0, ended.err
-    assert all(line.startswith("#") for line in ended.out.splitlines())
-    rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module", autouse=True)
+def _calibrated_soon() -> Iterator[None]:
+    """Costs are fitted to one round of each probe: no test is about their values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_costs, "__defaults__", (1,))
+        yield
+
+
+@functools.cache
+def compared(rounds: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """What three ranks print that compare collectives of two sizes, and the rows."""
+    with temporary_folder() as out:
+        flags = ["--world-size", 3, "--sizes", 1, 300_000, "--rounds", rounds, "--out", out]
+        ended = fork_launcher("compare-collectives", *flags).finish(90)
+        assert ended.status == 0, ended.err
+        assert (out / "collectives.png").stat().st_size > 10_000
+        rows = (out / "collectives.jsonl").read_text().splitlines()
+    return ended.out.splitlines(), [*map(json.loads, rows)]
+
+
+def test_every_topology_is_counted_predicted_and_measured() -> None:
+    lines, rows = compared(2)
+    assert all(line.startswith("#") for line in lines)
     assert len(rows) == 2 * (4 + 3 + 6 + 3 + 4 + 3 + 3)
     assert {row["size_bytes"] for row in rows} == {12, 300_000}
-    assert [line.split(":")[0] for line in ended.out.splitlines() if " µs each, " in line] == [
-        f"# {size} MB at a time" for size in (1, 4, 16)
-    ]
-    assert "# 12 B instead of 1 B, so that each rank has the same number of elements of 4 bytes\n" in ended.out
-    assert ended.out.count(" instead of ") == 1
-    assert sum(line.endswith("*") for line in ended.out.splitlines()) == 2 * 7, "the fastest of each size"
+    costs = [line.split(":")[0] for line in lines if " µs each, " in line]
+    assert costs == [f"# {size} MB at a time" for size in (1, 4, 16)]
+    rounded = [line for line in lines if " instead of " in line]
+    assert rounded == ["# 12 B instead of 1 B, so that each rank has the same number of elements of 4 bytes"]
+    assert sum(line.endswith("*") for line in lines) == 2 * 7, "the fastest of each size"
     for row in rows:
         assert row["measured_seconds"] > 0
         assert (row["predicted_seconds"] is None) == (row["topology"] in ("library", "shared"))
@@ -44,20 +65,17 @@ def test_every_topology_is_counted_predicted_and_measured(tmp_path: Path) -> Non
     assert busiest["all-reduce", "naive"] == (4, 1_200_000)
     assert busiest["all-reduce", "ring"] == (8, 800_000)
     assert busiest["gather", "naive"] == (2, 200_000)
-    assert (tmp_path / "collectives.png").stat().st_size > 10_000
 
 
-def test_the_librarys_collectives_are_gloos_own_which_the_lab_does_not_count(tmp_path: Path) -> None:
+def test_the_librarys_collectives_are_gloos_own_which_the_lab_does_not_count() -> None:
     """One more round is a barrier before each collective, and the messages of those by hand."""
-    counted = []
-    for rounds in (1, 2):
-        flags = ["--world-size", 2, "--sizes", 1000, "--rounds", rounds, "--out", tmp_path]
-        ended = fork_launcher("compare-collectives", *flags).finish(90)
-        counted += [int(count) for count in re.findall(r" of collectives by hand in (\d+) messages", ended.out)]
-    rows = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
-    by_hand = [(row["operation"], row["topology"], 1000, 2) for row in rows if row["predicted_seconds"] is not None]
-    messages = sum(predict_collective(*what, COSTS).counts[0].sends for what in by_hand)
-    assert counted[1] - counted[0] == len(rows) + messages
+    counts = [re.findall(r" of collectives by hand in (\d+) messages", " ".join(compared(n)[0])) for n in (1, 2)]
+    [before], [after] = counts
+    rows = compared(2)[1]
+    by_hand = [row for row in rows if row["predicted_seconds"] is not None]
+    calls = [(row["operation"], row["topology"], row["size_bytes"], 3) for row in by_hand]
+    messages = sum(predict_collective(*call, COSTS).counts[0].sends for call in calls)
+    assert int(after) - int(before) == len(rows) + messages
 
 
 def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:

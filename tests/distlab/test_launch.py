@@ -1,5 +1,6 @@
 """./launch.sh and the scripts' command lines, as a user meets them: what they print, how they end, what they leave."""
 
+import itertools
 import json
 import os
 import signal
@@ -187,7 +188,7 @@ def test_ending_the_launcher_leaves_no_process_behind(sent: signal.Signals, tmp_
 
 
 @pytest.mark.usefixtures("in_the_foreground")
-@pytest.mark.parametrize("after", [0.1, 0.25, 0.4, 1.0, 1.7])
+@pytest.mark.parametrize("after", [0.1, 0.4, 1.0, 1.7])
 def test_ctrl_c_while_it_starts_prints_no_traceback_and_is_not_lost(after: float, tmp_path: Path) -> None:
     """In launch.py's imports, in those of torch, in numpy's, which torch can do without, and while ranks start."""
     launcher = start("./launch.sh", "dp-ga", *TINY, "--steps", "1000000", "--out", tmp_path)
@@ -252,7 +253,8 @@ def test_a_model_that_tells_a_story_is_saved_at_the_end(
     for status in statuses:
         assert launch_command([*command, "--tell", "Once upon a time"]) == status
     args = ran[0]
-    assert args[len(args) - args[::-1].index("--save-every")] == ("7" if "save" in flags else "50")
+    every = [value for flag, value in itertools.pairwise(args) if flag == "--save-every"]
+    assert every == (["7"] if "save" in flags else ["50"])
     out = Path(args[args.index("--out") + 1])
     assert out == tmp_path / "kept" if "--out" in flags else out.parent == Path("runs/intro_DP_GA")
     assert told == ([] if "--nnodes" in flags else [(out, "Once upon a time")])
@@ -304,25 +306,6 @@ def test_a_script_says_which_one_runs_in_its_place(tmp_path: Path) -> None:
     ended = fork_python(GA, "0", *flags, "--compress", "topk").finish()
     assert ended.status == 0
     assert ended.out.startswith("# these flags are those of intro_DP_buckets.py, which runs now\n")
-
-
-def test_a_rank_that_is_missing_is_waited_for_until_the_timeout(tmp_path: Path) -> None:
-    flags = [*TINY, "--timeout", "2", "--master-port", str(free_port()), "--out", tmp_path, "--world-size", "2"]
-    alone = fork_python(GA, "0", *flags).finish()
-    assert alone.status == 2
-    assert "waiting for rank 1 to join" in alone.out
-    assert "waited 2 s for rank 1 to join" in alone.err.splitlines()[-1]
-    other = fork_python(GA, "1", *flags).finish()
-    assert other.status == 2
-    assert "rank 0 did not listen" in other.err.splitlines()[-1]
-
-
-def test_ranks_started_with_different_flags_both_end(tmp_path: Path) -> None:
-    flags = [*TINY, "--world-size", "2", "--master-port", str(free_port()), "--out", tmp_path]
-    ranks = [fork_python(GA, "0", *flags), fork_python(GA, "1", *flags, "--lr", "0.5")]
-    for ended in [rank.finish() for rank in ranks]:
-        assert ended.status == 2
-        assert "--lr: rank 0 was started with 0.0008, rank 1 with 0.5" in ended.err.splitlines()[-1]
 
 
 def test_quickstart_is_a_run_whose_model_tells_a_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

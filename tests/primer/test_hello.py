@@ -2,9 +2,10 @@
 
 import signal
 import socket
+from pathlib import Path
 
 import pytest
-from support.processes import free_port, wait_for
+from support.processes import LAB, free_port, wait_for
 from support.terminals import fork_launcher, fork_python
 
 SCRIPT = "primer/hello.py"
@@ -24,8 +25,12 @@ def test_ranks_send_receive_and_add_up(ranks: int) -> None:
     assert "rank 0 sent 12 B of send in 1 message" in ended.out
 
 
-def test_sends_that_wait_for_each_other_are_told_with_their_lines() -> None:
-    ended = fork_launcher("hello", "--deadlock").finish()
+def test_sends_that_wait_for_each_other_are_told_with_their_lines(tmp_path: Path) -> None:
+    """In 2 seconds, not in the script's 10."""
+    text, timeout = (LAB / SCRIPT).read_text(), "seconds=10 if args.deadlock"
+    assert timeout in text
+    (tmp_path / "hello.py").write_text(text.replace(timeout, "seconds=2 if args.deadlock"))
+    ended = fork_launcher(tmp_path / "hello.py", "--deadlock").finish()
     assert ended.status == 1
     assert "cycle: rank 0 -> rank 1 -> rank 0" in ended.out + ended.err
     assert (ended.out + ended.err).count("(hello.py line ") == 2

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Grid
-from distlab.collectives.algorithms import allreduce_ring
 from distlab.comm.context import Options, TransportName, context_of, during
 from distlab.comm.group import (
     all_gather_single,
@@ -96,18 +95,8 @@ def test_without_the_labs_backend_all_is_done_plainly() -> None:
     assert run_ranks(4, use_another_backend, free_port()) == [[f"rank {rank}" for rank in range(4)]] * 4
 
 
-def test_a_rank_alone_receives_its_own_tensors() -> None:
+def test_a_rank_alone_is_done_at_once_and_calls_what_follows_in_order() -> None:
     own = torch.tensor([1.0, 2.0])
-    outputs = [torch.zeros(2) for _ in range(8)]
-    all_gather_single(outputs[0], own)
-    reduce_scatter_single(outputs[1], own)
-    dist.all_to_all_single(outputs[2], own)
-    dist.all_gather([outputs[3]], own)
-    dist.gather(own, [outputs[4]])
-    dist.scatter(outputs[5], [own])
-    dist.all_to_all([outputs[6]], [own])
-    dist.reduce_scatter(outputs[7], [own])
-    assert [output.tolist() for output in outputs] == [[1.0, 2.0]] * 8
     with pytest.raises(ValueError, match=r"two dtypes, torch.float64 and torch.float32"):
         all_gather_single(torch.zeros(2, dtype=torch.float64), own)
     pending = dist.all_reduce(own, async_op=True)
@@ -153,25 +142,6 @@ def test_a_rank_alone_has_nobody_to_send_to() -> None:
         dist.isend(torch.ones(2), 0)
     with pytest.raises(ValueError, match="this group has one rank"):
         dist.irecv(torch.empty(2), 0)
-
-
-def count_by_hand(rank: int, port: int) -> tuple[dict[str, int], dict[str, int]]:
-    with process_group(rank, 2, port) as context:
-        with named("a", "a"):
-            allreduce_ring(torch.ones(10))
-        with named("b", "b"):
-            sent = dist.isend(torch.ones(3), 1 - rank)
-        received = torch.empty(3)
-        dist.recv(received, 1 - rank)
-        assert sent is not None
-        sent.wait()
-        return dict(context.ledger.sent_bytes), dict(context.ledger.messages)
-
-
-def test_handwritten_collectives_are_counted_message_by_message() -> None:
-    for sent_bytes, messages in run_ranks(2, count_by_hand, free_port()):
-        assert sent_bytes == {"a": 40, "b": 12}
-        assert messages == {"a": 2, "b": 1}
 
 
 def count_apart(rank: int, port: int) -> dict[str, int]:
@@ -220,22 +190,6 @@ def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
         assert sent_bytes == {"activations": 24}
         assert messages == {"activations": 3}
         assert waits_apart, "a wait for a message is none in a collective"
-
-
-def average_in_groups(rank: int, port: int) -> tuple[float, int, int]:
-    """Ranks 0 and 2 average, and ranks 1 and 3, then the second one sends; the mean, and the bytes sent by each."""
-    with process_group(rank, 4, port) as context:
-        grid = Grid(rank, {"dp": 2, "pp": 2})
-        grid.make_groups("dp")
-        tensor = torch.full((8,), float(rank))
-        dist.all_reduce(tensor, ReduceOp.AVG, grid.axis("dp").group)
-        mean = tensor[0].item()
-        dist.broadcast(tensor, group=grid.axis("dp").group, group_src=1)
-        return mean, context.ledger.sent_bytes["all_reduce"], context.ledger.sent_bytes["broadcast"]
-
-
-def test_an_average_over_the_replicas_of_a_stage() -> None:
-    assert run_ranks(4, average_in_groups, free_port()) == [(1, 32, 0), (2, 32, 0), (1, 32, 32), (2, 32, 32)]
 
 
 def receive_from_any(rank: int, port: int) -> list[tuple[int | None, float]]:

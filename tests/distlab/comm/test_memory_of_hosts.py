@@ -235,7 +235,7 @@ def fail(rank: int, port: int, end: Barrier, failing: int, is_silent: bool) -> t
     context = join_hosts(rank, "AAB", port)
     buffer = empty(300_000, torch.empty(0))
     if is_silent:
-        context.waits.timeout_seconds = 1
+        context.waits.timeout_seconds = 0.5
     said = "", 0.0
     if rank != failing:
         started = time.monotonic()

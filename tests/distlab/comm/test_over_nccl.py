@@ -14,7 +14,6 @@ from distlab.pipeline.activations import MicroBatch
 from distlab.pipeline.executor import Pipeline
 
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
-SEVERAL_STAGES = "interleaved", "zb-v", "dualpipe-v"  # schedules whose workers hold several stages
 DEEPER = f"{LLAMA} --n-layers 4 --batch-size 4 --micro-batches 4"
 RING = "CP/intro_CP_ring.py"
 SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"
@@ -23,7 +22,7 @@ PIPELINES = {
     "3 stages": (3, SCHEDULES, f"{LLAMA} --n-layers 3 --world-size 3 --batch-size 3"),
     "naive": (2, "PP/1F1B/intro_PP_1F1B.py", f"{LLAMA} --world-size 2"),
     "plain dapple": (3, PLAIN, f"{LLAMA} --n-layers 3 --world-size 3 --batch-size 4 --micro-batches 4"),
-    **{name: (2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule {name}") for name in SEVERAL_STAGES},
+    **{name: (2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule {name}") for name in ("zb-v", "dualpipe-v")},
     "2 replicas, interleaved": (4, "hybrid/intro_hybrid.py", f"{DEEPER} --dp 2 --pp 2 --schedule interleaved"),
     "2 stages, sequences over 2 ranks": (4, "hybrid/intro_5d.py", f"{LLAMA} --dp 1 --pp 2 --cp 2 --batch-size 3"),
     "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),
@@ -86,7 +85,6 @@ def test_receives_that_are_posted_before_kernels_are_loaded_are_found_to_hang(
 
 def passes_before_the_first_step(rank: int, out: Path) -> list[tuple[int, str]]:
     """The passes that a rank of "interleaved" rehearses, in order: stage, and what it does."""
-    size, script, flags = PIPELINES["interleaved"]
     found: list[tuple[int, str]] = []
     rehearse = Pipeline._rehearse
 
@@ -96,7 +94,7 @@ def passes_before_the_first_step(rank: int, out: Path) -> list[tuple[int, str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pipeline, "_rehearse", noted)
-        run_alone(rank, size, script, [*flags.split(), "--out", str(out)])
+        run_alone(rank, 2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule interleaved --out {out}".split())
     return found
 
 

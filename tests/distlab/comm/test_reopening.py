@@ -19,7 +19,7 @@ from distlab.comm.waits import TrafficError
 from distlab.rendezvous.groups import world_group
 
 SECONDS_TO_END = 5.0  # for gloo's threads, on busy cores
-ROUNDS = 50  # what one of them leaves behind shows after a few
+ROUNDS = 25  # what one of them leaves behind shows after a few
 
 
 def held() -> tuple[int, int, int, int]:

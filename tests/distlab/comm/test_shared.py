@@ -10,11 +10,10 @@ from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Options, TransportName
+from distlab.comm.context import Options
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
 from distlab.comm.transports import collectives, memory, slots
-from distlab.parallel.data import MyDP
 
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
 SHARED = Options(transport="shared")
@@ -214,27 +213,3 @@ def start_many(rank: int, port: int) -> None:
 
 def test_any_number_of_collectives_may_start_before_the_first_is_waited_for() -> None:
     run_ranks(3, start_many, free_port())
-
-
-def train_over(rank: int, port: int, transport: TransportName) -> tuple[Tensor, dict[str, int], bool]:
-    """A model's weights after three steps, the bytes sent, and whether its gradients are in shared memory."""
-    with process_group(rank, 2, port, options=Options(transport=transport)) as context:
-        linear = torch.nn.Linear(200, 400)
-        model = MyDP(linear)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = linear.weight.detach().clone()
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 200)).square().mean().backward()
-            optimizer.step()
-        assert not torch.equal(linear.weight, before)
-        return linear.weight.detach(), dict(context.ledger.sent_bytes), context.shares_memory
-
-
-def test_two_ranks_train_the_same_over_gloo_and_in_shared_memory_to_the_last_bit() -> None:
-    over_gloo = run_ranks(2, train_over, free_port(), "gloo")
-    shared_memory = run_ranks(2, train_over, free_port(), "auto")
-    for (weight, sent_bytes, is_shared), (same, same_bytes, also) in zip(over_gloo, shared_memory, strict=True):
-        assert (is_shared, also) == (False, True)
-        assert torch.equal(weight, same), "a sum of two numbers does not depend on their order"
-        assert sent_bytes == same_bytes

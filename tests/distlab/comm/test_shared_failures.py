@@ -29,7 +29,7 @@ def give_at_two_places(rank: int, port: int, in_place: int, has_slots: bool) -> 
     shared, plain = empty(1000, torch.empty(0)), torch.zeros(1000)
     if has_slots:
         dist.all_reduce(plain)
-    context.waits.timeout_seconds = 2
+    context.waits.timeout_seconds = 1
     with pytest.raises(TrafficError) as caught:
         dist.all_reduce(shared if rank == in_place else plain)
     return str(caught.value)
@@ -186,10 +186,7 @@ def fail(
         (1, "all-reduce", False, True),
         (2, "all-gather", True, True),
         (0, "reduce-scatter", False, False),
-        (1, "reduce-scatter", False, False),
-        (2, "all-gather", False, False),
         (0, "all-reduce", True, False),
-        (1, "all-reduce", True, False),
         (2, "all-reduce", True, False),
         (0, "broadcast of rank 1", True, True),
         (1, "broadcast of rank 1", False, False),

@@ -1,6 +1,5 @@
 """Scripts of a user's own under launch.sh: what their files define is there before any rank starts."""
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES, find_script
 from distlab.launching.local_ranks import temporary_folder
-from distlab.launching.start import start, tell_story, whole_sentences
+from distlab.launching.start import tell_story, whole_sentences
 from distlab.settings.common import RunSettings
 from distlab.settings.scripts import read_script, read_script_for
 
@@ -120,20 +119,6 @@ def test_a_story_that_stopped_at_a_limit_ends_with_a_whole_sentence(told: str, s
     ending = "# stopped after --max-tokens 3"
     assert [*whole_sentences(["Tim and Ben\n", f"{told}\n", f"{ending}\n"])] == ["Tim and Ben", shown, ending]
     assert next(whole_sentences([f"{told}\n", "# the model ended its story\n"])) == told
-
-
-@pytest.mark.parametrize(("given", "every"), [([], ["20"]), (["--save-every", "7"], ["7"])])
-def test_for_a_story_the_model_is_saved(given: list[str], every: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def run(_: Path, args: list[str], *__: object) -> int:
-        asked.extend(args)
-        return 1
-
-    monkeypatch.setattr("distlab.launching.start.run_ranks", run)
-    path, flags = find_script("dp-ga")
-    assert start(path, [*flags, *"--tell Once --steps 20 --out nowhere".split(), *given], "dp-ga") == 1
-    assert [value for flag, value in itertools.pairwise(asked) if flag == "--save-every"] == every
 
 
 def test_a_story_is_printed_in_comments(

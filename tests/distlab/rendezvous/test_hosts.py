@@ -147,7 +147,8 @@ def test_a_stopped_launcher_ends_the_other_host(
     hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped rank keeps the others from computing meanwhile."""
-    monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 4.0)
+    monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 2.5)
+    monkeypatch.setattr("distlab.launching.processes.SECONDS_TO_END", 1)
     nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
     try:
         wait_for_steps(tmp_path, *nodes)
@@ -202,21 +203,6 @@ def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_
         assert not any("2 of 1" in end.out for end in ended)
     finally:
         kill_all(*hosts)
-
-
-def test_node_0_that_is_not_reached(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    a, b = hosts
-    ended = finish(launch(b, 1, "--timeout", "1", "--out", tmp_path, master=a.address), 30)
-    assert ended.status == 2
-    sentence = f"# node 0 did not listen at {a.address}:29500 within 1 s: start it there, or give the --master-addr and"
-    assert ended.err.splitlines()[-1].startswith(sentence)
-    assert "Traceback" not in ended.err
-
-
-def test_a_wrong_node_rank(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    ended = finish(launch(hosts[1], 2, "--out", tmp_path, master=hosts[0].address), 30)
-    assert ended.status == 2
-    assert ended.err.splitlines() == ["# --node-rank 2: --nnodes 2 has the node ranks 0 to 1"]
 
 
 SERVER = """

@@ -23,7 +23,7 @@ from distlab.rendezvous.store import SharedStore, StoreError
 
 def wait_in_another_order(rank: int, port: int, transport: TransportName) -> tuple[bool, str]:
     """Rank 0 waits for an all-reduce before it sends; rank 1 receives before it waits for the all-reduce."""
-    join(rank, 2, port, timeout_seconds=3, options=Options(transport=transport))
+    join(rank, 2, port, timeout_seconds=2, options=Options(transport=transport))
     world = world_group()
     assert world is not None
     assert world.notices is not None
