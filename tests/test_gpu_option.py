@@ -35,7 +35,7 @@ def test_a_gpu_that_torch_does_not_see_is_named(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_rehearsal_says_that_it_proves_nothing() -> None:
-    ended = gpu_tests("-k", "initial_weights", LAB_GPU_REHEARSAL="1")
+    ended = gpu_tests("tests/gpu/test_model.py", "-k", "initial_weights", LAB_GPU_REHEARSAL="1")
     assert ended.status == 0, ended.out
     assert ended.out.splitlines()[-1].startswith("# a rehearsal on the CPU, as with 1 GPU")
 

@@ -198,12 +198,16 @@ def test_ranks_are_not_bound_to_one_core(tmp_path: Path) -> None:
     assert all(f"{name}={value}" in ended.err for name, value in variables.items())
 
 
-@pytest.mark.parametrize(
-    ("limits", "told"),
-    [("-n 63", "ulimit -n"), ("-f 0", "TMPDIR"), ("-f 1", "File too large")],
-)
-def test_a_limit_that_is_too_low_is_named(limits: str, told: str, tmp_path: Path) -> None:
-    ended = in_shell(f"ulimit {limits}; exec {shown(*TWO, '--out', tmp_path / 'out')}", tmp_path)
+def test_a_limit_on_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
+    ended = fork_command(TWO, partial(resource.setrlimit, resource.RLIMIT_NOFILE, (63, 63))).finish()
+    assert ended.status == 2
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert "ulimit -n" in ended.err
+
+
+@pytest.mark.parametrize(("kilobytes", "told"), [(0, "TMPDIR"), (1, "File too large")])
+def test_a_limit_on_the_size_of_files_that_is_too_low_is_named(kilobytes: int, told: str, tmp_path: Path) -> None:
+    ended = in_shell(f"ulimit -f {kilobytes}; exec {shown(*TWO, '--out', tmp_path / 'out')}", tmp_path)
     assert ended.status == 2
     assert len(ended.err.splitlines()) == 1, ended.err
     assert told in ended.err

@@ -33,30 +33,24 @@ def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_each_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        launch([name, "--help"])
-    shown = capsys.readouterr().out
-    assert end.value.code == 0
-    assert shown.startswith(f"usage: ./launch.sh {'' if name == 'calibrate' else name}")
-
-
 EXAMPLE = re.compile(r" *((?:python -m|distlab|\./launch\.sh) .*)")
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_each_example_has_a_line_of_its_own(
+def test_each_says_how_it_is_called_with_a_line_for_each_example(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as end:
         launch([name, "--help"])
-    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: ./launch.sh {'' if name == 'calibrate' else name}")
+    lines = [line.strip() for line in shown.splitlines()]
     module = importlib.import_module(FUNCTIONS[name].partition(":")[0])
     for line in (module.__doc__ or "").splitlines():
         if example := EXAMPLE.fullmatch(line):
-            assert example[1] in shown
+            assert example[1] in lines
 
 
 def test_calibrate_lists_first_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -249,14 +249,9 @@ def test_a_shaped_link_has_its_latency_and_its_bandwidth() -> None:
 FAILS_LATE = """
 import os, time
 from distlab.run.main import main
-from distlab.settings.common import RunSettings, WorldSize
-from dataclasses import dataclass
+from distlab.settings.replicas import DataParallelSettings
 
-@dataclass
-class Settings(WorldSize, RunSettings):
-    world_size: int = 2
-
-DEFAULTS = Settings(device="cpu", backend="gloo")
+DEFAULTS = DataParallelSettings(world_size=2, device="cpu", data="sample")
 
 def fail_late():
     time.sleep(1)
