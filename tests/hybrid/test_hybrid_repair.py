@@ -128,10 +128,7 @@ def test_the_plan_of_a_death(layout: str, dead: list[int]) -> None:
     alive = [rank for rank in range(settings.dp * settings.pp * settings.tp) if rank not in dead]
     costs = settings.pass_costs(SPTokenizer(settings.tokenizer).vocab_size)
     workers = sorted({rank // settings.tp for rank in alive})
-    lists = [
-        reroute(settings.programs(), settings.dp, workers, costs),
-        side_by_side(settings.programs(), settings.dp),
-    ]
+    lists = [reroute(settings.programs(), settings.dp, workers, costs), side_by_side(settings.programs(), settings.dp)]
     now, healthy = (simulate(each, costs, holders=settings.dp).makespan for each in lists)
     assert now != healthy
     assert settings.slowdown(alive, 64) == pytest.approx(now / healthy)

@@ -20,13 +20,7 @@ def run_dying(deaths: Sequence[Death], lesson: str, *flags: object, **environmen
 
 
 def run_with(
-    deaths: Sequence[Death],
-    out: Path,
-    lesson: str,
-    *flags: str,
-    steps: int = STEPS,
-    first: int = 0,
-    **environment: str,
+    deaths: Sequence[Death], out: Path, lesson: str, *flags: str, steps: int = STEPS, first: int = 0, **environment: str
 ) -> str:
     """Run a script with these deaths, from a first step on; return what it prints.
 

@@ -13,10 +13,7 @@ from torch.distributed import ReduceOp
 from distlab.collectives.algorithms import ALL_REDUCES
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
-from distlab.parallel.data import (
-    Bucket,
-    GradientBuckets,
-)
+from distlab.parallel.data import Bucket, GradientBuckets
 from simplellm.layers import Linear
 
 pytestmark = pytest.mark.quick

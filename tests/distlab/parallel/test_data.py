@@ -203,10 +203,7 @@ def test_ranges_that_do_not_fit_a_model_are_refused() -> None:
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another width": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), "0.weight float32 [4, 3]"),
     "the same size, transposed": (lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), "0.weight float32 [3, 5]"),
-    "another dtype": (
-        lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).bfloat16()),
-        "1.weight bfloat16 [2, 5]",
-    ),
+    "another dtype": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).bfloat16()), "1.weight bfloat16 [2, 5]"),
     "a layer more": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(2, 2)), "2.weight float32 [2"),
     "no bias": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False)), "nothing more"),
     "a frozen layer": (

@@ -29,11 +29,7 @@ PipelineRun = tuple[str, int, int, int]  # schedule, chunks, micro-batches, step
 
 
 def gradients(
-    rank: int,
-    workers: int,
-    runs: list[PipelineRun],
-    dtype: torch.dtype,
-    recompute: bool = False,
+    rank: int, workers: int, runs: list[PipelineRun], dtype: torch.dtype, recompute: bool = False
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """For each run, the sum of this rank's losses of the last step, and its gradients, added up over the steps."""
     results = []

@@ -39,11 +39,7 @@ SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (*range(1, 9), 16)]
     [
         ("naive", 3, ["F0 B0 F1 B1 F2 B2"] * 2),
         ("gpipe", 3, ["F0 F1 F2 B0 B1 B2"] * 3),
-        (
-            "dapple",
-            4,
-            ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
-        ),
+        ("dapple", 4, ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]),
         ("dapple", 2, ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"]),
         ("dapple", 1, ["F0 B0"] * 4),
         ("dapple", 3, ["F0 B0 F1 B1 F2 B2"]),
