@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -181,61 +181,91 @@ def _run_rank(submission: Submission, work: RankWork, args: tuple[Any, ...], ran
 
 
 def _failed(rank: int, error: BaseException, script: str) -> Report:
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
-    line = f"line {own[-1].lineno}: {own[-1].line}" if own else ""
-    if isinstance(error, SyntaxError) and error.filename == script:
-        line = f"line {error.lineno}: {(error.text or '').strip()}"
+    """Return the report of a rank whose work raised an error."""
+    line = _line_of(error, script)
     if isinstance(error, Wrong):
         return Report(rank, "wrong", list(error.sentences), error.mistake)
     if isinstance(error, NotImplementedError):
         what = str(error) or "a part"
         return Report(rank, "missing", [what], line=line.partition(":")[0] if what in line else line)
-    wait = error if isinstance(error, TrafficError) else None
-    if isinstance(error, Exception) and wait is None:
-        context = _context()
-        wait = context.waits.failure_of(error) if context else None
+    wait, context = error if isinstance(error, TrafficError) else None, _context()
+    if isinstance(error, Exception) and wait is None and context is not None:
+        wait = context.waits.failure_of(error)
     if wait is not None and wait.lost_a_peer:
         return Report(rank, "lost", [str(wait)], line=line)
+    return Report(rank, "failed", [_in_words(error, line)], line=line)
+
+
+def _line_of(error: BaseException, script: str) -> str:
+    """Return the innermost line of a file that raised an error, or the line that is not Python."""
+    if isinstance(error, SyntaxError) and error.filename == script:
+        return f"line {error.lineno}: {(error.text or '').strip()}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+    return f"line {own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def _in_words(error: BaseException, line: str) -> str:
     if isinstance(error, SystemExit):
-        return Report(rank, "failed", ["the file called sys.exit() before its work was done"], line=line)
-    told = (error.msg if isinstance(error, SyntaxError) else str(error)).partition("\n")[0]
-    name = "" if isinstance(error, InputError | TrafficError) else f"{type(error).__name__}{': ' * bool(told)}"
+        return "the file called sys.exit() before its work was done"
     is_none = "NoneType" in str(error) or isinstance(error, AssertionError)
     if is_none and (gradient := re.search(r"\w+\.grad\b", line)):
-        name, told = "", f"{gradient[0]} is None: what requires no gradient (requires_grad_) gets none"
-    return Report(rank, "failed", [f"{name}{told}"], line=line)
+        return f"{gradient[0]} is None: what requires no gradient (requires_grad_) gets none"
+    told = (error.msg if isinstance(error, SyntaxError) else str(error)).partition("\n")[0]
+    if isinstance(error, InputError | TrafficError):
+        return told
+    return f"{type(error).__name__}{': ' * bool(told)}{told}"
+
+
+class _Moment(NamedTuple):
+    """A time, and what a thread has computed until then."""
+
+    time: float
+    worked: float  # seconds of a processor
+    wanted: float  # the same, and those for which others used the cores
 
 
 def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], None]) -> None:
     """Report when the main thread stands still for too long, when it moves on, or when it has taken too long."""
     main = threading.main_thread().ident
     assert main is not None
-    started = since = time.monotonic()
-    before: list[tuple[int, int]] = []
-    is_still, worked, worked_before, wanted_before = False, 0.0, 0.0, 0.0
-    while time.monotonic() - started < patience.longest and worked < patience.work:
+    started = time.monotonic()
+    now = moved = _Moment(started, 0.0, 0.0)  # when it was last seen to move
+    place, line, is_still = list[tuple[int, int]](), "", False
+    while now.time - started < patience.longest and now.worked < patience.work:
         time.sleep(0.1)
-        frame, now, own = sys._current_frames().get(main), [], ""
-        while frame is not None:
-            now.append((id(frame.f_code), frame.f_lasti))
-            own = own or (_line_at(script, frame.f_lineno) if frame.f_code.co_filename == script else "")
-            frame = frame.f_back
+        before, (place, line) = place, _place_of(main, script)
         worked = _seconds_computed_by(main)
-        wanted = worked + _seconds_without_a_core()
-        if now != before or worked - worked_before > SECONDS_OF_A_WAIT:  # a loop may be seen at one place all the time
-            before, since, worked_before, wanted_before = now, time.monotonic(), worked, wanted
+        now = _Moment(time.monotonic(), worked, worked + _seconds_without_a_core())
+        if place != before or now.worked - moved.worked > SECONDS_OF_A_WAIT:  # a loop may be seen at one place
+            moved = now
             if is_still:
                 tell(Report(rank, "moves"))
                 is_still = False
-        seconds = time.monotonic() - since
-        if not is_still and seconds > patience.still and wanted - wanted_before < SHARE_OF_A_WAIT * seconds:
+        still = now.time - moved.time
+        if not is_still and still > patience.still and now.wanted - moved.wanted < SHARE_OF_A_WAIT * still:
             is_still = True
-            notice, context = Notice(rank, None), _context()
-            if context is not None:
-                notice = Notice(rank, context.waits.waits_for(), dict(context.begun), held_back=context.held_back())
-            tell(Report(rank, "stuck", ["waits"], line=own, notice=notice.to_json()))
-    after = f"had not finished after {time.monotonic() - started:.0f} s"
-    tell(Report(rank, "stuck", [after], line=own, notice=Notice(rank, None).to_json()))
+            tell(Report(rank, "stuck", ["waits"], line=line, notice=_notice_of(rank).to_json()))
+    after = f"had not finished after {now.time - started:.0f} s"
+    tell(Report(rank, "stuck", [after], line=line, notice=Notice(rank, None).to_json()))
+
+
+def _place_of(thread: int, script: str) -> tuple[list[tuple[int, int]], str]:
+    """Return a thread's place in each function that it is in, and the innermost line of a file among them."""
+    frame, place, line = sys._current_frames().get(thread), list[tuple[int, int]](), ""
+    while frame is not None:
+        place.append((id(frame.f_code), frame.f_lasti))
+        if not line and frame.f_code.co_filename == script:
+            line = _line_at(script, frame.f_lineno)
+        frame = frame.f_back
+    return place, line
+
+
+def _notice_of(rank: int) -> Notice:
+    """Return what this rank waits for, and what it has begun."""
+    context = _context()
+    if context is None:
+        return Notice(rank, None)
+    return Notice(rank, context.waits.waits_for(), dict(context.begun), held_back=context.held_back())
 
 
 def _context() -> Context | None:
