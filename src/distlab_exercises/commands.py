@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,7 +120,7 @@ def _check(path: Path, wanted: Exercise, as_json: bool) -> bool:
     imports = taken_from_the_lab(wanted, path)
     if as_json:
         record = {"file": str(path), "exercise": wanted.name, "passed": passed, "seconds": seconds, "imports": imports}
-        print(json.dumps(record | {"trials": [verdict.to_json() for verdict in verdicts]}), flush=True)
+        print(json.dumps(record | {"trials": [*map(asdict, verdicts)]}), flush=True)
     else:
         wrong = next((verdict for verdict in verdicts if not verdict.passed), None)
         last = "passed: it is the same training run" if wanted.trials else "passed"
@@ -195,7 +196,7 @@ def _find(name: str) -> Exercise:
     return EXERCISES[name]
 
 
-def _files(paths: Sequence[Path], wanted: Exercise | None) -> "list[Path]":
+def _files(paths: Sequence[Path], wanted: Exercise | None) -> list[Path]:
     """Return the files among paths, and the files below folders that solve an exercise or have the name of `wanted`."""
     found: list[Path] = []
     for path in paths:

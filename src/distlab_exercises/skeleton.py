@@ -90,35 +90,38 @@ def _with_definitions(text: str, module: str, names: list[str], exercise: Exerci
     """Return a script with a library module's definitions written out, not imported, and with their imports."""
     source = (Path(__file__).parents[1] / f"{module.replace('.', '/')}.py").read_text()
     tree = ast.parse(source)
-    nodes = [_definitions(tree)[name] for name in names]
-    used = _names_in(nodes)
+    used = _names_in(_definitions(tree)[name] for name in names)
     if not solved:
         source = _emptied(source, names, exercise.keeps)
-        nodes = [_definitions(ast.parse(source))[name] for name in names]
-        used = {name for name in used if not name.startswith("_")} | _names_in(nodes)
-    used -= set(names)
+        used = {name for name in used if not name.startswith("_")}
+    nodes = [_definitions(ast.parse(source))[name] for name in names]
+    used |= _names_in(nodes)
     lines = source.split("\n")
-    code = []
-    for node in nodes:
-        code.append("\n".join(lines[_first_line(node) - 1 : node.end_lineno]))
+    code = ["\n".join(lines[_first_line(node) - 1 : node.end_lineno]) for node in nodes]
 
-    script = ast.parse(text)
-    imports = [node for node in script.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = _imports(text)
     bound = {alias.asname or alias.name for node in imports for alias in node.names}
     bound |= {name for line in exercise.imports for name in _bindings(ast.parse(line), module)}
-    new = [
-        *exercise.imports,
-        *_together(line for name, line in _bindings(tree, module).items() if name in used - bound),
-    ]
+    needed = used - bound - set(names)
+    new = _together(line for name, line in _bindings(tree, module).items() if name in needed)
+    lines, last = text.split("\n"), max((node.end_lineno or 0 for node in imports), default=0)
+    lines[last:last] = [*exercise.imports, *new, "", "", "\n\n\n".join(code), ""]
+    return re.sub(r"\n{4,}", "\n\n\n", _without_imported("\n".join(lines), names)).lstrip("\n")
+
+
+def _imports(text: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def _without_imported(text: str, names: list[str]) -> str:
+    """Return a module that does not import some names from others."""
     lines = text.split("\n")
-    last = max((node.end_lineno or 0 for node in imports), default=0)
-    lines[last:last] = [*new, "", "", "\n\n\n".join(code), ""]
-    for statement in reversed(imports):
+    for statement in reversed(_imports(text)):
         if isinstance(statement, ast.ImportFrom) and any(alias.name in names for alias in statement.names):
             kept = [alias for alias in statement.names if alias.name not in names]
             instead = [ast.unparse(ast.ImportFrom(statement.module, kept, statement.level))] if kept else []
             lines[statement.lineno - 1 : statement.end_lineno] = instead
-    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).lstrip("\n")
+    return "\n".join(lines)
 
 
 def _names_in(nodes: Iterable[ast.AST]) -> set[str]:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 class Wrong(Exception):
@@ -42,6 +41,3 @@ class Verdict:
     remarks: list[str] = field(default_factory=list)  # improvements to a right solution
     printed: list[str] = field(default_factory=list)  # by the student's own lines, where the trial fails
     seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)

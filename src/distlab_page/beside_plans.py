@@ -1,17 +1,38 @@
 """The panels with records beside the planner's numbers: bytes sent, bytes held, seconds of a step."""
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 from distlab.axes.layout import coordinate
 from distlab_page.planned import costs_of, counts_memory, memory_of, sent_by
 from distlab_page.records import Records, name_of
 from distlab_page.tables import Json, table
+from distlab_planner.costs import Costs
+from distlab_planner.sent import Formula
 from distlab_planner.step import WARM_UP
 
 WITHOUT_RECOMPUTE = "activations without recomputation"  # counted, not held, as in `distlab.reports.memory`
 BYTES = "bytes", "bytes a step", "by formula", "formula"
+
+
+@dataclass
+class _Total:
+    """A rank's messages and bytes of a kind, and the bytes of a step by formula."""
+
+    messages: int = 0
+    bytes: int = 0
+    planned: int | None = None
+    formulas: list[str] = field(default_factory=list)  # in words
+
+    def add(self, sent: Json, formula: Formula | None, is_once: bool) -> None:
+        """Add an entry of a rank's account; with `is_once`, the formula is of all entries of its kind."""
+        self.messages += sent["messages"]
+        self.bytes += sent["bytes"]
+        if formula and not (is_once and formula.words in self.formulas):
+            self.planned = (self.planned or 0) + formula.bytes
+            self.formulas.append(formula.words)
 
 
 def ledger(run: Records) -> Json | None:
@@ -23,49 +44,54 @@ def ledger(run: Records) -> Json | None:
         return _ledger_of_rank_0(run)
     costs, names = costs_of(run), [account["name"] for account in run.ledger]
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # the ranks with the same row
-    kinds: list[list[list[Any]]] = [[[] for _ in names] for _ in names]
+    pairs: list[list[list[Any]]] = []  # by sender and receiver: kind, bytes, bytes by formula
     for account in run.ledger:
-        rank, count = account["rank"], account["steps"]
-        formulas = sent_by(run, costs, rank, count) if costs and count else {}
-        by_kind: dict[str, list[Any]] = defaultdict(lambda: [0, 0, None, []])
-        for sent in account["sent"]:
-            kind, peers, total = sent["kind"], sent["peers"], by_kind[sent["kind"]]
-            to = coordinate(run.layout, peers[0], "pp") if sent["way"] == "send" else None
-            formula = formulas.get((kind, to))
-            is_of_all = formula is None or to is None  # also of messages of a collective that is written by hand
-            formula = formula or formulas.get((kind, None))
-            total[0] += sent["messages"]
-            total[1] += sent["bytes"]
-            groups = [one["kind"] for one in account["sent"] if one["way"] == sent["way"]].count(kind)
-            if formula and not (is_of_all and formula.words in total[3]):  # once for all groups of ranks
-                total[2] = (total[2] or 0) + formula.bytes
-                total[3].append(formula.words)
-            for peer in peers:
-                has_own = formula and (groups == 1 or not is_of_all)
-                expected = formula.bytes * count / len(peers) if formula and has_own else None
-                kinds[rank][peer].append([kind, sent["bytes"] / len(peers), expected])
-        for kind, (messages, size, expected, words) in by_kind.items():
-            each = size / count if count else None
-            alike[kind, messages, size, each, expected, " + ".join(words)].append(rank)
+        count = account["steps"]
+        totals, to_ranks = _sent(run, costs, account)
+        pairs.append(to_ranks)
+        for kind, total in totals.items():
+            each, words = total.bytes / count if count else None, " + ".join(total.formulas)
+            alike[kind, total.messages, total.bytes, each, total.planned, words].append(account["rank"])
     most = {kind: max(row[2] for row in alike if row[0] == kind) for kind, *_ in alike}
     rows = [(row[0], ", ".join(map(str, ranks)), *row[1:]) for row, ranks in alike.items()]
     rows.sort(key=lambda row: (-most[row[0]], row[0]))
+    steps = f"in {run.ledger[0]['steps']:,} steps"
     head = ("kind", "ranks", "messages", *BYTES)
-    pairs = [
-        (name, names[peer], *sent)
-        for name, line in zip(names, kinds, strict=True)
-        for peer, here in enumerate(line)
+    from_to = [
+        (names[rank], names[peer], *sent)
+        for rank, to_ranks in enumerate(pairs)
+        for peer, here in enumerate(to_ranks)
         for sent in here
     ]
-    steps = f"in {run.ledger[0]['steps']:,} steps"
     return {
         "table": table(f"Bytes that each of these ranks sent {steps}, by kind", head, rows),
-        "matrix": [[sum(size for _, size, _ in here) for here in line] for line in kinds],
-        "kinds": kinds,
+        "matrix": [[sum(size for _, size, _ in here) for here in to_ranks] for to_ranks in pairs],
+        "kinds": pairs,
         "ranks": names,
-        "pairs": table(f"Bytes from rank to rank {steps}", ("from", "to", "kind", "bytes", "by formula"), pairs),
+        "pairs": table(f"Bytes from rank to rank {steps}", ("from", "to", "kind", "bytes", "by formula"), from_to),
         "has_formulas": costs is not None,
     }
+
+
+def _sent(run: Records, costs: Costs | None, account: Json) -> tuple[dict[str, _Total], list[list[Any]]]:
+    """Return the totals of a rank by kind; and by receiver, the kind, the bytes, and the bytes by formula."""
+    count = account["steps"]
+    formulas = sent_by(run, costs, account["rank"], count) if costs and count else {}
+    groups = Counter((sent["kind"], sent["way"]) for sent in account["sent"])
+    totals: dict[str, _Total] = defaultdict(_Total)
+    to_ranks: list[list[Any]] = [[] for _ in run.ledger]
+    for sent in account["sent"]:
+        kind, peers = sent["kind"], sent["peers"]
+        to = coordinate(run.layout, peers[0], "pp") if sent["way"] == "send" else None
+        of_message = formulas.get((kind, to)) if to is not None else None
+        of_all = None if of_message else formulas.get((kind, None))  # also messages of a collective written by hand
+        formula = of_message or of_all
+        totals[kind].add(sent, formula, is_once=of_all is not None)
+        is_alone = of_message or groups[kind, sent["way"]] == 1
+        expected = formula.bytes * count / len(peers) if formula and is_alone else None
+        for peer in peers:
+            to_ranks[peer].append([kind, sent["bytes"] / len(peers), expected])
+    return totals, to_ranks
 
 
 def _ledger_of_rank_0(run: Records) -> Json | None:
