@@ -14,7 +14,7 @@ from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Size
 from distlab_planner.machine import Device
 from distlab_planner.memory import held
-from distlab_planner.model import NUMBER_BYTES, Sizes, share
+from distlab_planner.model import NUMBER_BYTES, Model, share
 from distlab_planner.sent import Formulas, sent_in_step
 from simplellm.errors import InputError
 
@@ -88,7 +88,7 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
         count = _sent_by_hand(topology, rank, holders.size)
         formulas.add("gradients", None, count, f"{count} messages", Size(weights, f"{weights:,} weights"))
     elif compress == "powersgd":
-        factors = _factors(model.sizes, model.n_layers, settings["powersgd_rank"])
+        factors = _factors(model, settings["powersgd_rank"])
         formulas.add_ring("gradients", holders.size, 1, 2, Size(factors, f"{factors:,} factors"))
     elif compress == "topk":
         most = Size(int(settings["topk_share"] * weights), f"{settings['topk_share']:g} {TIMES} {weights:,} weights", 8)
@@ -131,18 +131,32 @@ def _add_exchanges(formulas: Formulas, run: Records, weights: int, replicas: int
             formulas.add(kind, None, Fraction(count * (replicas - 1), steps), times + f"({replicas} - 1)", message)
 
 
-def _factors(sizes: Sizes, n_layers: int, width: int) -> int:
+def _matrices(model: Model) -> list[tuple[int, int]]:
+    """Return the shape of each weight of a model that is a matrix."""
+    sizes, d = model.sizes, model.sizes.dmodel
+    block = [*2 * [(d, d)], *2 * [(sizes.kv_width, d)], *2 * [(sizes.hidden_dim, d)], (d, sizes.hidden_dim)]
+    return [*2 * [(sizes.vocab_size, d)], *model.n_layers * block]
+
+
+def _factors(model: Model, width: int) -> int:
     """Return the numbers in PowerSGD's factors of all gradients, or in those gradients that are smaller."""
-    d, kv, hidden = sizes.dmodel, sizes.kv_width, sizes.hidden_dim
-    block = [(d, d), (d, d), (kv, d), (kv, d), *3 * [(hidden, d)]]
-    matrices = [*2 * [(sizes.vocab_size, d)], *n_layers * block]
-    return sum(min(width * (a + b), a * b) for a, b in matrices) + (2 * n_layers + 1) * d
+    gains = (2 * model.n_layers + 1) * model.sizes.dmodel
+    return sum(min(width * (a + b), a * b) for a, b in _matrices(model)) + gains
+
+
+def _kept_by_compression(run: Records, costs: Costs, weights: int) -> int:
+    """Return the numbers that compression of gradients keeps: its errors, and one of PowerSGD's two factors."""
+    compress, width = run.settings.get("compress", "none"), run.settings.get("powersgd_rank", 0)
+    if compress == "powersgd":
+        return sum((a + width) * b for a, b in _matrices(costs.model) if width * (a + b) < a * b)
+    return weights if compress == "topk" else 0
 
 
 def memory_of(run: Records, costs: Costs, rank: int) -> dict[str, int]:
     """Return the bytes that a rank should hold, by the kinds of `memory.json`."""
     worker, settings = coordinate(costs.layout.axes, rank, "pp"), run.settings
     plan, outer, copied = held(costs, worker), 0, 0
+    kept = _kept_by_compression(run, costs, plan.parameters // NUMBER_BYTES) * NUMBER_BYTES
     if settings.get("run_on") or settings.get("repair", "off") != "off":
         copied = costs.updated(*stages_of(costs.layout.programs()[worker])) * NUMBER_BYTES + plan.optimizer_state
     if run.sync_every is not None and "outer_lr" in settings:  # weights and momentum of the outer optimizer
@@ -153,7 +167,7 @@ def memory_of(run: Records, costs: Costs, rank: int) -> dict[str, int]:
     return {
         "parameters": plan.parameters,
         "gradients": plan.gradients,
-        "optimizer state": plan.optimizer_state + outer,
+        "optimizer state": plan.optimizer_state + outer + kept,
         "copy to undo": copied,
         "gathered": plan.gathered,
         "activations": plan.activations,
