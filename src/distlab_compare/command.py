@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
 from distlab_compare.records import Recordings
 from distlab_compare.runs import Pair
-from distlab_compare.saved import by_step, first_divergence
+from distlab_compare.saved import Saved, by_step, first_divergence
 from simplellm import command_line
 from simplellm.errors import InputError, require
 
@@ -105,37 +105,40 @@ def compare(request: Request) -> int:
     own = RecordedRun(request.run_a)
     right = RecordedRun(request.run_b) if request.run_b else run_as_one_process(own, request.script)
     require_same_training(own, right)
-    status, lines = _compared(own, right, tolerance or max(own.tolerance, right.tolerance))
+    have_recordings = own.records.steps and right.records.steps
+    compared = _compare_recordings if have_recordings else _compare_checkpoints
+    status, lines = compared(own, right, tolerance or max(own.tolerance, right.tolerance))
     print("\n".join(lines))
     return status
 
 
-def _compared(own: RecordedRun, right: RecordedRun, tolerance: float) -> tuple[int, list[str]]:
-    """Return the exit status, and lines about the first difference."""
-    names = f"{own.folder} ({own.layout}) and {right.folder} ({right.layout})"
-    if own.records.steps and right.records.steps:
-        has_moments = own.settings.get("optimizer", "sgd") != "sgd"
-        micro_batches = int(own.settings.get("micro_batches", 1))
-        losses = own.losses, right.losses
-        pair = Pair(own.records, right.records, tolerance, losses, micro_batches, has_moments)
-        both = f"{own.folder} has recorded {_shown(own.records.steps)}, {right.folder} {_shown(right.records.steps)}"
-        require(bool(pair.steps), f"{both}: there is no step that both have; record them again from the same step")
-        require_same_parameters(own, right, pair.steps[0])
-        if within := Pair(right.records, right.records, tolerance).first_divergence():
-            told = f"the ranks of {right.folder}, which counts as right, part among each other:"
-            return 1, [told, *within.sentences]
-        if divergence := pair.first_divergence():
-            return 1, [f"{names} diverge in step {divergence.step}:", *divergence.sentences]
-        equal = f"{names} are equal: losses, gradients and weights of {_shown(pair.steps)}"
-        last = pair.steps[-1]
-        has_weights = all(last + 1 in run.records.steps for run in (own, right))  # after the last step
-        loosest = pair.tolerance_at(last + has_weights)
-        later = f"; {loosest:g} for gradients and weights after the first update" * (loosest > tolerance)
-        return 0, [equal, f"largest relative difference: {pair.largest:.1g} (tolerance {tolerance:g}{later})"]
+def _compare_recordings(own: RecordedRun, right: RecordedRun, tolerance: float) -> tuple[int, list[str]]:
+    """Return the exit status, and lines about the first difference of recorded gradients and weights."""
+    names = _names(own, right)
+    has_moments = own.settings.get("optimizer", "sgd") != "sgd"
+    micro_batches = int(own.settings.get("micro_batches", 1))
+    pair = Pair(own.records, right.records, tolerance, (own.losses, right.losses), micro_batches, has_moments)
+    both = f"{own.folder} has recorded {_shown(own.records.steps)}, {right.folder} {_shown(right.records.steps)}"
+    require(bool(pair.steps), f"{both}: there is no step that both have; record them again from the same step")
+    require_same_parameters(own, right, pair.steps[0])
+    if within := Pair(right.records, right.records, tolerance).first_divergence():
+        told = f"the ranks of {right.folder}, which counts as right, part among each other:"
+        return 1, [told, *within.sentences]
+    if divergence := pair.first_divergence():
+        return 1, [f"{names} diverge in step {divergence.step}:", *divergence.sentences]
+    equal = f"{names} are equal: losses, gradients and weights of {_shown(pair.steps)}"
+    last = pair.steps[-1]
+    has_weights = all(last + 1 in run.records.steps for run in (own, right))  # after the last step
+    loosest = pair.tolerance_at(last + has_weights)
+    later = f"; {loosest:g} for gradients and weights after the first update" * (loosest > tolerance)
+    return 0, [equal, f"largest relative difference: {pair.largest:.1g} (tolerance {tolerance:g}{later})"]
+
+
+def _compare_checkpoints(own: RecordedRun, right: RecordedRun, tolerance: float) -> tuple[int, list[str]]:
+    """Return the exit status, and lines about the first difference of weights in checkpoints."""
     saved = by_step(own.folder), by_step(right.folder)
     for run, checkpoints in zip((own, right), saved, strict=True):
-        has_any = bool(checkpoints or run.records.steps)
-        require(has_any, f"{run.folder}: has neither gradients nor checkpoints to compare; run it with {RECORD}")
+        require_something_kept(run, checkpoints)
     for run, other, checkpoints in ((own, right, saved[0]), (right, own, saved[1])):
         told = f"{run.folder} has recorded gradients and no checkpoints, {other.folder} only checkpoints"
         require(bool(checkpoints), f"{told}; run the second again with {RECORD}")
@@ -143,12 +146,22 @@ def _compared(own: RecordedRun, right: RecordedRun, tolerance: float) -> tuple[i
     kept = ", ".join(f"{run.folder} {_shown([*each])}" for run, each in zip((own, right), saved, strict=True))
     require(bool(steps), f"no two checkpoints are of the same step ({kept}); give both the same --save-every")
     sentences = first_divergence(*saved, steps, tolerance)
-    told = f"{names} {'part:' if sentences else f'are equal: weights in the checkpoints of {_shown(steps)}'}"
-    return int(bool(sentences)), [told, *sentences]
+    told = "part:" if sentences else f"are equal: weights in the checkpoints of {_shown(steps)}"
+    return int(bool(sentences)), [f"{_names(own, right)} {told}", *sentences]
+
+
+def _names(own: RecordedRun, right: RecordedRun) -> str:
+    return f"{own.folder} ({own.layout}) and {right.folder} ({right.layout})"
 
 
 def _shown(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def require_something_kept(run: RecordedRun, checkpoints: Mapping[int, Saved]) -> None:
+    """Raise `InputError` if a run has kept neither recordings nor checkpoints."""
+    has_any = bool(checkpoints or run.records.steps)
+    require(has_any, f"{run.folder}: has neither gradients nor checkpoints to compare; run it with {RECORD}")
 
 
 def require_same_training(own: RecordedRun, right: RecordedRun) -> None:
@@ -189,8 +202,7 @@ def require_same_parameters(own: RecordedRun, right: RecordedRun, step: int) -> 
 def run_as_one_process(own: RecordedRun, script: Path | None) -> RecordedRun:
     """Run the training of a run again as one process, on the same batches, for as many steps as it has kept."""
     has_records, saved = bool(own.records.steps), by_step(own.folder)
-    told = f"{own.folder}: has neither gradients nor checkpoints to compare; run it with {RECORD}"
-    require(has_records or bool(saved), told)
+    require_something_kept(own, saved)
     first = (own.records.steps or [0])[0]
     steps = [step for step in own.records.steps if own.records.names(step, "gradient")] or [*saved]
     until = steps[-1] + 1 if has_records else steps[-1]

@@ -32,6 +32,21 @@ def differs_by(own: Tensor, right: Tensor, tolerance: float, floor: float = 0.0)
     return not error <= max(tolerance * float(right.norm()), floor, 1e-30)  # true for NaN
 
 
+def is_unsure(own: Tensor, right: Tensor, tolerance: float) -> Tensor:
+    """Return, by element, whether Adam's update is arbitrary: the gradients agree in nothing but their smallness."""
+    return (own - right).abs() > UNSURE * tolerance * right.abs()
+
+
+def percent(own: Tensor, right: Tensor) -> str:
+    """Return how far a tensor is from the right one, relative to its norm."""
+    return f"{100 * float((own - right).norm()) / max(float(right.norm()), 1e-30):.3g} %"
+
+
+def and_others(count: int) -> str:
+    """Return the number of further parameters in words: " and 2 other parameters"; "" for none."""
+    return f" and {count} other parameter{'s' * (count > 1)}" if count else ""
+
+
 def tell(
     what: str, found: Sequence[Difference], describe: Callable[[int], str], held: Sequence[Collection[str]]
 ) -> list[str]:
@@ -52,7 +67,7 @@ def tell(
     for sentence, same in (certain or ranked)[:2]:
         first, ranks = same[0], sorted({difference.rank for difference in same})
         names = {difference.name for difference in same}
-        others = f" and {len(names) - 1} other parameter{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+        others = and_others(len(names) - 1)
         if names == {name for rank in ranks for name in held[rank]}:
             others = ", like every other parameter," if len(names) > 1 else ""
         on = "on all ranks" if len(ranks) == len(held) > 1 else f"on {' and '.join(map(describe, ranks))}"

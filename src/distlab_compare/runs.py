@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
-from distlab_compare.differences import LATER, ROUNDING, UNSURE, Difference, differs_by, tell
+from distlab_compare.differences import LATER, ROUNDING, Difference, differs_by, is_unsure, percent, tell
 from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.shares import Mistake
 
@@ -148,7 +148,7 @@ class Pair:
         recorded = self.run.names(step, "gradient") if self._has_moments else []
         for name in (name for name in self.other.names(step, "gradient") if name in recorded):
             own, right = (run.whole(step, "gradient", name) for run in (self.run, self.other))
-            unsure = (own - right).abs() > UNSURE * self.tolerance * right.abs()
+            unsure = is_unsure(own, right, self.tolerance)
             self._unsure[name] = unsure | self._unsure.get(name, torch.zeros_like(unsure))
 
     def _name(self, kind: str, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
@@ -177,7 +177,7 @@ class Pair:
             mistake = Mistake("not-cleared", "also contains the gradient of the step before")
         else:
             mistake = Mistake("other", "is not a multiple of the other run's")
-        return Mistake(mistake.name, mistake.sentence, shown or f" ({_percent(part.flat, right)} away)")
+        return Mistake(mistake.name, mistake.sentence, shown or f" ({percent(part.flat, right)} away)")
 
     def shares_of(self, step: int, name: str, part: TensorPart) -> list[list[Tensor]]:
         """Return, by replica and micro-batch, its share of a gradient, such that their mean is the right one.
@@ -203,23 +203,17 @@ class Pair:
         return -1 if is_one_of_many and are_same else replica_of(self.run.layout, rank)
 
     def name_weights(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
-        away = f" ({_percent(part.flat, right)} away)"
+        away = f" ({percent(part.flat, right)} away)"
         if step - 1 in self.run.steps and step - 1 in self.other.steps:
             before, right_before = self._before(step - 1, rank, name, part)
             if not shares.differs(part.flat, before):
                 return Mistake("not-updated", "are those before the update", away)
-            found = shares.fit(part.flat - before, [right - right_before])
-            if found and abs(found[0] - 1) > 1e-3:
-                return Mistake("update-scaled", f"have changed by {found[0]:.3g} times as much as they should", away)
-        found = shares.fit(part.flat, [right])
-        if found and abs(found[0] - 1) > 1e-3:
-            return Mistake("weights-scaled", f"are {found[0]:.4g} times what they should be", away)
+            if (scale := shares.scale_of(part.flat - before, right - right_before)) is not None:
+                return Mistake("update-scaled", f"have changed by {scale:.3g} times as much as they should", away)
+        if (scale := shares.scale_of(part.flat, right)) is not None:
+            return Mistake("weights-scaled", f"are {scale:.4g} times what they should be", away)
         return Mistake("other", "differ", away)
 
     def _before(self, step: int, rank: int, name: str, part: TensorPart) -> tuple[Tensor, Tensor]:
         own = self.run.ranks(step)[rank].part("weights", name)
         return own.flat, part.of(self.other.whole(step, "weights", name))
-
-
-def _percent(own: Tensor, right: Tensor) -> str:
-    return f"{100 * float((own - right).norm()) / max(float(right.norm()), 1e-30):.3g} %"

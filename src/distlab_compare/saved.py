@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.checkpoints.format import Checkpoint, valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
 from distlab_compare import shares
-from distlab_compare.differences import LATER, ROUNDING, UNSURE, differs_by
+from distlab_compare.differences import LATER, ROUNDING, and_others, differs_by, is_unsure, percent
 from simplellm.errors import require
 
 MOMENT = "exp_avg"  # Adam's moving average of the gradients: as wrong as they are
@@ -94,7 +94,7 @@ def first_divergence(
         if wrong:
             return [_sentence(step, "the mean gradients of", wrong, moments, mine, others)]
         for name, key in moments.items():
-            now = (mine[key] - others[key]).abs() > UNSURE * tolerance * others[key].abs()
+            now = is_unsure(mine[key], others[key], tolerance)
             unsure[name] = now | unsure.get(name, torch.zeros_like(now))
         wrong = [name for name in names if differs_by(*_sure(mine[name], others[name], unsure.get(name)), loose)]
         if wrong:
@@ -115,18 +115,16 @@ def _sentence(step: int, what: str, wrong: Sequence[str], keys: Mapping[str, str
     away = float((mine - others).norm()) / max(float(others.norm()), 1e-30)
     parts = own.writers(key, (mine - others).abs() > 1e-3 * away * others.abs().max())
     ranks = f", as rank {' and '.join(map(str, parts))} wrote them," if parts else ""
-    more = f" and {len(wrong) - 1} other parameter{'s' * (len(wrong) > 2)}" if len(wrong) > 1 else ""
-    factor = shares.fit(mine, [others])
-    is_scaled = factor is not None and abs(factor[0] - 1) > 1e-3
-    told = f"are {factor[0]:.4g} times what they should be" if factor and is_scaled else "differ"
-    told += f" ({100 * away:.3g} % away)" if math.isfinite(away) else ": there, not all of them are finite"
-    return f"after {step} steps: {what} {wrong[0]}{more}{ranks} {told}"
+    scale = shares.scale_of(mine, others)
+    told = "differ" if scale is None else f"are {scale:.4g} times what they should be"
+    told += f" ({percent(mine, others)} away)" if math.isfinite(away) else ": there, not all of them are finite"
+    return f"after {step} steps: {what} {wrong[0]}{and_others(len(wrong) - 1)}{ranks} {told}"
 
 
 def _changed(name: str, own: Saved, right: Saved, own_before: Saved, right_before: Saved) -> str:
     """Return the end of a sentence: by how much too much a weight has changed since the checkpoint before."""
-    found = shares.fit(own[name] - own_before[name], [right[name] - right_before[name]])
-    if not found or abs(found[0] - 1) < 1e-3:
+    scale = shares.scale_of(own[name] - own_before[name], right[name] - right_before[name])
+    if scale is None:
         return ""
     since = f"since step {own_before.checkpoint.step}"
-    return f"; {since}, {name} has changed by {found[0]:.3g} times as much as it should"
+    return f"; {since}, {name} has changed by {scale:.3g} times as much as it should"

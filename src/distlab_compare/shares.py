@@ -46,6 +46,12 @@ def fit(observed: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
     return [float(x) for x in solution / scales]
 
 
+def scale_of(observed: Tensor, right: Tensor) -> float | None:
+    """Return the factor by which a tensor is too large; None if it is right, or not a multiple of the right one."""
+    found = fit(observed, [right])
+    return found[0] if found and abs(found[0] - 1) > 1e-3 else None
+
+
 def name_gradient(
     observed: Tensor, shares: Sequence[Sequence[Tensor]], before: Tensor | None, own: int, member: str = "rank"
 ) -> Mistake:

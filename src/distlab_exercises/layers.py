@@ -129,15 +129,14 @@ def _check_weights(own: nn.Module, whole: nn.Module, dims: tuple[int, ...], rank
         told = f"{name} is {tuple(weight.shape)}, and its slice is {tuple(slices[rank].shape)}"
         expect(weight.shape == slices[rank].shape, "shape", told)
         drawn = nn.Embedding(*weight.shape) if isinstance(whole, nn.Embedding) else linear(*weight.shape[::-1])
-        [as_slice] = drawn.parameters()
         if torch.equal(weight.detach(), slices[rank]):
             continue
+        [as_slice] = drawn.parameters()
         same = "ranks with one seed draw the same slice; draw the whole weight, and keep this rank's shard of it"
         expect(not torch.equal(weight, as_slice), "slice-drawn", f"{name} was drawn as a slice: {same}")
         for other, part in enumerate(slices):
             expect(not torch.equal(weight, part), "wrong-slice", f"{name} is the slice of rank {other}")
-        told = f"{name} is not this rank's slice of the weight that one process draws"
-        expect(False, "other-weights", told)
+        raise Wrong("other-weights", f"{name} is not this rank's slice of the weight that one process draws")
 
 
 def _check_result(own: nn.Module, whole: nn.Module, dims: tuple[int, ...], rank: int) -> None:
