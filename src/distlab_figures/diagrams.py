@@ -26,6 +26,11 @@ from simplellm.errors import require
 Png = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(help="file to write")]
 
 
+def _require_colors(ranks: int) -> None:
+    """Raise `InputError` unless there are several ranks, and a color for each."""
+    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+
+
 def layout(png: Png, /, dp: int = 2, pp: int = 3, neighbors: Neighbors = "stages") -> None:
     """Which rank holds which stage of which replica, and which ranks communicate.
 
@@ -62,7 +67,7 @@ def averaging(png: Png, /, ranks: int = 3) -> None:
     Args:
         ranks: number of replicas.
     """
-    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    _require_colors(ranks)
     figure, axes = style.subplots(4.3)
     lines = (  # what there is before or after each operation, from top to bottom, and who has it
         ("rows of the batch", "own", "nothing: data is a function\nof (seed, step, row)"),
@@ -133,7 +138,7 @@ def block(png: Png, /, ranks: int = 3) -> None:
     Args:
         ranks: number of ranks that share the layer; each has a color.
     """
-    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    _require_colors(ranks)
     figure, axes = style.subplots(1.3 + 0.7 * ranks)
     parts = (  # from left to right: the name, and whether each rank has a slice or the whole
         ("norm", False),
@@ -184,7 +189,7 @@ def splits(png: Png, /, ranks: int = 3) -> None:
     Args:
         ranks: number of ranks that share the product.
     """
-    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    _require_colors(ranks)
     figure, grid = style.subplots(4.0, 2)
 
     def matrix(axes: Any, x: float, width: float, height: float, name: str, cut: str) -> None:
@@ -223,7 +228,7 @@ def sequence_parts(png: Png, /, ranks: int = 4) -> None:
     Args:
         ranks: number of ranks that share a sequence.
     """
-    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    _require_colors(ranks)
     figure, grid = style.subplots(4.4, 1, 2)
     chunks = 2 * ranks
     for axes, order in zip(grid, get_args(CPOrder), strict=True):
@@ -251,7 +256,7 @@ def replicas(png: Png, /, ranks: int = 3) -> None:
     Args:
         ranks: number of replicas; each part has a color.
     """
-    require(2 <= ranks <= len(style.SERIES), f"--ranks {ranks}: give 2 to {len(style.SERIES)}")
+    _require_colors(ranks)
     figure, axes = style.subplots(5.2)
     kinds = {"weights": 1, "gradients": 1, "optimizer state": 2}  # by Adam's moments, twice as many numbers
     ways = (  # what is sharded, and the messages of a step

@@ -4,6 +4,7 @@ The colors are those of the lab's figures, which color-blind readers can disting
 """
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -213,9 +214,8 @@ def _scale(end: float) -> Callable[[float], float]:
 
 def _axis(end: float, height: float, unit: str) -> list[str]:
     """Return the marks of an axis from 0 to `end`, below a drawing."""
-    raw = end / TICKS
-    power = 10.0 ** len(str(int(1 / raw))) if raw < 1 else 10.0 ** -(len(str(int(raw))) - 1)
-    step = next(nice for nice in (1, 2, 5, 10, 20, 50, 100) if nice / power >= raw) / power
+    power = 10.0 ** math.floor(math.log10(end / TICKS))
+    step = next(nice * power for nice in (1, 2, 5, 10) if nice * power >= end / TICKS)
     marks, x = list[str](), _scale(end)
     for number in range(int(end / step + 1e-9) + 1):
         at = number * step
