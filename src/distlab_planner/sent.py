@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -68,45 +69,66 @@ def sent_in_step(costs: Costs, rank: int) -> Formulas:
 
     Some kinds are sent only with flags that are not part of a layout, such as the norm of the gradients.
     """
-    layout, sizes, tokens = costs.layout, costs.model.sizes, costs.tokens
-    worker, programs, formulas = coordinate(layout.axes, rank, "pp"), layout.programs(), Formulas()
-    add, add_ring = formulas.add, formulas.add_ring
-    numbers, words = tokens * sizes.dmodel, f"{tokens:,} tokens {TIMES} {sizes.dmodel} wide"
-    messages = Size(numbers, words, NUMBER_BYTES if costs.by_hand else sizes.inner_bytes)
-    sent_by_link = _messages(layout.schedule, layout.size("pp"), layout.micro_batches, layout.recompute == "all")
-    for (sender, receiver, kind), sent in sent_by_link.items():
-        if sender == worker:
-            add(kind, receiver, len(sent), f"{len(sent)} messages", messages)
+    layout, formulas = costs.layout, Formulas()
+    worker = coordinate(layout.axes, rank, "pp")
+    stages = stages_of(layout.programs()[worker])
+    _add_messages_of_stages(formulas, costs, worker)
+    _add_averages(formulas, costs, stages)
+    for kind in ("loss", "gradient norm", "other routes"):
+        formulas.add_ring(kind, layout.ranks, 1, 2, Size(LOSS_BYTES // NUMBER_BYTES, "2 numbers"))
+    _add_exchanges_in_passes(formulas, costs, worker)
+    layers = sum(layout.parts(stage)["block"] for stage in stages)
+    if costs.model.sizes.experts and layers:
+        _add_choices_of_experts(formulas, costs, layers)
+    return formulas
 
-    stages, parts = stages_of(programs[worker]), layout.micro_batches
+
+def _add_messages_of_stages(formulas: Formulas, costs: Costs, worker: int) -> None:
+    layout, sizes = costs.layout, costs.model.sizes
+    words = f"{costs.tokens:,} tokens {TIMES} {sizes.dmodel} wide"
+    size = Size(costs.tokens * sizes.dmodel, words, NUMBER_BYTES if costs.by_hand else sizes.inner_bytes)
+    messages = _messages(layout.schedule, layout.size("pp"), layout.micro_batches, layout.recompute == "all")
+    for (sender, receiver, kind), sent in messages.items():
+        if sender == worker:
+            formulas.add(kind, receiver, len(sent), f"{len(sent)} messages", size)
+
+
+def _add_averages(formulas: Formulas, costs: Costs, stages: Sequence[int]) -> None:
+    """Add how replicas average gradients, and gather weights that they shard or update in shards."""
+    shard, parts = costs.layout.shard, costs.layout.micro_batches
     counts = {"none": (1, 0), "optimizer": (1, 1), "gradients": (parts, 1), "weights": (parts, 2 * parts)}
-    reduced, gathered = counts[layout.shard]
+    reduced, gathered = counts[shard]
     for own in costs.weights_by_holders(*stages):
         weights, ranks = Size(own.count, f"{own.count:,} weights"), own.holders.size
-        add_ring("gradients", ranks, reduced * bool(own.count), 2 if layout.shard == "none" else 1, weights)
-        for count, number_bytes in ((own.count - own.rounded, NUMBER_BYTES), (own.rounded, sizes.inner_bytes)):
+        formulas.add_ring("gradients", ranks, reduced * bool(own.count), 2 if shard == "none" else 1, weights)
+        for count, number_bytes in (
+            (own.count - own.rounded, NUMBER_BYTES),
+            (own.rounded, own.rounded_to_bytes),
+        ):
             if count:
-                add_ring("weights", ranks, gathered, 1, Size(count, f"{count:,} weights", number_bytes))
-    for kind in ("loss", "gradient norm", "other routes"):
-        add_ring(kind, layout.ranks, 1, 2, Size(LOSS_BYTES // NUMBER_BYTES, "2 numbers"))
+                size = Size(count, f"{count:,} weights", number_bytes)
+                formulas.add_ring("weights", ranks, gathered, 1, size)
 
+
+def _add_exchanges_in_passes(formulas: Formulas, costs: Costs, worker: int) -> None:
     in_step: Counter[Exchange] = Counter()
-    for (letter, stage), count in graph_of(layout).counts[worker].items():
+    for (letter, stage), count in graph_of(costs.layout).counts[worker].items():
         for one in in_pass(costs.activations, letter, stage):
             in_step[replace(one, count=1)] += count * one.count
     for one, count in in_step.items():
         if one.axis != "cp" or one.kind == "heads":
-            add_ring(one.kind, layout.size(one.axis), count, one.rounds, one.size)
+            formulas.add_ring(one.kind, costs.layout.size(one.axis), count, one.rounds, one.size)
         else:
-            add(one.kind, None, count, f"{count} messages", one.size)
+            formulas.add(one.kind, None, count, f"{count} messages", one.size)
 
-    if sizes.experts and (layers := sum(layout.parts(stage)["block"] for stage in stages)):
-        k, forward, others = sizes.experts_per_token, layers * parts, layout.size("cp") - 1
-        add_ring(
-            "counts of rows", layout.size("ep"), forward, 1, Size(sizes.experts, f"{sizes.experts} experts", ID_BYTES)
-        )
-        choices = Size(k * tokens, f"{k} {TIMES} {tokens:,} tokens", ID_BYTES)  # with a capacity
-        add("choices of experts", None, forward * others, f"{forward} {TIMES} {others}", choices)
-        loads = Size(layers * (sizes.experts + 1), f"{layers} layers {TIMES} ({sizes.experts} + 1) numbers", ID_BYTES)
-        add_ring("loads", layout.copies, 1, 2, loads)
-    return formulas
+
+def _add_choices_of_experts(formulas: Formulas, costs: Costs, layers: int) -> None:
+    """Add what ranks tell each other about the rows of the experts in some layers."""
+    layout, sizes, tokens = costs.layout, costs.model.sizes, costs.tokens
+    k, forward, others = sizes.experts_per_token, layers * layout.micro_batches, layout.size("cp") - 1
+    counts = Size(sizes.experts, f"{sizes.experts} experts", ID_BYTES)
+    formulas.add_ring("counts of rows", layout.size("ep"), forward, 1, counts)
+    choices = Size(k * tokens, f"{k} {TIMES} {tokens:,} tokens", ID_BYTES)  # with a capacity
+    formulas.add("choices of experts", None, forward * others, f"{forward} {TIMES} {others}", choices)
+    loads = Size(layers * (sizes.experts + 1), f"{layers} layers {TIMES} ({sizes.experts} + 1) numbers", ID_BYTES)
+    formulas.add_ring("loads", layout.copies, 1, 2, loads)
