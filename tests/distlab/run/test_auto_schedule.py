@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.pipeline_models import LOSS, OPTIONS, SEQ, VOCAB, WIDTH, batch
-from support.processes import free_port, process_group, run_ranks
+from support.processes import run_group
 
 from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_size
@@ -29,45 +29,44 @@ LATE = 0.05  # seconds that a message takes
 
 
 def rehearse_and_run(
-    rank: int, port: int, layout: dict[str, int], split: tuple[int, ...], recompute: bool
+    rank: int, layout: dict[str, int], split: tuple[int, ...], recompute: bool
 ) -> tuple[ActionCosts, list[float], int]:
     """The costs that a rank has, what each worker keeps by the plan, and what this rank keeps."""
     workers = layout["pp"]
-    with process_group(rank, layout_size(layout), port):
-        torch.manual_seed(rank)
-        options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
-        sizes: dict[str, Any] = {
-            "batch_size": ROWS,
-            "micro_batches": 1,
-            "seq_len": SEQ,
-            "dmodel": WIDTH,
-            "recompute": options["recompute"],
-        }
-        args = ScheduledPipelineSettings(world_size=workers, schedule="auto", **sizes)
-        nets = build_stages(placement(workers, 2)[rank % workers], split, VOCAB, **options)
-        hooks = [nets[2].register_forward_pre_hook(lambda *_: time.sleep(SLOW))] if 2 in nets else []
-        grid = Grid(rank, layout)
-        state = torch.random.get_rng_state()
-        send = dist.send
+    torch.manual_seed(rank)
+    options: dict[str, Any] = {**OPTIONS, "recompute": "all" if recompute else "none"}
+    sizes: dict[str, Any] = {
+        "batch_size": ROWS,
+        "micro_batches": 1,
+        "seq_len": SEQ,
+        "dmodel": WIDTH,
+        "recompute": options["recompute"],
+    }
+    args = ScheduledPipelineSettings(world_size=workers, schedule="auto", **sizes)
+    nets = build_stages(placement(workers, 2)[rank % workers], split, VOCAB, **options)
+    hooks = [nets[2].register_forward_pre_hook(lambda *_: time.sleep(SLOW))] if 2 in nets else []
+    grid = Grid(rank, layout)
+    state = torch.random.get_rng_state()
+    send = dist.send
 
-        def send_late(*arguments: Any) -> None:
-            time.sleep(LATE)
-            send(*arguments)
+    def send_late(*arguments: Any) -> None:
+        time.sleep(LATE)
+        send(*arguments)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "send", send_late)
-            costs = measure(args, grid, torch.device("cpu"), nets, LOSS)
-        for hook in hooks:
-            hook.remove()
-        assert torch.equal(torch.random.get_rng_state(), state)
-        assert all(parameter.grad is None for net in nets.values() for parameter in net.parameters())
-        programs = all_stages("auto", workers, MICRO_BATCHES, 2, costs, Limit(2.5), recompute)
-        context_of().recorder.enabled = True
-        pipeline = Pipeline(nets, programs, grid, LOSS, WIDTH)
-        for step in range(2):
-            pipeline.step(batch(step, rows=ROWS * MICRO_BATCHES).chunk(MICRO_BATCHES))
-        assert pipeline.kept is not None
-        return costs, simulate(programs, costs).peak_bytes, pipeline.kept.peak_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send", send_late)
+        costs = measure(args, grid, torch.device("cpu"), nets, LOSS)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(parameter.grad is None for net in nets.values() for parameter in net.parameters())
+    programs = all_stages("auto", workers, MICRO_BATCHES, 2, costs, Limit(2.5), recompute)
+    context_of().recorder.enabled = True
+    pipeline = Pipeline(nets, programs, grid, LOSS, WIDTH)
+    for step in range(2):
+        pipeline.step(batch(step, rows=ROWS * MICRO_BATCHES).chunk(MICRO_BATCHES))
+    assert pipeline.kept is not None
+    return costs, simulate(programs, costs).peak_bytes, pipeline.kept.peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def rehearse_and_run(
 def test_all_ranks_know_what_passes_take_and_keep_what_was_planned(
     layout: dict[str, int], split: tuple[int, ...], recompute: bool
 ) -> None:
-    found = run_ranks(layout_size(layout), rehearse_and_run, free_port(), layout, split, recompute)
+    found = run_group(layout_size(layout), rehearse_and_run, layout, split, recompute)
     costs, planned, _ = found[0]
     assert all(each[0] == costs for each in found)
     each: Any = costs

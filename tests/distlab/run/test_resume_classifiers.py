@@ -27,10 +27,12 @@ HALF, STEPS = 4, 10  # of steps; no epoch ends there
 INPUTS, REVIEWS = 30, 8  # to a step, of all ranks together
 CPU = ["--device", "cpu"]
 MLP = f"--n-layers 3 --d-in 16 --n-classes 4 --d-hidden 8 --train-size 100 --niters {STEPS} --lr 0.2".split()
+WIDE = "--n-layers 5 --d-in 300 --d-hidden 300 --niters 6 --save-every 3"
 SENTIMENT = f"--samples 40 --layers 2 --dim 16 --heads 4 --epochs 2 --bsz {REVIEWS}".split()
 LAYOUTS = {  # ranks, script, flags
     "mlp": (1, "primer/mlp.py", "--batch-size 30"),
     "mlp-ddp": (2, "DP/ddp/mlp_ddp.py", "--world-size 2 --batch-size 15"),
+    "mlp-ddp wide": (3, "DP/ddp/mlp_ddp.py", f"--world-size 3 --batch-size 10 {WIDE}"),
     "mlp-mydp": (3, "DP/mydp/mlp_mydp.py", "--world-size 3 --batch-size 10"),
     "sentiment": (1, "TP/sentiment/tp_tensor_parallel.py", "--world-size 1 --tp 1"),
     "sentiment dp": (2, "TP/sentiment/tp_tensor_parallel.py", "--world-size 2 --tp 1"),
@@ -249,14 +251,7 @@ def test_a_setting_that_cannot_be(name: str, value: object, saved: Runs, tmp_pat
 
 def test_torchs_wrapper_goes_on_bit_for_bit_on_three_ranks(tmp_path: Path) -> None:
     """Where the order matters in which numbers are added up, and with it the bucket that a gradient lies in."""
-
-    def run_wide(out: Path, *flags: str | Path) -> list[float]:
-        wide = "--n-layers 5 --d-in 300 --n-classes 4 --d-hidden 300 --train-size 100 --niters 6 --lr 0.2"
-        layout = "--world-size 3 --batch-size 10 --save-every 3"
-        where = [*CPU, "--master-port", str(free_port()), "--out", str(out)]
-        run_ranks(3, train, "DP/ddp/mlp_ddp.py", [*wide.split(), *layout.split(), *where, *map(str, flags)])
-        return losses(out)
-
-    expected = run_wide(tmp_path / "whole")
-    assert run_wide(tmp_path / "resumed", "--resume", tmp_path / "whole/checkpoints/step-00000003") == expected[3:]
-    assert content(step(tmp_path / "resumed", 6)) == content(step(tmp_path / "whole", 6))
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    expected = run("mlp-ddp wide", whole)
+    assert run("mlp-ddp wide", resumed, "--resume", step(whole, 3)) == expected[3:]
+    assert content(step(resumed, 6)) == content(step(whole, 6))
