@@ -131,6 +131,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("ep --experts-per-token 5", "--experts-per-token 5 with --experts 4: give a number from 1 to 4"),
         ("ep --balance-rate 1.1", "--balance-rate 1.1: give a number from 0 to 1"),
         ("ep --experts -1", "--experts -1: this script is about experts; give 1 or more"),
+        ("5d --experts -1", "--experts -1: give 0 or more"),
         ("5d --ep 2", "--ep 2 with --experts 0: there are no experts to share"),
         ("5d --ep 3 --experts 3", "--ep 3 with --dp 2: give a divisor of --dp"),
         ("5d --experts 4 --run-on --record-routes R", "--record-routes with --run-on"),
