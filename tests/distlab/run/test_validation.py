@@ -56,7 +56,7 @@ def test_in_bfloat16_too(expected: list[float], tmp_path: Path) -> None:
 
 
 def test_more_replicas_than_sequences(tmp_path: Path) -> None:
-    many, found = "--world-size 3 --batch-size 1", []
+    many, found = "--world-size 3 --batch-size 1", list[list[float]]()
     for ranks, script, flags in (
         (1, "primer/intro.py", "--batch-size 3"),
         (3, "DP/gradient_aggr/intro_DP_GA.py", many),
