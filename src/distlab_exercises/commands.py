@@ -38,12 +38,7 @@ def exercise(args: Sequence[str], prog: str) -> int:
     is_folder = folder.is_dir() or not (folder.exists() or folder.suffix == ".py")
     require(is_folder, f"{folder}: is not a folder; give one, the file in it will be {wanted.file_name}")
     if path.exists():
-        held = name_of(read(path)) or wanted.name
-        what, other = f"holds the exercise {held}", folder / wanted.name
-        if held == wanted.name:
-            beside = (folder.parent / f"{wanted.name}-{number}" for number in itertools.count(2))
-            what, other = "already exists, and may hold your work", next(one for one in beside if not one.exists())
-        raise InputError(f"{path}: {what}; give another folder, such as {other}")
+        raise InputError(_why_not_written(wanted, path))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(write_out(wanted, path), encoding="utf-8", errors="replace")
@@ -55,6 +50,16 @@ def exercise(args: Sequence[str], prog: str) -> int:
     print(f"# check it: {launcher()} check {shlex.quote(str(path))}")
     print(f"# get a hint: {launcher()} hint {wanted.name}")
     return 0
+
+
+def _why_not_written(wanted: Exercise, path: Path) -> str:
+    """Return why an exercise is not written over a file, and a folder that is free."""
+    held = name_of(read(path)) or wanted.name
+    if held != wanted.name:
+        return f"{path}: holds the exercise {held}; give another folder, such as {path.parent / wanted.name}"
+    beside = (path.parent.parent / f"{wanted.name}-{number}" for number in itertools.count(2))
+    free = next(folder for folder in beside if not folder.exists())
+    return f"{path}: already exists, and may hold your work; give another folder, such as {free}"
 
 
 def _list_by_chapter(prog: str) -> None:

@@ -158,14 +158,7 @@ def one_process(
     """
     args = settings_for(rank, TrainSettings(), TrainSettings, MODEL | TRAINING | dict(how.settings))
     tokenizer = SPTokenizer(args.tokenizer)
-    sizes = {name: getattr(args, name) for name in "dmodel num_heads num_kv_heads hidden_dim n_layers seed".split()}
-    if how.mixture:
-        sizes |= ExpertSettings(experts=4).mixture_options()
-    if how.masks_documents:
-        sizes |= {"document_end": tokenizer.eos_id}
-    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, ctx_size=args.seq_len, **sizes)
-    for name, other in how.shared:
-        net.set_submodule(name, net.get_submodule(other))
+    net = _model(args, tokenizer, how)
     if start is not None:
         net.load_state_dict(load_file(start))
     data: dict[str, Any] = {"batch_size": batch_size, "seq_l": args.seq_len, "data": "sample", "seed": args.seed}
@@ -193,6 +186,18 @@ def one_process(
     sequence_bytes = args.seq_len * args.dmodel * 4  # of the activations of a sequence between two blocks
     facts = {"seq_len": args.seq_len, "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
     return {"losses": losses, "tokens": tokens, **facts}
+
+
+def _model(args: TrainSettings, tokenizer: SPTokenizer, how: OneProcess) -> CausalLLama:
+    options = {name: getattr(args, name) for name in "dmodel num_heads num_kv_heads hidden_dim n_layers seed".split()}
+    if how.mixture:
+        options |= ExpertSettings(experts=4).mixture_options()
+    if how.masks_documents:
+        options |= {"document_end": tokenizer.eos_id}
+    net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, ctx_size=args.seq_len, **options)
+    for name, other in how.shared:
+        net.set_submodule(name, net.get_submodule(other))
+    return net
 
 
 def _ignored(ids: Tensor, tokenizer: SPTokenizer, how: OneProcess) -> Tensor:

@@ -25,28 +25,9 @@ def timeline(trace: Trace) -> Json:
     plan, steps = trace.plan(), trace.steps()
     names, kinds = _Numbers(), _Numbers()
     bars_of_one = sum(len(_bars(trace, rank, event)) for rank, event in enumerate(steps[0]))
-    kept = evenly_spaced(list(enumerate(steps)), max(1, MOST_BARS // max(1, bars_of_one)))
-    lengths = [step[0].seconds for _, step in kept]
-    shown = []
-    for _, step in kept:
-        origin = min(event.start for event in step)
-        if plan is not None:  # the plan begins with the first pass
-            origin = min(e.start for rank, own in enumerate(step) for e in trace.ranks[rank].within(own, COMPUTE))
-        bars = list[list[Any]]()
-        sends, waits = dict[str, tuple[int, Event]](), dict[str, tuple[int, Event]]()
-        for rank, own in enumerate(step):
-            for event in _bars(trace, rank, own):
-                start, length = _ms(event.start - origin), _ms(event.seconds)
-                bars.append([rank, kinds[_kind(event)], names[event.name], start, length])
-            sends |= {e.flow: (rank, e) for e in trace.ranks[rank].within(own, SEND) if e.flow}
-            waits |= {e.flow: (rank, e) for e in trace.ranks[rank].within(own, WAIT) if e.flow}
-        arrows = [
-            [sender, _ms(send.start - origin), waits[flow][0], _ms(waits[flow][1].end - origin), names[send.name]]
-            for flow, (sender, send) in sends.items()
-            if flow in waits
-        ]
-        label = step[0].name
-        shown.append({"label": label, "ms": _ms(step[0].seconds), "bars": bars, "arrows": arrows})
+    kept = evenly_spaced(steps, max(1, MOST_BARS // max(1, bars_of_one)))
+    lengths = [step[0].seconds for step in kept]
+    shown = [_step(trace, step, plan is not None, names, kinds) for step in kept]
     planned = list[list[Any]]()
     if plan is not None:
         for rank in range(len(trace.ranks)):
@@ -75,6 +56,30 @@ def timeline(trace: Trace) -> Json:
             "Busy and waiting, as shares of the time from the first to the last pass, all steps", head, rows, head[1:]
         ),
     }
+
+
+def _step(
+    trace: Trace, step: Sequence[Event], from_first_pass: bool, names: "_Numbers", kinds: "_Numbers"
+) -> dict[str, Any]:
+    """Return the bars and arrows of a step, in ms since it began, or since its first pass, where a plan begins."""
+    recorded = list(zip(trace.ranks, step, strict=True))
+    firsts = [event for rank, own in recorded for event in rank.within(own, COMPUTE)] if from_first_pass else step
+    origin = min(event.start for event in firsts)
+    bars = [
+        [rank, kinds[_kind(event)], names[event.name], _ms(event.start - origin), _ms(event.seconds)]
+        for rank, own in enumerate(step)
+        for event in _bars(trace, rank, own)
+    ]
+    sends, waits = (
+        {e.flow: (number, e) for number, (rank, own) in enumerate(recorded) for e in rank.within(own, kind) if e.flow}
+        for kind in (SEND, WAIT)
+    )
+    arrows = [
+        [sender, _ms(send.start - origin), waits[flow][0], _ms(waits[flow][1].end - origin), names[send.name]]
+        for flow, (sender, send) in sends.items()
+        if flow in waits
+    ]
+    return {"label": step[0].name, "ms": _ms(step[0].seconds), "bars": bars, "arrows": arrows}
 
 
 class _Numbers:

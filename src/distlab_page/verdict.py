@@ -17,9 +17,17 @@ TRAINING = (
     "hidden_dim n_layers seq_len dtype document_mask tokenizer"
 ).split()
 # Others that not every script and every older run has, with the value that those then have.
-OTHERS: dict[str, Any] = {"compress": "none", "residual": "float32"}
-OTHERS |= {"experts": 0, "experts_per_token": 2, "shared_expert": False, "router_scores": "softmax", "qk_norm": False}
-OTHERS |= {"capacity": 0, "balance_rate": 0.003}
+OTHERS: dict[str, Any] = {
+    "compress": "none",
+    "residual": "float32",
+    "experts": 0,
+    "experts_per_token": 2,
+    "shared_expert": False,
+    "router_scores": "softmax",
+    "qk_norm": False,
+    "capacity": 0,
+    "balance_rate": 0.003,
+}
 Pair = tuple[int, float | None, float | None]  # a step, and the losses of both runs
 
 

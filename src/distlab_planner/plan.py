@@ -167,19 +167,24 @@ def plan(request: PlanRequest) -> None:
     for line in table(found.rows, tokens):
         print(line)
     print()
-    on_hosts = host_flags(request.ranks, machine)
-    for number, row in enumerate(found.rows, start=1):
-        print(f"{number:<3} {shlex.join([launcher(), *command_of(row, request, model), *on_hosts])}")
-    if request.vocab_size is not None:
-        print(f"\nadd --tokenizer, with a SentencePiece model of {request.vocab_size:,} pieces")
-    if on_hosts:
-        print("\non each host, with its own --node-rank, from 0, and with the address of host 0 as --master-addr")
+    print_commands(found.rows, request, model, machine)
     slices = machine.unmeasured_tp(model.sizes, (row.layout.size("tp") for row in found.rows))
     if slices and machine.has_sizes(model.sizes):
         path, named = request.machine or MEASURED, " or ".join(map(str, slices))
         print(f"\n# {path} has no times of passes with layers in {named} slices; they are estimated")
     if request.verify:
         verify(found.rows[: request.verify], request, model, machine)
+
+
+def print_commands(rows: Sequence[Row], request: PlanRequest, model: Model, machine: Machine) -> None:
+    """Print the command for each layout, and what has to be added to it."""
+    on_hosts = host_flags(request.ranks, machine)
+    for number, row in enumerate(rows, start=1):
+        print(f"{number:<3} {shlex.join([launcher(), *command_of(row, request, model), *on_hosts])}")
+    if request.vocab_size is not None:
+        print(f"\nadd --tokenizer, with a SentencePiece model of {request.vocab_size:,} pieces")
+    if on_hosts:
+        print("\non each host, with its own --node-rank, from 0, and with the address of host 0 as --master-addr")
 
 
 def command_of(row: Row, request: PlanRequest, model: Model) -> list[str]:
