@@ -261,7 +261,7 @@ def _place_of(thread: int, script: str) -> tuple[list[tuple[int, int]], str]:
 
 
 def _notice_of(rank: int) -> Notice:
-    """Return what this rank waits for, and what it has begun."""
+    """Return what this rank waits for, and the collectives that it began."""
     context = _context()
     if context is None:
         return Notice(rank, None)
