@@ -229,23 +229,6 @@ class Compared:
         return self.found
 
 
-def exchange_objects(group: Group, size: int, rank: int) -> None:
-    """Python objects, which torch sends as bytes."""
-    own, everyone = {"rank": rank}, [{"rank": other} for other in range(size)]
-    collected: list[Any] = [None] * size
-    dist.all_gather_object(collected, own, group)
-    assert collected == everyone
-    given: list[Any] = [own, [rank] * 1000]
-    dist.broadcast_object_list(given, group=group, group_src=size - 1)
-    assert given == [everyone[-1], [size - 1] * 1000]
-    gathered: list[Any] | None = [None] * size if rank == 0 else None
-    dist.gather_object(own, gathered, group=group, group_dst=0)
-    assert gathered == (everyone if rank == 0 else None)
-    scattered: list[Any] = [None]
-    dist.scatter_object_list(scattered, everyone if rank == 0 else None, group=group, group_src=0)
-    assert scattered == [own]
-
-
 def compare(rank: int, world_size: int, port: int, transport: TransportName) -> list[list[int]]:
     """Compare in the group of all ranks and in others; what the ranks of each group have in the end."""
     found, everyone = [], list(range(world_size))
@@ -262,7 +245,6 @@ def compare(rank: int, world_size: int, port: int, transport: TransportName) -> 
             if rank in ranks:
                 for dtype, elements, is_shared in itertools.product(dtypes, sizes, memory):
                     of_group += Compared(group, ranks, elements, dtype, is_shared).every_call()
-                exchange_objects(group, len(ranks), ranks.index(rank))
             found.append(of_group)
         assert context.shares_memory == (transport == "shared" and world_size > 1)
         parts = torch.zeros(world_size, 9)

@@ -13,7 +13,7 @@ from distlab.pipeline.actions import Action
 from distlab.pipeline.activations import MicroBatch
 from distlab.pipeline.executor import Pipeline
 
-LLAMA = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 2 --data sample --eval-every 1 --eval-sequences 3"
+LLAMA = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 2 --data sample --eval-every 2 --eval-sequences 3"
 DEEPER = f"{LLAMA} --n-layers 4 --batch-size 4 --micro-batches 4"
 RING = "CP/intro_CP_ring.py"
 SCHEDULES, PLAIN = "PP/schedules/intro_PP_schedules.py", "PP/microbatches/intro_PP_microbatches.py"

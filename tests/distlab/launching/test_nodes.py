@@ -49,14 +49,6 @@ def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
         listen_at(ELSEWHERE, 0)
 
 
-def test_a_port_in_use_is_named() -> None:
-    with listen_at("127.0.0.1", 0) as listener:
-        address, port = listener.getsockname()
-        assert address == "127.0.0.1"
-        with pytest.raises(InputError, match=f"--master-port {port}: cannot listen at 127.0.0.1:{port}"):
-            listen_at(address, port)
-
-
 def test_the_interface_is_that_of_the_way_to_the_master() -> None:
     assert own_address("localhost") in ("127.0.0.1", "::1")
     assert own_address("no.such.host.invalid") is None

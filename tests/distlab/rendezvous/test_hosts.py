@@ -4,17 +4,29 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 from support.chapters import losses, train_on
 from support.hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
-from support.processes import Ended, Started, finish, parent, process_of, start, steps_taken, wait_for, wait_for_steps
-from support.terminals import fork_launcher
+from support.processes import (
+    Ended,
+    Started,
+    finish,
+    meeting_of,
+    parent,
+    process_of,
+    run_ranks,
+    steps_taken,
+    wait_for,
+    wait_for_steps,
+)
+from support.terminals import enter, fork_launcher
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -205,44 +217,36 @@ def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_
         kill_all(*hosts)
 
 
-SERVER = """
-import socket, sys
-listener = socket.create_server((sys.argv[1], 4000))
-print("listening", flush=True)
-connection, _ = listener.accept()
-received = 0
-while chunk := connection.recv(1 << 20):
-    received += len(chunk)
-    if received in (1, 1_000_001):
-        connection.send(b"!")
-"""
-CLIENT = """
-import socket, sys, time
-connection = socket.create_connection((sys.argv[1], 4000))
-connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-for size in (1, 1_000_000):
-    started = time.monotonic()
-    connection.sendall(bytes(size))
-    connection.recv(1)
-    print(time.monotonic() - started)
-"""
+def send_to_the_other(rank: int, hosts: tuple[Host, Host], listening: Barrier) -> list[float]:
+    """The seconds after which a byte, and then a megabyte, that rank 1 has sent to rank 0 is answered."""
+    enter(hosts[rank].namespace)
+    place, seconds = (hosts[0].address, 4000), []
+    listener = socket.create_server(place) if rank == 0 else None
+    listening.wait(20)
+    connection = listener.accept()[0] if listener else socket.create_connection(place)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for size in (1, 1_000_000):
+        started = time.monotonic()
+        if listener:
+            connection.recv(size, socket.MSG_WAITALL)
+            connection.send(b"!")
+        else:
+            connection.sendall(bytes(size))
+            connection.recv(1)
+        seconds.append(time.monotonic() - started)
+    return seconds
 
 
 @pytest.mark.skipif(bool(why_no_tun()), reason=why_no_tun())
 def test_a_shaped_link_has_its_latency_and_its_bandwidth() -> None:
-    with two_hosts_with_a_link() as ((a, b), link):
+    with two_hosts_with_a_link() as (hosts, link):
         link.shape(mbit_per_second=20, one_way_ms=30)
-        server = start(*a.command(sys.executable, "-c", SERVER, a.address))
-        try:
-            assert server.stdout is not None
-            assert server.stdout.readline() == "listening\n"
-            round_trip, megabyte = map(float, b.run(sys.executable, "-c", CLIENT, a.address).split())
-            # The link owes the lower bounds; above them is what the machine, with other work on few cores, adds.
-            assert 0.060 <= round_trip < 1
-            assert 0.460 <= megabyte < 3, "0.4 s for the bits, and a round trip"
-        finally:
-            finish(server, 10)
-    assert a.namespace not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        _, (round_trip, megabyte) = run_ranks(2, send_to_the_other, hosts, meeting_of(2))
+        # The link owes the lower bounds; above them is what the machine, with other work on few cores, adds.
+        assert 0.060 <= round_trip < 1
+        assert 0.460 <= megabyte < 3, "0.4 s for the bits, and a round trip"
+    listing = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert hosts[0].namespace not in listing.stdout
 
 
 # Both ranks take their last step together; then rank 0 has something left to do, at which it fails at first.
