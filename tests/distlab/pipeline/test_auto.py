@@ -131,13 +131,13 @@ def test_with_recomputation_a_limit_in_bytes_has_room_for_many_inputs_and_r_fill
     """A micro-batch keeps 100 bytes, of them 5 for its input."""
     costs = ActionCosts(activation_bytes=100.0, input_bytes_share=0.05)
     makespans = {}
-    for limit in (Limit(150, True), Limit(4)):
+    for limit in (Limit(150, True), Limit(200, True), Limit(4)):
         plan = simulate(all_stages("auto", 4, 8, 1, costs, limit, recompute=True), costs)
         assert max(plan.peak_bytes) <= (limit.amount if limit.is_bytes else 4 * 100)
         makespans[str(limit)] = plan.makespan
     usual = simulate(all_stages("dapple", 4, 8, recompute=True), costs)
     assert max(makespans.values()) < usual.makespan
-    for amount in (105, 199):  # less than two whole micro-batches: one for each stage of a worker
+    for amount in (105, 150, 199):  # less than two whole micro-batches: one for each stage of a worker
         plan = simulate(all_stages("auto", 4, 8, 2, costs, Limit(amount, True), recompute=True), costs)
         assert max(plan.peak_bytes) <= amount * (1 + 1e-9)
     with pytest.raises(InputError, match=re.escape("one micro-batch takes 0.0001 MB on stage 0")):
