@@ -43,6 +43,8 @@ def exchange(rank: int, world_size: int, port: int) -> tuple[dict[str, int], dic
         dist.reduce(own, root)
         all_gather_single(rows, own)
         reduce_scatter_single(own, rows)
+        with named("the rows", "rows"):
+            dist.all_gather(list(rows), own)
         ledger = context.ledger
         return dict(ledger.sent_bytes), dict(ledger.messages)
 
@@ -50,14 +52,14 @@ def exchange(rank: int, world_size: int, port: int) -> tuple[dict[str, int], dic
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_messages_and_bytes_are_counted_by_kind(world_size: int) -> None:
     for rank, (sent_bytes, messages) in enumerate(run_ranks(world_size, exchange, world_size, free_port())):
-        plain = "gather", "scatter", "reduce", "all_gather", "reduce_scatter"
+        plain = "gather", "scatter", "reduce", "all_gather", "reduce_scatter", "rows"
         assert messages == dict.fromkeys(("gradients", "loss", "weights", *plain), 1)
         others, is_root = world_size - 1, rank == world_size - 1
         ring = 2 * others / world_size
         assert sent_bytes["gradients"] == int(8 * ring)
         assert sent_bytes["loss"] == int(4 * ring)
         assert sent_bytes["weights"] == (12 if is_root else 0)
-        expected = [12 * (not is_root), 12 * others * is_root, 12 * (not is_root), 12 * others, 12 * others]
+        expected = [12 * (not is_root), 12 * others * is_root, 12 * (not is_root), *[12 * others] * 3]
         assert [sent_bytes[kind] for kind in plain] == expected
 
 
