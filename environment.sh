@@ -12,6 +12,9 @@ trap 'exit 130' INT
 { : >&1; } 2>/dev/null || exec >/dev/null
 { : <&0; } 2>/dev/null || exec </dev/null
 
+# torch looks up the name of each address that connects to a store. glibc would wait 5 s for a name server that is silent.
+export RES_OPTIONS=${RES_OPTIONS:-timeout:1 attempts:3}
+
 unset CDPATH  # or cd may go elsewhere, and print where
 lab=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if ! pwd -P >/dev/null 2>&1; then  # or torch's libraries would not be found, with an error of theirs
