@@ -85,6 +85,12 @@ def test_by_hand_it_is_the_run_of_one_process(
     assert sent_bytes == 2 * (world_size - 1) * 4 * length, "what one all-reduce sends"
 
 
+@pytest.mark.parametrize("shard", ["gradients", "weights"])
+def test_micro_batches_change_nothing(shard: Sharded, one_process: OneProcess, tmp_path: Path) -> None:
+    flags = ["--world-size", "2", "--batch-size", "3", "--micro-batches", "3", "--shard", shard]
+    assert_same_run(train_on(2, SCRIPT, tmp_path, *flags), one_process(6))
+
+
 def held_bytes(out: Path) -> list[dict[str, int]]:
     held: list[dict[str, int]] = json.loads((out / "memory.json").read_text())
     return held
