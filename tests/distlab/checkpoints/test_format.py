@@ -146,6 +146,12 @@ def test_a_damaged_one_is_named_and_passed_over(how: str, run: Path) -> None:
         latest_valid(run)
 
 
+def test_a_folder_without_any(tmp_path: Path) -> None:
+    for folder, sentence in ((tmp_path / "nowhere", "there is no such folder"), (tmp_path, SENTENCE)):
+        with pytest.raises(InputError, match=f"^{folder}: {sentence}"):
+            latest_valid(folder)
+
+
 def test_settings_are_the_checkpoints_by_default(run: Path) -> None:
     settings = parse(HybridSettings(), "", ["0", "--resume", str(run), "--tp", "2"])
     assert (settings.dmodel, settings.num_heads, settings.n_layers, settings.seq_len) == (32, 2, 2, 24)
