@@ -49,7 +49,7 @@ def test_is_the_same_number_where_replicas_share_weights(expected: list[float], 
 
 
 def test_in_bfloat16_too(expected: list[float], tmp_path: Path) -> None:
-    """In every layout: test_clipping.py."""
+    """On four ranks: `test_in_bfloat16` in test_clipping.py."""
     own = validate("primer", tmp_path, "--dtype", "bfloat16")
     assert own == pytest.approx(expected, rel=1e-2)
     assert own != expected
