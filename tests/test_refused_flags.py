@@ -91,7 +91,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --lr 1e-3 --min-lr 2e-3", "--min-lr 0.002 with --lr 0.001: give 0 or more, and at most --lr"),
         ("hybrid-repair --recompute all", "--repair on with --recompute all: "),
         ("hybrid-repair --eval-every 5", "--repair on with --eval-every: "),
-        ("hybrid --repair --shard optimizer", "--repair goes with the flags of dp-ga or hybrid"),
+        ("hybrid --repair=exact --shard optimizer", "--repair goes with the flags of dp-ga or hybrid"),
         (
             "hybrid --repair --dmodel 16384 --num-heads 64 --n-layers 64 --batch-size 96",
             "--repair on: all ranks together would hold ",

@@ -141,7 +141,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         tp_model = load("tp_model")
         for build, numbers in [
             (lambda: tp_model.MultiHeadSelfAttention(24, 2, 0.0), "heads of 2 .* 4 ranks"),
-            (lambda: tp_model.ColWiseLinear(8, 2), "output width of 2 .* 4 ranks"),
+            (lambda: tp_model.ColWiseLinear(8, 2), "output width of 2 .* 4 ranks .*; give a multiple of 4$"),
             (lambda: tp_model.Embedding(8, 6), "width of 6 .* 4 ranks"),
             (lambda: tp_model.ColRowLinearPair(8, 6, 8, []), "inner width .* of 6 .* 4 ranks"),
         ]:

@@ -60,6 +60,7 @@ def test_others_do_the_work_mostly_when_they_would_be_idle(
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_work_of_two_dead_workers_of_a_stage_goes_to_different_peers(whole: bool) -> None:
     assert hosts_of(1, 1, 4, [2, 3], whole) == {(0, 0): 2, (0, 1): 3, (0, 2): 2, (0, 3): 3}
+    assert hosts_of(1, 1, 4, [1, 3], whole) == {(0, 0): 1, (0, 1): 1, (0, 2): 3, (0, 3): 3}
 
 
 def test_passes_are_split_where_that_saves_time() -> None:

@@ -11,6 +11,7 @@ from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridRepairSettings, HybridSettings
 from distlab.settings.replicas import DiLoCoSettings, RepairSettings
 from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 DEATH = r"up to ([\d.]+) times as long .* up to (\d+) micro-batches instead of (\d+)"
@@ -60,6 +61,12 @@ def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
     assert RepairSettings().growth() == 1
     settings = replace(settings, repair="off")
     assert not re.search(DEATH, " ".join(settings.remarks(settings.decide())))
+
+
+def test_the_memory_that_a_machine_lacks_after_a_death_is_told_in_gb() -> None:
+    settings = RepairSettings(repair="on", dmodel=8192, num_heads=64, n_layers=64)
+    with pytest.raises(InputError, match=r"^--repair on: .* GB after a death, and this machine has 100\.0 GB;"):
+        settings.check_memory(100e9)
 
 
 def test_a_pass_of_a_stage_is_over_the_positions_of_a_micro_batch_that_a_rank_has() -> None:

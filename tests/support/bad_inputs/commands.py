@@ -100,7 +100,7 @@ def rendezvous(chance: random.Random, count: int, folder: Path) -> Iterator[BadI
     """Ranks that do not fit together, each in a terminal of its own."""
 
     def rank(script: str, number: int, port: int, *flags: str) -> list[str]:
-        both = [*TINY, "--timeout", "4", "--master-port", str(port), *flags]
+        both = [*TINY, "--timeout", "6", "--master-port", str(port), *flags]
         return [PYTHON, str(LAB / script), str(number), *both]
 
     ga, ddp = SCRIPTS["dp-ga"], SCRIPTS["ddp"]
