@@ -1,6 +1,5 @@
 """The layouts of a training run, as the flags of `./launch.sh 5d` ask for them."""
 
-import contextlib
 import functools
 import itertools
 import math
@@ -220,12 +219,17 @@ def _schedules(model: Model, workers: int, batch_size: int, among: Choices) -> I
     """Yield numbers of micro-batches with the schedules that fit them, and the layers of each stage."""
     names = among.schedules or [name for name in SCHEDULES if name != AUTO]
     for micro_batches in among.micro_batches or divisors(batch_size):
+        if batch_size % micro_batches:
+            continue
         for name in names if workers > 1 else ["dapple"]:
             is_same = micro_batches == 1 and name in SAME_WITH_ONE and "dapple" in names
-            if batch_size % micro_batches or is_same or not schedule_of(name).fits(workers, micro_batches):
+            if is_same or not schedule_of(name).fits(workers, micro_batches):
                 continue
-            with contextlib.suppress(InputError):  # more stages than the model has parts
-                yield micro_batches, name, default_split(model, workers * stages_per_worker(name))
+            try:
+                split = default_split(model, workers * stages_per_worker(name))
+            except InputError:  # more stages than the model has parts
+                continue
+            yield micro_batches, name, split
 
 
 def _divides_pipelines_only(layout: RunLayout, ranks_per_host: int) -> bool:

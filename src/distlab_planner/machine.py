@@ -25,8 +25,9 @@ MeasuredTransport = Literal["gloo", "shared"]
 PassKind = Literal["F", "B", "I", "W"]  # letters of `distlab.pipeline.actions`
 # By an action's letter, the pass whose time it takes.
 KIND_OF: dict[str, PassKind] = {"F": "F", "B": "B", "I": "I", "W": "W", "f": "F", "R": "F", "b": "B", "i": "I"}
-NEEDED = ("bytes_per_second", "multiply_adds_per_second", "memory_bytes_per_host")  # greater than 0
-MAY_BE_NONE = ("experts", "shared_experts")  # of a model without a mixture
+# The keys of a machine's file whose numbers are greater than 0; others may be 0, but of whole numbers only `MAY_BE_0`.
+ABOVE_0 = ("bytes_per_second", "multiply_adds_per_second", "memory_bytes_per_host")
+MAY_BE_0 = ("experts", "shared_experts")  # in a model without a mixture
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         each = typing.get_args(kind)[0]
         return tuple(_read(each, held, f"{where}[{place}]") for place, held in enumerate(value))
     if kind in (int, float):
-        return _read_number(kind, value, given, re.split(r"[. ]", where)[-1])
+        key = re.split(r"[. ]", where)[-1]
+        return _read_number(kind, value, given, key)
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         require(value in choices, f"{given}; give one of {', '.join(choices)}")
@@ -267,6 +269,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _read_object(kind: Any, value: Any, given: str, where: str) -> Any:
+    """Read an object of JSON as a dataclass; `given` is the value in words, and `where` what comes before a key."""
     kinds = typing.get_type_hints(kind)
     require(isinstance(value, dict), f"{given}; give an object with the keys {', '.join(kinds)}")
     unknown = next((key for key in value if key not in kinds), None)
@@ -280,13 +283,14 @@ def _read_object(kind: Any, value: Any, given: str, where: str) -> Any:
 
 
 def _read_number(kind: type[float], value: Any, given: str, key: str) -> float:
+    """Read the number of a key, finite and not negative; `given` is the value in words."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
-        least = 0 if key in MAY_BE_NONE else 1
+        least = 0 if key in MAY_BE_0 else 1
         is_right = is_number and value == int(value) and value >= least
         wanted = f"a whole number from {least} up"
     else:
-        is_right = is_number and (value > 0 if key in NEEDED else value >= 0)
-        wanted = "a number greater than 0" if key in NEEDED else "a number that is not negative"
+        is_right = is_number and (value > 0 if key in ABOVE_0 else value >= 0)
+        wanted = "a number greater than 0" if key in ABOVE_0 else "a number that is not negative"
     require(is_right, f"{given}; give {wanted}")
     return kind(value)

@@ -92,13 +92,11 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
     programs = layout.programs()
     around = [_around_passes(costs, program) for program in programs]
     engine = _simulated(costs, programs, around)
-    times = engine.starts, engine.ends, engine.alone
-    workers = [_Played(*([of_all[index] for index in line] for of_all in times)) for line in step.graph.lines]
-    averaged = []  # by worker, when its gradients are
-    for program, own, played in zip(programs, around, workers, strict=True):
-        last_pass = played.starts[-2], played.ends[-2]
-        end = _end_of_average(costs, program, own.averaging.seconds, *last_pass)
-        averaged.append(end if own.averaging.overlaps else played.ends[-1])
+    workers = [_played(engine, line) for line in step.graph.lines]
+    averaged = [  # by worker, when its gradients are
+        _end_of_average(costs, program, own.averaging.seconds, played) if own.averaging.overlaps else played.ends[-1]
+        for program, own, played in zip(programs, around, workers, strict=True)
+    ]
     loss = costs.on_hosts.all_reduce(RankGroup(layout.ranks, 1), LOSS_BYTES).seconds
     total = max(averaged) + loss
     passes = [played.passes for played in workers]
@@ -150,6 +148,12 @@ def _simulated(costs: Costs, programs: Programs, around: Sequence[_AroundPasses]
     return Engine(step.graph, seconds, message, waking=machine.waking_seconds, hosts=hosts)
 
 
+def _played(engine: Engine, line: range) -> _Played:
+    """Return the actions with these numbers, which are consecutive."""
+    numbers = slice(line.start, line.stop)
+    return _Played(engine.starts[numbers], engine.ends[numbers], engine.alone[numbers])
+
+
 def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
     """Return, by action, its number of threads, if more than one.
 
@@ -167,6 +171,7 @@ def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
 
 
 def _around_passes(costs: Costs, program: Sequence[Action]) -> _AroundPasses:
+    """Return the seconds around the passes of the worker with a program, if no other rank computes."""
     shard, machine, on_hosts, stages = costs.layout.shard, costs.machine, costs.on_hosts, stages_of(program)
     updating = machine.step_seconds + machine.update_seconds(costs.optimizer) * costs.updated(*stages)
     weights = [one for one in costs.weights_by_holders(*stages) if one.count]
@@ -181,13 +186,13 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> _AroundPasses:
     return _AroundPasses(updating, one_after_another(gathering).alone, one_after_another(averaging))
 
 
-def _end_of_average(costs: Costs, program: Sequence[Action], seconds: float, started: float, ended: float) -> float:
+def _end_of_average(costs: Costs, program: Sequence[Action], seconds: float, played: _Played) -> float:
     """Return when the gradients have been averaged, bucket after bucket, behind the last pass that computes some.
 
     Args:
-        seconds: of the whole average.
-        started, ended: when the last pass did.
+        seconds: of the whole average, without this overlap.
     """
+    started, ended = played.passes.starts[-1], played.passes.ends[-1]
     size_bytes = costs.weights(*stages_of(program)) * NUMBER_BYTES
     buckets = max(1, round(size_bytes / BUCKET_BYTES))
     now = 0.0
@@ -218,13 +223,17 @@ def least_seconds(costs: Costs) -> float:
         for_inputs = fastest("I", stage)
         return forward, min(backward, for_inputs + fastest("W", stage)), min(backward, for_inputs)
 
-    stages = list(map(passes, range(len(layout.split))))
+    first_with = dict[tuple[int, ...], int]()  # by parts: stages with the same ones are computed once
+    alike = [first_with.setdefault(tuple(layout.parts(one).values()), one) for one in range(len(layout.split))]
+    passes_of = {one: passes(one) for one in first_with.values()}
+    weights_of = {one: costs.weights_by_holders(one)[0].count for one in first_with.values()}
+    stages = [passes_of[one] for one in alike]
     work, path, held = ([0.0] * pp for _ in range(3))  # of each worker: for a micro-batch; weights, without experts
     for stage, (forward, backward, awaited) in enumerate(stages):
         worker = outline.owners[stage]
         work[worker] += forward + backward
         path[worker] += forward + awaited
-        held[worker] += costs.weights_by_holders(stage)[0].count
+        held[worker] += weights_of[alike[stage]]
     found = micro_batches * sum(work) / pp
     begins = ends = 0.0  # of the stages before
     for worker, (forward, _, awaited) in zip(range(pp), stages, strict=False):
@@ -244,8 +253,10 @@ def _possible_threads(costs: Costs) -> set[int]:
     As measured, it need not be fastest with most of them.
     """
     machine, workers = costs.machine, costs.layout.size("pp")
-    if machine.device == "cuda" or costs.threads is not None:
-        return {1 if machine.device == "cuda" else costs.threads or 1}
+    if machine.device == "cuda":
+        return {1}
+    if costs.threads is not None:
+        return {costs.threads}
     cores = max(1, machine.cores_per_host // costs.on_hosts.pipelines)
     most = most_threads(workers, cores, costs.estimated)
     return {share_of_cores(cores, busy, most) for busy in range(1, workers + 1)}
