@@ -106,8 +106,8 @@ def compare(request: Request) -> int:
     right = RecordedRun(request.run_b) if request.run_b else run_as_one_process(own, request.script)
     require_same_training(own, right)
     have_recordings = own.records.steps and right.records.steps
-    compared = _compare_recordings if have_recordings else _compare_checkpoints
-    status, lines = compared(own, right, tolerance or max(own.tolerance, right.tolerance))
+    compare_kept = _compare_recordings if have_recordings else _compare_checkpoints
+    status, lines = compare_kept(own, right, tolerance or max(own.tolerance, right.tolerance))
     print("\n".join(lines))
     return status
 
@@ -151,6 +151,7 @@ def _compare_checkpoints(own: RecordedRun, right: RecordedRun, tolerance: float)
 
 
 def _names(own: RecordedRun, right: RecordedRun) -> str:
+    """Return the folders of both runs, with their layouts."""
     return f"{own.folder} ({own.layout}) and {right.folder} ({right.layout})"
 
 

@@ -37,9 +37,9 @@ def is_unsure(own: Tensor, right: Tensor, tolerance: float) -> Tensor:
     return (own - right).abs() > UNSURE * tolerance * right.abs()
 
 
-def percent(own: Tensor, right: Tensor) -> str:
-    """Return how far a tensor is from the right one, relative to its norm."""
-    return f"{100 * float((own - right).norm()) / max(float(right.norm()), 1e-30):.3g} %"
+def distance(own: Tensor, right: Tensor) -> float:
+    """Return the norm of the difference of two tensors, as a share of the norm of the right one."""
+    return float((own - right).norm()) / max(float(right.norm()), 1e-30)
 
 
 def and_others(count: int) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
-from distlab_compare.differences import LATER, ROUNDING, Difference, differs_by, is_unsure, percent, tell
+from distlab_compare.differences import LATER, ROUNDING, Difference, differs_by, distance, is_unsure, tell
 from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.shares import Mistake
 
@@ -177,7 +177,7 @@ class Pair:
             mistake = Mistake("not-cleared", "also contains the gradient of the step before")
         else:
             mistake = Mistake("other", "is not a multiple of the other run's")
-        return Mistake(mistake.name, mistake.sentence, shown or f" ({percent(part.flat, right)} away)")
+        return Mistake(mistake.name, mistake.sentence, shown or _away(part.flat, right))
 
     def shares_of(self, step: int, name: str, part: TensorPart) -> list[list[Tensor]]:
         """Return, by replica and micro-batch, its share of a gradient, such that their mean is the right one.
@@ -203,7 +203,7 @@ class Pair:
         return -1 if is_one_of_many and are_same else replica_of(self.run.layout, rank)
 
     def name_weights(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
-        away = f" ({percent(part.flat, right)} away)"
+        away = _away(part.flat, right)
         if step - 1 in self.run.steps and step - 1 in self.other.steps:
             before, right_before = self._before(step - 1, rank, name, part)
             if not shares.differs(part.flat, before):
@@ -217,3 +217,7 @@ class Pair:
     def _before(self, step: int, rank: int, name: str, part: TensorPart) -> tuple[Tensor, Tensor]:
         own = self.run.ranks(step)[rank].part("weights", name)
         return own.flat, part.of(self.other.whole(step, "weights", name))
+
+
+def _away(own: Tensor, right: Tensor) -> str:
+    return f" ({100 * distance(own, right):.3g} % away)"

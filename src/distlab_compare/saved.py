@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.checkpoints.format import Checkpoint, valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
 from distlab_compare import shares
-from distlab_compare.differences import LATER, ROUNDING, and_others, differs_by, is_unsure, percent
+from distlab_compare.differences import LATER, ROUNDING, and_others, differs_by, distance, is_unsure
 from simplellm.errors import require
 
 MOMENT = "exp_avg"  # Adam's moving average of the gradients: as wrong as they are
@@ -112,12 +112,12 @@ def _sentence(step: int, what: str, wrong: Sequence[str], keys: Mapping[str, str
     """Return a sentence about the first of some wrong parameters; `keys` are the names of their tensors."""
     key = keys.get(wrong[0], wrong[0])
     mine, others = own[key], right[key]
-    away = float((mine - others).norm()) / max(float(others.norm()), 1e-30)
+    away = distance(mine, others)
     parts = own.writers(key, (mine - others).abs() > 1e-3 * away * others.abs().max())
     ranks = f", as rank {' and '.join(map(str, parts))} wrote them," if parts else ""
     scale = shares.scale_of(mine, others)
     told = "differ" if scale is None else f"are {scale:.4g} times what they should be"
-    told += f" ({percent(mine, others)} away)" if math.isfinite(away) else ": there, not all of them are finite"
+    told += f" ({100 * away:.3g} % away)" if math.isfinite(away) else ": there, not all of them are finite"
     return f"after {step} steps: {what} {wrong[0]}{and_others(len(wrong) - 1)}{ranks} {told}"
 
 

@@ -51,14 +51,15 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert named([1, 2], [3, 4], [5, 6]) == "other-weights"
     before, *shares = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     without_last, mean = (shares[0] + shares[1]) / 3, torch.stack(shares).mean(0)
-    for observed, told in (
-        (before - 0.1 * without_last, "are wrong as if, in the gradient used, rank 2's share was lost"),
-        (before.clone(), "are those before the update: the update was undone, or changed other memory"),
-        (1.5 * before - 0.1 * mean, "are 1.5 times what they should be"),
-        (before / 3 - 0.1 * mean, "are 1/3 of what they should be: divided by 3 twice"),
-        (before - 0.101 * mean, "differ slightly from those of one process"),
+    for observed, name, told in (
+        (before - 0.1 * without_last, "rank-missing", "are wrong as if, in the gradient used, rank 2's share was lost"),
+        (before.clone(), "not-updated", "are those before the update: the update was undone, or changed other memory"),
+        (1.5 * before - 0.1 * mean, "weights-scaled", "are 1.5 times what they should be"),
+        (before / 3 - 0.1 * mean, "weights-divided-twice", "are 1/3 of what they should be: divided by 3 twice"),
+        (before - 0.101 * mean, "imprecise", "differ slightly from those of one process"),
     ):
-        assert name_weights(observed, before, [[share] for share in shares], lr=0.1, own=-1).sentence == told
+        mistake = name_weights(observed, before, [[share] for share in shares], lr=0.1, own=-1)
+        assert (mistake.name, mistake.sentence) == (name, told)
     assert [name_loss(8 * k, 8.0, n, m).name for k in (2, 3, 1 / 2, 1 / 3, 1.1)] == [
         "loss-not-divided",
         "loss-summed",
