@@ -188,8 +188,8 @@ def _failed(rank: int, error: BaseException, script: str) -> Report:
     if isinstance(error, NotImplementedError):
         what = str(error) or "a part"
         return Report(rank, "missing", [what], line=line.partition(":")[0] if what in line else line)
-    wait, context = error if isinstance(error, TrafficError) else None, _context()
-    if isinstance(error, Exception) and wait is None and context is not None:
+    wait = error if isinstance(error, TrafficError) else None
+    if isinstance(error, Exception) and wait is None and (context := _context()) is not None:
         wait = context.waits.failure_of(error)
     if wait is not None and wait.lost_a_peer:
         return Report(rank, "lost", [str(wait)], line=line)
@@ -205,6 +205,7 @@ def _line_of(error: BaseException, script: str) -> str:
 
 
 def _in_words(error: BaseException, line: str) -> str:
+    """Return an error in words, for the line that raised it."""
     if isinstance(error, SystemExit):
         return "the file called sys.exit() before its work was done"
     is_none = "NoneType" in str(error) or isinstance(error, AssertionError)
@@ -217,9 +218,9 @@ def _in_words(error: BaseException, line: str) -> str:
 
 
 class _Moment(NamedTuple):
-    """A time, and what a thread has computed until then."""
+    """A time, and how long a thread has computed until then."""
 
-    time: float
+    time: float  # seconds of `time.monotonic`
     worked: float  # seconds of a processor
     wanted: float  # the same, and those for which others used the cores
 
@@ -230,13 +231,15 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
     assert main is not None
     started = time.monotonic()
     now = moved = _Moment(started, 0.0, 0.0)  # when it was last seen to move
-    place, line, is_still = list[tuple[int, int]](), "", False
+    place: list[tuple[int, int]] = []
+    line, is_still = "", False
     while now.time - started < patience.longest and now.worked < patience.work:
         time.sleep(0.1)
         before, (place, line) = place, _place_of(main, script)
         worked = _seconds_computed_by(main)
         now = _Moment(time.monotonic(), worked, worked + _seconds_without_a_core())
-        if place != before or now.worked - moved.worked > SECONDS_OF_A_WAIT:  # a loop may be seen at one place
+        is_at_work = now.worked - moved.worked > SECONDS_OF_A_WAIT  # a loop may be seen at one place all the time
+        if place != before or is_at_work:
             moved = now
             if is_still:
                 tell(Report(rank, "moves"))
@@ -251,7 +254,8 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
 
 def _place_of(thread: int, script: str) -> tuple[list[tuple[int, int]], str]:
     """Return a thread's place in each function that it is in, and the innermost line of a file among them."""
-    frame, place, line = sys._current_frames().get(thread), list[tuple[int, int]](), ""
+    place: list[tuple[int, int]] = []
+    frame, line = sys._current_frames().get(thread), ""
     while frame is not None:
         place.append((id(frame.f_code), frame.f_lasti))
         if not line and frame.f_code.co_filename == script:

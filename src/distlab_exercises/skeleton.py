@@ -94,7 +94,8 @@ def _with_definitions(text: str, module: str, names: list[str], exercise: Exerci
     if not solved:
         source = _emptied(source, names, exercise.keeps)
         used = {name for name in used if not name.startswith("_")}
-    nodes = [_definitions(ast.parse(source))[name] for name in names]
+    definitions = _definitions(ast.parse(source))
+    nodes = [definitions[name] for name in names]
     used |= _names_in(nodes)
     lines = source.split("\n")
     code = ["\n".join(lines[_first_line(node) - 1 : node.end_lineno]) for node in nodes]
@@ -114,7 +115,7 @@ def _imports(text: str) -> list[ast.Import | ast.ImportFrom]:
 
 
 def _without_imported(text: str, names: list[str]) -> str:
-    """Return a module that does not import some names from others."""
+    """Return a module without the imports of some names."""
     lines = text.split("\n")
     for statement in reversed(_imports(text)):
         if isinstance(statement, ast.ImportFrom) and any(alias.name in names for alias in statement.names):

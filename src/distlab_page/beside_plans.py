@@ -23,7 +23,7 @@ class _Total:
 
     messages: int = 0
     bytes: int = 0
-    planned: int | None = None
+    planned: int | None = None  # None without a formula
     formulas: list[str] = field(default_factory=list)  # in words
 
     def add(self, sent: Json, formula: Formula | None, is_once: bool) -> None:
@@ -74,7 +74,7 @@ def ledger(run: Records) -> Json | None:
 
 
 def _sent(run: Records, costs: Costs | None, account: Json) -> tuple[dict[str, _Total], list[list[Any]]]:
-    """Return the totals of a rank by kind; and by receiver, the kind, the bytes, and the bytes by formula."""
+    """Return the totals of a rank by kind; and by receiver, entries of a kind, its bytes, and its bytes by formula."""
     count = account["steps"]
     formulas = sent_by(run, costs, account["rank"], count) if costs and count else {}
     groups = Counter((sent["kind"], sent["way"]) for sent in account["sent"])
@@ -88,8 +88,8 @@ def _sent(run: Records, costs: Costs | None, account: Json) -> tuple[dict[str, _
         formula = of_message or of_all
         totals[kind].add(sent, formula, is_once=of_all is not None)
         is_alone = of_message or groups[kind, sent["way"]] == 1
-        expected = formula.bytes * count / len(peers) if formula and is_alone else None
         for peer in peers:
+            expected = formula.bytes * count / len(peers) if formula and is_alone else None
             to_ranks[peer].append([kind, sent["bytes"] / len(peers), expected])
     return totals, to_ranks
 

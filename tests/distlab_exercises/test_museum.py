@@ -105,7 +105,7 @@ def test_copies_that_ranks_initialize_have_to_be_equal(tmp_path: Path) -> None:
             assert load_file(initial_weights(records, tmp_path))["norm"].equal(torch.ones(SHAPE))
 
 
-def test_each_exhibit_has_a_mend_and_wrong_ones() -> None:
+def test_each_exhibit_has_a_mend_and_a_wrong_one() -> None:
     assert MENDS.keys() == EXHIBITS.keys()
     for right, *wrong in MENDS.values():
         assert not right.says

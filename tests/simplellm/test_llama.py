@@ -210,10 +210,7 @@ def test_by_default_a_stage_holds_the_layers_of_its_rank(monkeypatch: pytest.Mon
     assert layers(LLamaStage(**options)) == {"6", "7"}
     assert layers(LLamaLastStage(VOCAB_SIZE, **options, first_layer=4)) == {"4", "5"}
     assert layers(CausalLLama(VOCAB_SIZE, **options)) == {"0", "1"}
-    for wrong in (
-        LLamaLastStage,
-        LLamaFirstStage,
-    ):  # as in two pipelines: rank 3 of 5 is neither the last nor the first
+    for wrong in (LLamaLastStage, LLamaFirstStage):  # rank 3 of 5 has neither in one pipeline, but may in two
         with pytest.raises(InputError, match=f"{wrong.__name__} on rank 3 of 5 without first_layer: only in a single"):
             wrong(VOCAB_SIZE, **options)
     ranks["world"] = 4

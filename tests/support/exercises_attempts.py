@@ -57,7 +57,7 @@ def judge(name: str, attempt: Attempt, folder: Path) -> None:
     """Check an attempt at an exercise, and compare what is said of it with what should be."""
     exercise = smallest(EXERCISES[name])
     if attempt.only:
-        exercise = replace(exercise, cases=tuple(name for name in exercise.tried if name.endswith(attempt.only)))
+        exercise = replace(exercise, cases=tuple(case for case in exercise.tried if case.endswith(attempt.only)))
     if attempt.trial is not None:
         exercise = replace(exercise, trials=(attempt.trial,))
     path = folder / exercise.file_name

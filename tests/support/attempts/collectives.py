@@ -191,7 +191,7 @@ by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
             "wrong-row",
             "has only zeros",
             changes={
-                "            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]": ("            pass")
+                "            whole[dst:], whole[:dst] = parts[: size - dst], parts[size - dst :]": "            pass"
             },
             only="gather_tree",
         ),

@@ -32,7 +32,8 @@ ATTEMPTS = {
         Attempt("rank-missing", "rank 1's share was lost", f"if dist.get_rank() == 1:\n    gradients.zero_()\n{MEAN}"),
         Attempt(
             "weights-scaled",
-            "after step 0: the weights model.embed_tokens.weight, like every other parameter, on rank 1 are 3 times",
+            "after step 0: the weights model.embed_tokens.weight, like every other parameter, on rank 1 are "
+            "3 times what they should be",
             MEAN,
             changes={
                 "        optimizer.step()\n": (
@@ -121,16 +122,13 @@ ATTEMPTS = {
         Attempt(
             "combined-again",
             "combined again",
-            changes={
-                "bucket.flat, ReduceOp.AVG,": "bucket.flat, ReduceOp.SUM,",
-                "        self._buckets.finish()": "        self._buckets.finish()",
-            },
+            changes={"bucket.flat, ReduceOp.AVG,": "bucket.flat, ReduceOp.SUM,"},
         ),
         Attempt(
             "not-averaged",
             "on all ranks is that of this rank's own sequences: it was not averaged",
             changes={
-                "return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)": ("return None")
+                "return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)": "return None"
             },
         ),
         Attempt(
