@@ -1,13 +1,16 @@
-"""What the compiler does that no run on the CPU shows."""
+"""What goes through the compiler, and on which GPU."""
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from simplellm.compiled import applied
 from simplellm.compiler import Compiler
+from simplellm.llama import CausalLLama, LLama
 
 
 def test_it_compiles_on_the_gpu_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +38,19 @@ def test_it_compiles_on_the_gpu_of_the_calling_thread(monkeypatch: pytest.Monkey
     torch.cuda.set_device(1)
     Compiler().prepare(double, torch.zeros(3, requires_grad=True))
     assert found == [1]
+
+
+def test_only_training_passes_are_compiled() -> None:
+    model, ids = LLama(CausalLLama, 9, dmodel=8, num_heads=2, n_layers=1), torch.tensor([[1, 2]])
+    compiled: list[object] = []
+
+    def compiler(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        compiled.append(function)
+        return function(*arguments)
+
+    with applied(compiler):
+        with torch.no_grad():
+            model(ids)
+        assert not compiled
+        model(ids)
+    assert compiled

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from simplellm import attention, blocks, layers, mixed_precision
-from simplellm.compiled import applied
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage, LLamaLastStage, LLamaStage
 from simplellm.losses import causalLLMLoss
@@ -49,28 +48,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         assert parameter.grad.abs().max() > 0, name
         found[name] = parameter.grad
     return found
-
-
-@pytest.mark.parametrize("options", [{"attention_bias": True}, {"mlp_bias": True}, {"qk_norm": True}, {"head_dim": 8}])
-def test_a_models_options_make_it_again(options: dict[str, Any]) -> None:
-    model = whole(**options)
-    LLama(CausalLLama, **model.options).load_state_dict(model.state_dict())
-    assert model.options.keys() >= options.keys()
-
-
-def test_only_training_passes_are_compiled() -> None:
-    compiled: list[object] = []
-
-    def compiler(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        compiled.append(function)
-        return function(*arguments)
-
-    with applied(compiler):
-        with torch.no_grad():
-            whole()(tokens())
-        assert not compiled
-        whole()(tokens())
-    assert compiled
 
 
 # ---------------------------------------------------------------------------------------------- against transformers
