@@ -99,7 +99,7 @@ class TokenChunks:
         build = functools.partial(self._encode, begin)
         if self._folder is None:
             return build()
-        return TokenFile(self._folder, f"{begin.document}-{begin.character}.tokens", build).chunk()
+        return TokenFile(self._folder, begin, build).chunk()
 
     def _encode(self, begin: TokenStart) -> Chunk:
         """Return the chunk that begins here."""

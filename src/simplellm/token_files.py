@@ -33,7 +33,7 @@ CACHE = "SIMPLELLM_CACHE"  # variable of the environment: the folder of all file
 HEAD = struct.Struct("<I 6q ? 2q B I 32s 22x")
 PIECE = 2**12  # tokens under one checksum
 SECONDS_FOR_A_CHUNK = 5.0  # a process that holds the lock for longer is stuck
-NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT)  # then a chunk stays in memory
+NO_PLACE = errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST  # then it stays in memory
 
 
 class TokenStart(NamedTuple):
@@ -111,12 +111,12 @@ class TokenFile(NamedTuple):
     """The file of a chunk. Its folder's name identifies the documents and their tokens."""
 
     folder: Path
-    name: str
+    begin: TokenStart
     build: Callable[[], Chunk]  # encodes its text
 
     @property
     def path(self) -> Path:
-        return self.folder / self.name
+        return self.folder / f"{self.begin.document}-{self.begin.character}.tokens"
 
     def chunk(self) -> Chunk:
         """Return the chunk. If there is no file, or a broken one, build it, once on a host.
@@ -166,14 +166,14 @@ class TokenFile(NamedTuple):
     def _head(self, tell: Callable[[Path], None]) -> Head | None:
         """Return the head of the file; None if there is none, or if it is broken."""
         try:
-            descriptor = os.open(f"{self.folder}/{self.name}", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 packed = os.read(descriptor, HEAD.size)
             finally:
                 os.close(descriptor)
             checksum, *place, is_last, documents, tokens, _, _, identity = HEAD.unpack(packed)
-            if checksum == zlib.crc32(packed[4:]) and identity == self.folder.name.encode():
-                return Head(TokenStart(*place[:3]), TokenStart(*place[3:]), is_last, documents, tokens)
+            if (checksum, *place[:3], identity) == (zlib.crc32(packed[4:]), *self.begin, self.folder.name.encode()):
+                return Head(self.begin, TokenStart(*place[3:]), is_last, documents, tokens)
         except OSError:
             return None
         except struct.error:
@@ -189,7 +189,7 @@ class TokenFile(NamedTuple):
         begin, end, *sizes = chunk.head
         bits, identity = 8 * tokens.itemsize, self.folder.name.encode()
         packed = HEAD.pack(0, *begin, *end, *sizes, bits, zlib.crc32(before), identity)[4:]
-        building = self.folder / f".{self.name}.{os.getpid()}"
+        building = self.folder / f".{self.path.name}.{os.getpid()}"
         try:
             with building.open("wb") as file:
                 file.write(zlib.crc32(packed).to_bytes(4, "little") + packed + before + tokens.tobytes())

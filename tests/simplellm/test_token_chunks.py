@@ -153,7 +153,17 @@ def replace_by_another(path: Path) -> None:
     other.replace(path)
 
 
-@pytest.mark.parametrize("damage", [replace_by_another, shorten, empty, flip, flip_in_head, flip_in_ends, overwrite])
+def replace_by_the_next(path: Path) -> None:
+    """By the file of later tokens of the same documents."""
+    list(islice(TokenChunks(TOKENIZER, "sample", "train", 0, None).walk(0, 0), 2))
+    [other] = [file for file in path.parent.glob("*.tokens") if file != path]
+    other.replace(path)
+
+
+DAMAGES = replace_by_another, replace_by_the_next, shorten, empty, flip, flip_in_head, flip_in_ends, overwrite
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_broken_file_is_encoded_again(damage: object, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = next(TinyStories(TOKENIZER, data="sample"))
     [path] = files_of(cache)
@@ -237,14 +247,15 @@ def test_the_cache_is_where_the_user_has_others(tmp_path: Path, monkeypatch: pyt
         assert files_of(tmp_path / place / "simplellm")
 
 
-@pytest.mark.parametrize("value", ["", "relative", "{file}/cache"])
+@pytest.mark.parametrize("value", ["", "relative", "{place}/file/cache", "{place}/link"])
 def test_without_a_cache_tokens_stay_in_memory(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = next(TinyStories(TOKENIZER, data="sample"))
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SIMPLELLM_CACHE", value.format(file=tmp_path / "file"))
+    monkeypatch.setenv("SIMPLELLM_CACHE", value.format(place=tmp_path))
     assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
-    assert {path.name for path in tmp_path.iterdir()} == {"cache", "file"}, "nothing in the working folder"
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "file", "link"}, "nothing in the working folder"
 
 
 @pytest.mark.skipif(
