@@ -44,12 +44,12 @@ def test_a_tensor_in_shared_memory_and_one_outside_of_it_end_at_the_deadline(in_
 
 
 COLLECTIVES: dict[str, Callable[[Tensor, dist.ProcessGroup], object]] = {
-    "all-reduce": lambda own, group: dist.all_reduce(own, group=group),
-    "broadcast": lambda own, group: dist.broadcast(own, 1, group),
-    "all-gather": lambda own, group: all_gather_single(own.repeat(3), own, group),
-    "reduce-scatter": lambda own, group: reduce_scatter_single(own.new_empty(200), own, group=group),
-    "all-to-all": lambda own, group: dist.all_to_all_single(own.clone(), own, group=group),
-    "uneven all-to-all": lambda own, group: dist.all_to_all_single(own.clone(), own, [200] * 3, [200] * 3, group),
+    "all_reduce by SUM of 600 elements": lambda own, group: dist.all_reduce(own, group=group),
+    "broadcast from rank 1 of 600 elements": lambda own, group: dist.broadcast(own, 1, group),
+    "all_gather of 600 elements": lambda own, group: all_gather_single(own.repeat(3), own, group),
+    "reduce_scatter of 600 elements": lambda own, group: reduce_scatter_single(own.new_empty(200), own, group=group),
+    "all_to_all of 600 elements": lambda own, group: dist.all_to_all_single(own.clone(), own, group=group),
+    "all_to_all with sizes": lambda own, group: dist.all_to_all_single(own.clone(), own, [200] * 3, [200] * 3, group),
 }
 
 
@@ -58,22 +58,52 @@ def give_several_dtypes(rank: int, port: int) -> list[str]:
     said, dtype = [], (torch.float32, torch.float32, torch.float16)[rank]
     with process_group(rank, 3, port, options=SHARED) as context:
         context.waits.timeout_seconds = 5
-        for is_in_place, (name, call) in itertools.product([False, True], COLLECTIVES.items()):
+        for is_in_place, call in itertools.product([False, True], COLLECTIVES.values()):
             group = dist.new_group(range(3))
             own = empty(600, torch.empty(0), group) if is_in_place else torch.ones(600)
             with pytest.raises(RuntimeError) as caught:
                 call(own.view(dtype)[:600], group)
-            said.append(f"{name}: {caught.value}")
+            said.append(str(caught.value))
     return said
 
 
 def test_ranks_that_give_several_dtypes_are_all_told_so() -> None:
     by_rank = run_ranks(3, give_several_dtypes, free_port())
-    sentence = (
-        "a collective got tensors of different dtypes: rank 0 one of torch.float32 and rank 2 one of torch.float16; "
-        "give it one dtype"
-    )
-    assert by_rank == [[f"{name}: {sentence}" for name in [*COLLECTIVES, *COLLECTIVES]]] * 3
+    sentences = [
+        f"the ranks called different collectives: rank 0 {name} of torch.float32, rank 2 {name} of torch.float16; "
+        "all must call the same one"
+        for name in COLLECTIVES
+    ]
+    assert by_rank == [[*sentences, *sentences]] * 3
+
+
+def call_what_others_do_not(rank: int, port: int) -> list[str]:
+    """What ranks say if one of them makes a call with another size, operation, root or collective, in a group each."""
+    said = []
+    calls: list[Callable[[Tensor, dist.ProcessGroup], object]] = [
+        lambda own, group: dist.all_reduce(own[: 600 - rank], group=group),
+        lambda own, group: dist.all_reduce(own, dist.ReduceOp.AVG if rank else dist.ReduceOp.MAX, group),
+        lambda own, group: dist.broadcast(own, rank, group),
+        lambda own, group: dist.all_reduce(own, group=group) if rank else dist.broadcast(own, 1, group),
+    ]
+    with process_group(rank, 2, port, options=SHARED):
+        for is_in_place, call in itertools.product([False, True], calls):
+            group = dist.new_group(range(2))
+            own = empty(600, torch.empty(0), group) if is_in_place else torch.ones(600)
+            with pytest.raises(RuntimeError, match="the ranks called different collectives: rank 0 ") as caught:
+                call(own, group)
+            said.append(str(caught.value).partition("rank 0 ")[2].partition(";")[0].replace(" of torch.float32", ""))
+    return said
+
+
+def test_ranks_that_call_different_collectives_are_all_told_so() -> None:
+    calls = [
+        "all_reduce by SUM of 600 elements, rank 1 all_reduce by SUM of 599 elements",
+        "all_reduce by MAX of 600 elements, rank 1 all_reduce by AVG of 600 elements",
+        "broadcast from rank 0 of 600 elements, rank 1 broadcast from rank 1 of 600 elements",
+        "broadcast from rank 1 of 600 elements, rank 1 all_reduce by SUM of 600 elements",
+    ]
+    assert run_ranks(2, call_what_others_do_not, free_port()) == [[*calls, *calls]] * 2
 
 
 def give_what_the_other_has_freed(rank: int, port: int) -> None:

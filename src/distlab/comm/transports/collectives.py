@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +15,42 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.pending import SharedWork
 from distlab.comm.transports.memory import PLACES, Address, SharedMemory
-from distlab.comm.transports.sums import CHUNK_BYTES, combine_in_order
+from distlab.comm.transports.sums import CHUNK_BYTES, COMBINE, combine_in_order
 
 DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
-CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+OPERATIONS = [
+    *("all_gather", "reduce_scatter", "all_to_all", "all_to_all with sizes"),
+    *(f"all_reduce by {op.name}" for op in (*COMBINE, ReduceOp.AVG)),
+    *(f"broadcast from rank {rank}" for rank in range(1000)),  # those of more ranks have the first code
+]
+CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
+CODE_OF_OPERATION = {operation: code for code, operation in enumerate(OPERATIONS)}
+NUMBERS, CODES, SIZES = 1 << 13, 1 << 18, 1 << 32  # in the 63 bits of a call
+
+
+class Call(NamedTuple):
+    """How a rank calls a collective; all ranks have to call it in the same way."""
+
+    operation: str
+    dtype: torch.dtype
+    elements: int  # of its tensor, if all ranks have as many
+
+    def __str__(self) -> str:
+        elements = f"{self.elements:,} elements of " if self.elements else ""
+        return f"{self.operation} of {elements}{self.dtype}"
+
+    def packed(self, number: int) -> int:
+        """Return the call, of this number, as an integer of 63 bits; of a larger tensor, the lower bits of its size."""
+        code = CODE_OF_OPERATION.get(self.operation, 0) * len(DTYPES) + CODE_OF_DTYPE[self.dtype]
+        return (number % NUMBERS * CODES + code) * SIZES + self.elements % SIZES
+
+
+def unpacked(packed: int) -> tuple[int, Call]:
+    """Return the number, modulo `NUMBERS`, and the call that `Call.packed` has made an integer of."""
+    rest, elements = divmod(packed, SIZES)
+    number, code = divmod(rest, CODES)
+    operation, dtype = divmod(code, len(DTYPES))
+    return number, Call(OPERATIONS[operation], DTYPES[dtype], elements)
 
 
 class Collectives:
@@ -34,24 +67,25 @@ class Collectives:
         self.asked_for = 0  # this rank has computed its part up to this one, or is about to
         self.not_done: deque[SharedCollective] = deque()  # this rank's part is not done
 
-    def begin(self, dtype: torch.dtype) -> int:
-        """Start a collective, and return its number; tell the other ranks the dtype of this rank's tensor."""
+    def begin(self, call: Call) -> int:
+        """Start a collective, and return its number; tell the other ranks how this rank calls it."""
         self.begun += 1
-        self.memory.dtypes[self.memory.rank][self.begun % PLACES] = self.begun * len(DTYPES) + CODES[dtype]
+        self.memory.calls[self.memory.rank][self.begun % PLACES] = call.packed(self.begun)
         return self.begun
 
-    def refuse_two_dtypes(self, number: int) -> None:
-        """Raise `RuntimeError` on all ranks if they gave a collective, which all have started, different dtypes."""
-        entries = [of_rank[number % PLACES] for of_rank in self.memory.dtypes]
+    def refuse_different_calls(self, number: int) -> None:
+        """Raise `RuntimeError` on all ranks if they called a collective, which all have started, differently."""
+        entries = [of_rank[number % PLACES] for of_rank in self.memory.calls]
         if len(set(entries)) == 1:
             return
-        first_of: dict[torch.dtype, int] = {}
+        first_of: dict[Call, int] = {}
         for rank, entry in zip(self._ranks, entries, strict=True):
-            if entry // len(DTYPES) == number:  # otherwise the rank is far ahead
-                first_of.setdefault(DTYPES[entry % len(DTYPES)], rank)
+            of_number, call = unpacked(entry)
+            if of_number == number % NUMBERS:  # otherwise the rank is far ahead
+                first_of.setdefault(call, rank)
         if len(first_of) > 1:
-            gave = " and ".join(f"rank {rank} one of {dtype}" for dtype, rank in first_of.items())
-            raise RuntimeError(f"a collective got tensors of different dtypes: {gave}; give it one dtype")
+            calls = ", ".join(f"rank {rank} {call}" for call, rank in first_of.items())
+            raise RuntimeError(f"the ranks called different collectives: {calls}; all must call the same one")
 
     def make_room(self, timeout_seconds: float) -> None:
         """Wait, if `PLACES` collectives in place are under way, until all ranks are done with the first of them."""
@@ -70,9 +104,9 @@ class SharedCollective(SharedWork):
     The thread that calls `wait` does all the work: a second thread would need a core.
     """
 
-    def __init__(self, collectives: Collectives, dtype: torch.dtype) -> None:
+    def __init__(self, collectives: Collectives, call: Call) -> None:
         self._collectives, self._memory = collectives, collectives.memory
-        self._number = collectives.begin(dtype)
+        self._number = collectives.begin(call)
         collectives.not_done.append(self)
 
     @property
@@ -106,12 +140,18 @@ class InPlace(SharedCollective):
         address: of this rank's tensor, which may lie elsewhere in its part than other ranks' tensors.
         own: this rank's tensor.
         combine: compute this rank's part of the result from the tensors of all ranks, (elements,) each.
+        operation: one of `OPERATIONS`.
     """
 
     def __init__(
-        self, collectives: Collectives, address: Address, own: Tensor, combine: Callable[[list[Tensor]], object]
+        self,
+        collectives: Collectives,
+        address: Address,
+        own: Tensor,
+        combine: Callable[[list[Tensor]], object],
+        operation: str,
     ) -> None:
-        super().__init__(collectives, own.dtype)
+        super().__init__(collectives, Call(operation, own.dtype, own.numel()))
         self._own, self._combine = own.view(-1), combine
         memory = self._memory
         self._times = memory.ready.sent + 1  # of both signals, until it is done
@@ -122,7 +162,7 @@ class InPlace(SharedCollective):
     def _do_share(self, deadline: float) -> None:
         memory = self._memory
         memory.ready.wait(self._times, deadline)
-        self._collectives.refuse_two_dtypes(self._number)
+        self._collectives.refuse_different_calls(self._number)
         addresses = [(of_rank[self._at], of_rank[self._at + 1]) for of_rank in memory.addresses]
         self._combine([memory.part(rank, address, self._own) for rank, address in enumerate(addresses)])
         memory.done.send()

@@ -45,7 +45,7 @@ class SharedMemory:
         done: the signal that this rank has computed its part of a collective in place.
         turn: the signal that this rank has put the next piece of a tensor into its slot.
         addresses: by rank, of its last collectives in place: the numbers of an `Address` for each.
-        dtypes: by rank, of its last collectives: a number for each that tells its dtype.
+        calls: by rank, of its last collectives: for each, how the rank called it (`collectives.Call.packed`).
     """
 
     ready: Signal
@@ -58,7 +58,7 @@ class SharedMemory:
         self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
         self._allocated = 0  # mappings
         self.addresses: list[memoryview] = []
-        self.dtypes: list[memoryview] = []
+        self.calls: list[memoryview] = []
         self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
         self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
 
@@ -82,7 +82,7 @@ class SharedMemory:
     def close(self) -> None:
         """Close the channels; the memory is freed with the last tensor in it."""
         close_all(self._channels)
-        for kept in (self._channels, self._slots, self.addresses, self.dtypes, self._mappings):
+        for kept in (self._channels, self._slots, self.addresses, self.calls, self._mappings):
             kept.clear()
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
@@ -100,7 +100,7 @@ class SharedMemory:
         if not self.addresses:
             tables = [part.numpy().data for part in self._allocate(3 * PLACES, torch.int64, timeout)]
             self.addresses = [table[: 2 * PLACES] for table in tables]
-            self.dtypes = [table[2 * PLACES :] for table in tables]
+            self.calls = [table[2 * PLACES :] for table in tables]
 
     def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> list[Tensor]:
         """Return all ranks' parts of a new mapping, as `allocate` does this rank's."""

@@ -80,6 +80,7 @@ class MemoryOfHosts:
     def __init__(self, hosts: Hosts, ranks: Sequence[int], rank: int, name: str, timeout: timedelta) -> None:
         by_host = hosts.split(ranks)
         own = next(here for here in by_host if rank in here)
+        self._first = own[0]
         self.ranks, self.hosts, self.ranks_here, self.rank = tuple(ranks), len(by_host), len(own), own.index(rank)
 
         def meet(those: Sequence[int]) -> dist.ProcessGroup:
@@ -140,11 +141,12 @@ class MemoryOfHosts:
         deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
         add = partial(combine_share, rank=self.rank, op=plain, all_get_it=False)
-        InPlace(self._collectives, address, own, add).advance(deadline)
+        InPlace(self._collectives, address, own, add, f"all_reduce by {plain.name}").advance(deadline)
         self._reduce_between(own, plain, deadline)
         if self.is_first and op == ReduceOp.AVG:
             own.div_(len(self.ranks))
-        InPlace(self._collectives, address, own, partial(copy_from, source=0, rank=self.rank)).advance(deadline)
+        bring = partial(copy_from, source=0, rank=self.rank)
+        InPlace(self._collectives, address, own, bring, f"broadcast from rank {self._first}").advance(deadline)
 
     def _reduce_between(self, tensor: Tensor, op: ReduceOp.RedOpType, deadline: float) -> None:
         """Combine the tensors of the hosts' first ranks; do nothing on other ranks."""

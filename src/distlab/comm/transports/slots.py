@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.transports.collectives import Collectives, SharedCollective
+from distlab.comm.transports.collectives import Call, Collectives, SharedCollective
 from distlab.comm.transports.memory import SLOT_BYTES, SharedMemory
 from distlab.comm.transports.sums import add_in_order, combine_in_order
 
@@ -22,8 +22,8 @@ from distlab.comm.transports.sums import add_in_order, combine_in_order
 class ThroughSlots(SharedCollective):
     """A collective that one of the functions below describes by its turns."""
 
-    def __init__(self, collectives: Collectives, dtype: torch.dtype, turns: Iterator[int]) -> None:
-        super().__init__(collectives, dtype)
+    def __init__(self, collectives: Collectives, call: Call, turns: Iterator[int]) -> None:
+        super().__init__(collectives, call)
         self._turns = turns
         self._awaited: int | None = 0  # a turn that this rank has taken and others may not have; None after the last
         self._error: Exception | None = None  # of the function, which then has ended
@@ -32,7 +32,7 @@ class ThroughSlots(SharedCollective):
         while self._awaited is not None:
             self._memory.turn.wait(self._awaited, deadline)
             if self._awaited:
-                self._collectives.refuse_two_dtypes(self._number)
+                self._collectives.refuse_different_calls(self._number)
             if self._error is not None:
                 raise self._error
             try:
