@@ -213,3 +213,17 @@ def start_many(rank: int, port: int) -> None:
 
 def test_any_number_of_collectives_may_start_before_the_first_is_waited_for() -> None:
     run_ranks(3, start_many, free_port())
+
+
+def wait_in_another_order(rank: int, port: int) -> list[float]:
+    """Rank 0 waits for the second collective first, the others for the first one, whose tensors are in place."""
+    with process_group(rank, 3, port, timeout_seconds=10, options=SHARED):
+        tensors = [empty(5, torch.empty(0)).fill_(1), torch.full((5,), 10.0)]
+        begun: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for pending in begun if rank else reversed(begun):
+            pending.wait()
+        return [tensor[4].item() for tensor in tensors]
+
+
+def test_ranks_may_wait_for_collectives_in_different_orders() -> None:
+    assert run_ranks(3, wait_in_another_order, free_port()) == [[3, 30]] * 3

@@ -131,6 +131,9 @@ class SharedMemory:
             self.ready, self.done, self.turn = (
                 Signal(signal, self._channels, passes_on, spin_seconds) for signal in (READY, DONE, TURN)
             )
+            if passes_on:
+                for channel in self._channels:
+                    channel.after_read += [signal.receive for signal in (self.ready, self.done, self.turn)]
         self._allocated += 1
         self._mappings[self._allocated] = mapping
         like = torch.empty(elements, dtype=dtype, device="meta")

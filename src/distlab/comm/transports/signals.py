@@ -15,7 +15,7 @@ import os
 import select
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 SECONDS_MORE = 0.5  # the first rank waits longer: the others wait for it, and must reach the deadline before it exits
 LOST = "Connection closed by peer"  # as in gloo's messages
@@ -29,6 +29,7 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(reads, select.POLLIN)
         self._received: Counter[int] = Counter()  # by signal
+        self.after_read: list[Callable[[], object]] = []  # called when signals have been read
 
     def send(self, signal: int) -> None:
         """Send a signal, a number below 256; `RuntimeError` if the other rank has exited."""
@@ -61,6 +62,8 @@ class Channel:
         if not signals:
             raise RuntimeError(LOST)
         self._received.update(signals)
+        for call in self.after_read:
+            call()
 
     def close(self) -> None:
         os.close(self.reads)
@@ -168,7 +171,9 @@ class Signal:
     def send(self) -> int:
         """Send it, and return how many times it was sent; the first rank passes it on when all others have sent it."""
         self.sent += 1
-        if not self._passes_on:
+        if self._passes_on:
+            self.receive()
+        else:
             self._send()
         return self.sent
 
@@ -181,6 +186,15 @@ class Signal:
         while self.received < times:
             later = deadline + SECONDS_MORE * self._passes_on
             wait_for_all(self._channels, self._signal, self.received + 1, later, self._spin_seconds)
+            self.receive()
+
+    def receive(self) -> None:
+        """Count the times that have arrived from all others.
+
+        The first rank, which has to have sent it as well, passes it on, also while it waits for a different signal:
+        the others may wait for this one first.
+        """
+        while self.received < self.sent and all(one.has(self._signal, self.received + 1) for one in self._channels):
             self.received += 1
             if self._passes_on:
                 self._send()
