@@ -94,7 +94,7 @@ class _Done(dist.Work):
         return future
 
 
-@torch.no_grad()  # as in torch's own groups
+@torch.inference_mode()  # as in torch's own groups
 def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Done:
     """Copy tensors of equal sizes; one may be the other, as in a reduce-scatter in place."""
     for output, input in zip(outputs, inputs, strict=True):

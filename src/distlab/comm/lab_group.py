@@ -163,7 +163,8 @@ class LabGroup(ContextGroup):
         asked, parts = ReduceOp.SUM if is_average else op, input.view(self.size(), -1)
         wait, sent_bytes = self._collective("reduce_scatter"), (self.size() - 1) * output.nbytes
         pending = self._begin(wait, lambda by: by.reduce_scatter(output, parts, asked), [output], sent_bytes)
-        return pending.then(lambda: output.div_(self.size())) if is_average else pending
+        divide = torch.inference_mode()(lambda: output.div_(self.size()))
+        return pending.then(divide) if is_average else pending
 
     def reduce_scatter_single_coalesced(
         self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
@@ -197,6 +198,7 @@ class LabGroup(ContextGroup):
         sent = torch.cat([tensor.reshape(-1) for tensor in input])
         sizes = [tensor.numel() for tensor in output], [tensor.numel() for tensor in input]
 
+        @torch.inference_mode()
         def bring() -> None:
             for tensor, part in zip(output, received.split(sizes[0]), strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -311,7 +313,7 @@ class LabGroup(ContextGroup):
             carried.by.named = wait
         pending = Pending(self.context, wait, carried.by, tensors)
         if carried.finish is not None:
-            pending.then(carried.finish)
+            pending.then(torch.inference_mode()(carried.finish))  # `SharedCollective.advance` says why
         if carried.at_once:
             pending.complete()
         return pending

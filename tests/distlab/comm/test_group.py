@@ -139,6 +139,29 @@ def test_parameters_are_moved_without_a_graph(world_size: int, transport: Transp
     run_ranks(world_size, move_parameters, world_size, free_port(), transport)
 
 
+def fill_in_inference_mode(rank: int, world_size: int, port: int, transport: TransportName) -> None:
+    """Tensors of an inference mode, in it and after it, the first of which make the shared memory; then others."""
+    with process_group(rank, world_size, port, options=Options(transport=transport)):
+        with torch.inference_mode():
+            first, second, added, wide = (torch.full((length,), rank + 1.0) for length in (6, 6, 6, 6 * world_size))
+            dist.all_reduce(first)
+        dist.all_reduce(second)
+        dist.reduce_scatter_tensor(added, wide, ReduceOp.AVG)
+        rows = list(wide.chunk(world_size))
+        dist.all_to_all(rows, [torch.full((6,), rank + 1.0) for _ in rows])
+        other = torch.full((6,), rank + 1.0)
+        dist.all_reduce(other)
+        ranks = range(1, world_size + 1)
+        assert first.tolist() == second.tolist() == other.tolist() == [sum(ranks)] * 6
+        assert added.tolist() == [sum(ranks) / world_size] * 6
+        assert wide.tolist() == [rank for rank in ranks for _ in range(6)]
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "gloo"), (3, "gloo"), (3, "shared")])
+def test_tensors_of_an_inference_mode_are_filled(world_size: int, transport: TransportName) -> None:
+    run_ranks(world_size, fill_in_inference_mode, world_size, free_port(), transport)
+
+
 def test_a_rank_alone_has_nobody_to_send_to() -> None:
     with pytest.raises(ValueError, match="this group has one rank"):
         dist.isend(torch.ones(2), 0)

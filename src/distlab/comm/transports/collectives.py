@@ -114,7 +114,7 @@ class SharedCollective(SharedWork):
         """True if this rank has yet to compute its part, without which no rank gets the result."""
         return self._number > self._collectives.asked_for
 
-    @torch.no_grad()  # as in torch's own groups; the slots would otherwise keep the graphs of parameters
+    @torch.inference_mode()  # as in torch's own groups, which also fill parameters and tensors of an inference mode
     def advance(self, deadline: float) -> None:
         them = self._collectives
         if deadline:  # otherwise this rank may compute for long before it returns here

@@ -137,6 +137,7 @@ class MemoryOfHosts:
         """
         return self._thread.submit(self._combine, address, own, op, timeout)
 
+    @torch.inference_mode()
     def _combine(self, address: Address, own: Tensor, op: ReduceOp.RedOpType, timeout: timedelta) -> None:
         deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
