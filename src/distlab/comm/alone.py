@@ -55,6 +55,7 @@ class GroupOfOne(ContextGroup):
     reduce_scatter_single_coalesced = alltoall = _several
     allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _several
     gather: Any = allgather
+    allgather_coalesced: Any = allgather
     reduce_scatter: Any = scatter
     alltoall_base: Any = all_to_all_single
 

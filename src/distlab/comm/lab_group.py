@@ -122,6 +122,10 @@ class LabGroup(ContextGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
         [tensor], op = tensors, kind_of((opts or dist.AllreduceOptions()).reduceOp)
+        if tensor.is_sparse:  # gloo gathers indices and values
+            own_bytes = tensor._indices().nbytes + tensor._values().nbytes
+            wait, sent_bytes = self._collective("all_reduce"), (self.size() - 1) * own_bytes
+            return self._begin(wait, lambda _: self._plain.all_reduce(tensor, op), [tensor], sent_bytes)
         require_plain(tensor)
         wait, sent_bytes = self._collective("all_reduce"), ring_bytes(tensor, self.size())
         return self._begin(wait, lambda by: by.all_reduce(tensor, op), [tensor], sent_bytes)
@@ -132,7 +136,7 @@ class LabGroup(ContextGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
         [tensor], source = tensors, (opts or dist.BroadcastOptions()).rootRank
         require_plain(tensor)
-        wait = self._collective("broadcast", f" of {self.context.describe(self.ranks[source])}")
+        wait = self._collective("broadcast", f" of {self.context.describe(self._in_world(source))}")
         sent_bytes = tensor.nbytes * (self.rank() == source)
         return self._begin(wait, lambda by: by.broadcast(tensor, source), [tensor], sent_bytes)
 
@@ -245,11 +249,12 @@ class LabGroup(ContextGroup):
         [tensor] = tensors
         require_plain(tensor)
         what, kind, line = name_of("send")
-        flow = self._next_message(self.context.rank, self.ranks[dst])
-        wait, started = Wait(what, "send", (self.ranks[dst],), line=line, kind=kind), time.perf_counter()
+        receiver = self._in_world(dst)
+        flow = self._next_message(self.context.rank, receiver)
+        wait, started = Wait(what, "send", (receiver,), line=line, kind=kind), time.perf_counter()
         pending = self._begin(wait, lambda by: by.send(tensor, dst, tag), [tensor], tensor.nbytes)
         if self.context.recorder.enabled:
-            self.context.recorder.add(SEND, f"{what} to {self.context.describe(self.ranks[dst])}", started, flow)
+            self.context.recorder.add(SEND, f"{what} to {self.context.describe(receiver)}", started, flow)
         return pending
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> Pending:
@@ -257,8 +262,9 @@ class LabGroup(ContextGroup):
         [tensor] = tensors
         require_plain(tensor)
         what, kind, line = name_of("recv")
-        flow = self._next_message(self.ranks[src], self.context.rank)
-        wait = Wait(what, "receive", (self.ranks[src],), line=line, kind=kind, flow=flow)
+        sender = self._in_world(src)
+        flow = self._next_message(sender, self.context.rank)
+        wait = Wait(what, "receive", (sender,), line=line, kind=kind, flow=flow)
         return self._begin(wait, lambda by: by.recv(tensor, src, tag), [tensor], None)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Pending:
@@ -276,6 +282,12 @@ class LabGroup(ContextGroup):
     def starting_together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for messages that all ranks of the group start together; see `Library`."""
         return self._plain.starting_together()
+
+    def _in_world(self, rank: int) -> int:
+        """Return the number in the world of a rank of this group; `ValueError` if it has no such rank."""
+        if not 0 <= rank < self.size():
+            raise ValueError(f"there is no rank {rank} in a group of {self.size()} ranks")
+        return self.ranks[rank]
 
     def _next_message(self, sender: int, receiver: int) -> str:
         """Count a message, and return its name in a trace, which is the same on both ranks; "" if there is no trace."""

@@ -162,6 +162,45 @@ def test_tensors_of_an_inference_mode_are_filled(world_size: int, transport: Tra
     run_ranks(world_size, fill_in_inference_mode, world_size, free_port(), transport)
 
 
+def name_no_rank(rank: int, port: int) -> None:
+    with process_group(rank, 2, port):
+        group, tensor = dist.new_group([0, 1]), torch.full((1000,), float(rank))
+        for wrong in (2, -1):
+            for call in (
+                lambda: dist.broadcast(tensor, group=group, group_src=wrong),  # noqa: B023
+                lambda: dist.send(tensor, group=group, group_dst=wrong),  # noqa: B023
+                lambda: dist.recv(tensor, group=group, group_src=wrong),  # noqa: B023
+            ):
+                with pytest.raises(ValueError, match=f"there is no rank {wrong} in a group of 2 ranks"):
+                    call()
+        assert set(tensor.tolist()) == {rank}
+
+
+def test_a_rank_that_the_group_has_not_is_named() -> None:
+    run_ranks(2, name_no_rank, free_port())
+
+
+def add_sparse_tensors(rank: int, port: int) -> list[float]:
+    with process_group(rank, 2, port) as context:
+        own = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.tensor([1.0, 10.0]), (4,))
+        with pytest.raises(ValueError, match="only an all-reduce takes sparse tensors"):
+            dist.broadcast(own, 0)
+        dist.all_reduce(own)
+        assert context.ledger.sent_bytes["all_reduce"] == 2 * 8 + 2 * 4
+        return list(own.to_dense().tolist())
+
+
+def test_sparse_tensors_are_added_up() -> None:
+    assert run_ranks(2, add_sparse_tensors, free_port()) == [[1, 1, 20, 0]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_coalesced:FutureWarning")
+def test_a_rank_alone_gathers_several_tensors() -> None:
+    received, own = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    dist.all_gather_coalesced([received], own)
+    assert all(map(torch.equal, received, own))
+
+
 def test_a_rank_alone_has_nobody_to_send_to() -> None:
     with pytest.raises(ValueError, match="this group has one rank"):
         dist.isend(torch.ones(2), 0)

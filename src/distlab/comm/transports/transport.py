@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -127,9 +128,11 @@ def ring_bytes(tensor: Tensor, ranks: int) -> int:
 
 
 def require_plain(*tensors: Tensor) -> None:
-    """Raise `ValueError` for tensors of several dtypes, or with gaps, whose content gloo would send."""
+    """Raise `ValueError` for tensors of several dtypes, sparse ones, or with gaps, whose content gloo would send."""
     require_one_dtype(tensors)
     for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise ValueError(f"a tensor of layout {tensor.layout}: only an all-reduce takes sparse tensors")
         if not tensor.is_contiguous():
             shape, strides = tuple(tensor.shape), tensor.stride()
             raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
