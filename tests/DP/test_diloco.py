@@ -211,13 +211,13 @@ def validation(out: Path) -> list[float]:
     return [record["validation_loss"] for record in records if "validation_loss" in record]
 
 
-def goes_on_bit_for_bit(ranks: int, script: str, layout: str, own: str, out: Path) -> Path:
+def goes_on_bit_for_bit(ranks: int, script: str, layout: str, own: str, out: Path, compress: str = "int8") -> Path:
     """Run ten steps, and from the checkpoint after six of them again; return this checkpoint.
 
     By then, the second fragment's first exchange is over, and another one is under way.
     """
     flags = f"{layout} --optimizer adamw --lr 1e-2 --steps 10".split()
-    own += " --sync-every 4 --fragments 2 --overlap-steps 1 --compress int8 --save-every 6"
+    own += " --sync-every 4 --fragments 2 --overlap-steps 1 --save-every 6 --compress " + compress
     expected, _, losses = train_on(ranks, script, out / "run", *flags, *own.split())
     checkpoint = out / "run" / "checkpoints" / "step-00000006"
     weights, _, rest = train_on(ranks, script, out / "again", *flags, "--resume", str(checkpoint))
@@ -238,6 +238,11 @@ def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Pat
     ):
         with pytest.raises(InputError, match=sentence):
             parse(load(HYBRID).DEFAULTS, "", [*resumed, *flags.split()])
+
+
+def test_slices_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """The moments are of each rank's own gradients, and of its slices only."""
+    goes_on_bit_for_bit(4, HYBRID, "--dp 2 --pp 1 --tp 2", "--outer diloco", tmp_path, compress="bf16")
 
 
 def test_pipelines_with_other_stages_begin_at_the_outer_weights(tmp_path: Path) -> None:

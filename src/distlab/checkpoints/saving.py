@@ -184,7 +184,7 @@ def state_of(parameters: Parameters, optimizer: Optimizer, rank: int, is_per_ran
     for name, parameter in parameters.items():
         tensors[name] = as_held(parameter.detach(), parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{prefix}{name}.{key}"] = as_held(value, parameter)
+            tensors[f"{prefix}{name}.{key}"] = value if is_per_rank else as_held(value, parameter)
     return tensors
 
 
