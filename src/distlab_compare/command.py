@@ -75,8 +75,8 @@ class RecordedRun:
 
     @property
     def batch(self) -> int:
-        """The sequences of a step, of all replicas."""
-        return int(self.settings.get("batch_size", 1)) * replicas_in(self.config["layout"])
+        """The sequences of a step, of all replicas; 0 if the script does not count them for each replica."""
+        return int(self.settings.get("batch_size", 0)) * replicas_in(self.config["layout"])
 
     @property
     def losses(self) -> dict[int, float]:
