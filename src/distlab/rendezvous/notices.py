@@ -9,6 +9,7 @@ import contextlib
 import math
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ class NoticeBoard:
         self._has_failed = False
         self._is_closed = threading.Event()
         self._heard = ""  # reports of other ranks on why the run failed
+        self._gone: Sequence[int] = ()  # ranks that will read nothing
         # A separate connection, so that calls waiting on the ranks' connection do not block this one.
         own = dist.PrefixStore("notices", store.clone())  # type: ignore[attr-defined]  # torch's annotations lack it
         self._store = SharedStore("the store's process", SECONDS_FOR_THE_STORE, store=own)
@@ -74,7 +76,9 @@ class NoticeBoard:
             return self._without_store("has exited: see its last line" if lost.lost_a_peer else silent, error.wait)
         waits = self._context.waits
         size, describe = len(self._ranks), self._context.describe
-        return diagnose(notices, ended, size, describe, waits.timeout_seconds, waits.timeout_name)
+        found = diagnose(notices, ended, size, describe, waits.timeout_seconds, waits.timeout_name)
+        self._gone = found.gone
+        return found
 
     def publish_diagnosis(self, diagnosis: Diagnosis) -> None:
         """Publish the diagnosis for ranks that fail later, when the store may have exited with rank 0."""
@@ -91,7 +95,8 @@ class NoticeBoard:
     def keep_store_open(self) -> None:
         """On rank 0, keep the store open until the others have finished reading."""
         if self._is_rank_0s and self._rank == 0:
-            self._store.keep_open([f"informed/{rank}" for rank in self._ranks[1:]], SECONDS_FOR_READERS)
+            readers = [rank for rank in self._ranks[1:] if rank not in self._gone]
+            self._store.keep_open([f"informed/{rank}" for rank in readers], SECONDS_FOR_READERS)
 
     def _notice(self, wait: Wait | None) -> Notice:
         return Notice(self._rank, wait, dict(self._context.begun), held_back=self._context.held_back())

@@ -82,9 +82,11 @@ def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
     assert sentence == "rank 0 does not answer, nor does the store that the ranks share"
 
 
-def board_of_rank_1(store: dist.Store, is_rank_0s: bool = True, device: str = "cpu") -> notices.NoticeBoard:
+def board_of_rank_1(
+    store: dist.Store, is_rank_0s: bool = True, device: str = "cpu", rank: int = 1
+) -> notices.NoticeBoard:
     waits = SimpleNamespace(waits_for=lambda _: None, timeout_seconds=5, timeout_name="--timeout")
-    context = SimpleNamespace(rank=1, world_size=2, describe="rank {}".format, waits=waits, begun={}, held_back=dict)
+    context = SimpleNamespace(rank=rank, world_size=2, describe="rank {}".format, waits=waits, begun={}, held_back=dict)
     context.device = torch.device(device)
     return notices.NoticeBoard(store, context, is_rank_0s)  # type: ignore[arg-type]
 
@@ -143,6 +145,22 @@ def test_a_wait_that_is_for_no_other_rank_is_not_explained(monkeypatch: pytest.M
     monkeypatch.setattr(SharedStore, "add", lose)
     board = board_of_rank_1(store, is_rank_0s=False)
     assert board.explain(TrafficError("", TimeoutError(), Wait("new_group", "other", ()))) is None
+    board.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "reads"), [(RuntimeError("Connection closed by peer"), False), (TimeoutError(), True)]
+)
+def test_rank_0_keeps_the_store_open_for_a_slow_rank_and_not_for_a_dead_one(
+    error: Exception, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notices, "SECONDS_FOR_OTHERS", 0.1)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    board = board_of_rank_1(store, rank=0)
+    assert board.explain(TrafficError("", error, Wait("the tensor", "receive", (1,)))) is not None
+    started = time.monotonic()
+    board.keep_store_open()
+    assert (time.monotonic() - started > notices.SECONDS_FOR_READERS) == reads
     board.close()
 
 
