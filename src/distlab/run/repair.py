@@ -83,6 +83,7 @@ class Repair:
         self._joined, self._timeout_seconds, self._rank = joined, timeout_seconds, joined.grid.rank
         self._newcomer = int(os.environ.get(NEWCOMER, "0"))
         self.survivor = Survivor(ranks_store(timeout_seconds, store=joined.store), self._rank, self._newcomer)
+        joined.context.options.check = self.survivor.check  # groups of axes are made in the first step
         self.alive = tuple(range(joined.grid.size))  # numbers in the layout of the ranks that are left
         self._processes = dict.fromkeys(self.alive, 0)  # as `News.processes` returns them
         self.position = NOWHERE if self._newcomer else Position(first_step, TAKE)  # of this rank
