@@ -196,8 +196,10 @@ def test_of_two_replicas_that_differ_neither_is_believed(tmp_path: Path) -> None
 def test_a_newcomer_that_becomes_the_writer_goes_on_counting_tokens_and_hands_the_count_on(
     expected: list[float], tmp_path: Path
 ) -> None:
+    """It, like the third, has been started when there were checkpoints."""
     deaths = [(rank, 1 + number, 1, "SIGKILL") for number, rank in enumerate((1, 2, 0))]
-    printed = run_with(deaths, tmp_path / "run", LESSON, *FLAGS, "--spares", "3", ALL_BACK="1")
+    flags = [*FLAGS, *"--spares 3 --save-every 1".split()]
+    printed = run_with(deaths, tmp_path / "run", LESSON, *flags, ALL_BACK="1")
     assert printed.count(" is back") == 3
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
 

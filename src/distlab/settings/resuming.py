@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from distlab.axes.layout import layout_flags, layout_size, replicas_in
 from distlab.checkpoints import FOLDER
 from distlab.checkpoints.format import Checkpoint, has_checkpoints, in_the_way, latest_valid, numbered
+from distlab.machine.processes import NEWCOMER
 from distlab.settings.resume_policy import ResumePolicy, marked
 from simplellm.errors import InputError, as_flag, require
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -134,6 +135,8 @@ def schedule_remarks(settings: Any, checkpoint: Checkpoint) -> list[str]:
 
 def check_folders(settings: Any) -> None:
     """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run."""
+    if NEWCOMER in os.environ:  # the run itself has checkpoints by now
+        return
     resumed, out = None, settings.out
     if settings.resume is not None:
         resumed = latest_valid(settings.resume, at_a_glance=True)
