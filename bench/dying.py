@@ -3,14 +3,14 @@
 Ranks pass numbered points within a step. In dp-repair: before and after the loss of each of two micro-batches (0 to 3),
 the sum of the gradients (4, 5), `run.log` (6, 7), the comparison of the replicas where it is due (8, 9), and the
 completion of a checkpoint (the next two). In hybrid-repair, there is a point before each action of the rank's program;
-then the same ones. In step -1, a rank dies at its start (point 0), or a spare that waits (rank -1), whose number is the
-point. `how` is the name of a signal, or "exception"; or "lost": the rank does not die, but takes its connections for
-lost when another has died; or "corrupt": one of its weights changes; or "replaced": it dies when a spare without
-weights has joined, which is not ready before; or "late": it dies when the others have what it has sent; or "agree",
-"groups": it dies within the next repair, before it has told the others how far it is, or after that. With LEAVE_OUT,
-nobody computes the micro-batches of the dead. With ALL_BACK, the step after a death waits for spares. With CORES,
-detours are planned for as many cores. Each rank writes what it held at each step and at its end, and whether the folder
-of the run is locked.
+then the same ones. Point -1 is the beginning of any step. In step -1, a rank dies at its start (point 0), or a spare
+that waits (rank -1), whose number is the point. `how` is the name of a signal, or "exception"; or "lost": the rank does
+not die, but takes its connections for lost when another has died; or "ready": it dies when all ranks are ready to
+train; or "corrupt": one of its weights changes; or "replaced": it dies when a spare without weights has joined, which
+is not ready before; or "late": it dies when the others have what it has sent; or "agree", "groups": it dies within the
+next repair, before it has told the others how far it is, or after that. With LEAVE_OUT, nobody computes the
+micro-batches of the dead. With ALL_BACK, the step after a death waits for spares. With CORES, detours are planned for
+as many cores. Each rank writes what it held at each step and at its end, and whether the folder of the run is locked.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ import torch.distributed as dist
 from distlab.checkpoints import saving
 from distlab.comm.waits import TrafficError
 from distlab.pipeline.rerouting import side_by_side
-from distlab.rendezvous.survivors import NewsError, Survivor
+from distlab.rendezvous.ranks import ranks_store
+from distlab.rendezvous.survivors import Arbiter, NewsError, Survivor
 from distlab.run.main import main
 from distlab.run.repairable import RepairableRun
 from distlab.run.training import TrainingRun
@@ -42,7 +43,7 @@ sys.path.insert(0, str(LESSON.parent))
 lesson: Any = importlib.import_module(LESSON.stem)
 DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
-SECONDS_TO_CLOSE, SECONDS_TO_SEND = 5.0, 0.3
+SECONDS_TO_BE_READY, SECONDS_TO_CLOSE, SECONDS_TO_SEND = 20.0, 5.0, 0.3
 IS_AWAITED = "a spare is awaited"  # name of a file in the folder of the run
 WITHIN: dict[str, tuple[Any, str]] = {"agree": (Survivor, "agree"), "groups": (dist, "init_process_group")}
 starting = os.environ.get("RANK") if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
@@ -118,6 +119,11 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                     (run.out / IS_AWAITED).touch()
                     await_news(run)
                     how = "SIGKILL"
+                if how == "ready":
+                    arbiter = Arbiter(ranks_store(SECONDS_TO_BE_READY, run.joined.store))
+                    while not arbiter.are_ready(range(run.world_size)):
+                        time.sleep(0.01)
+                    how = "SIGKILL"
                 if how == "late":
                     time.sleep(SECONDS_TO_SEND)
                     how = "SIGKILL"
@@ -146,7 +152,8 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                 await_news(run)
             if os.environ.get("WATCH") != "False":  # it takes time
                 holdings.setdefault(step, held())
-            at.update(step=step, point=0)
+            at.update(step=step, point=-1)
+            reach()
             yield step, batch
 
     def optimizer(model: Any, make: Callable[[Any], Any] = run.optimizer) -> Any:

@@ -52,8 +52,8 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),  # in different stages
         # Rank 1 has its gradients but no update; the others have to undo theirs.
         ([(1, DIES_IN, 12, "lost"), (0, DIES_IN + 1, 0, "SIGKILL")], ["--schedule", "zb-h1"], FEW),
-        # Rank 0 dies before the replicas have made their groups.
-        ([(0, 0, 2, "SIGKILL"), (5, DIES_IN + 1, 14, "SIGKILL")], ["--schedule", "zb-v"], MANY),
+        # Rank 5 dies before the replicas have made their groups; then one of another stage.
+        ([(5, 0, -1, "ready"), (0, DIES_IN, 2, "SIGKILL")], ["--schedule", "zb-v"], MANY),
         ([(1, DIES_IN, 3, "SIGKILL"), (6, DIES_IN + 1, 5, "exception")], [*"--pp 2 --tp 2".split(), *CLIP], FEW),
         # Rank 0, the writer, dies between its micro-batches, and has not printed the loss of the step before; rank 4
         # then has a step more than rank 1.
