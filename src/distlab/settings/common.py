@@ -275,7 +275,7 @@ def parse(
         if isinstance(settings, ResumableSettings):
             settings.check_folders()
     except InputError as error:
-        raise InputError(error.with_flags()) from error
+        raise type(error)(error.with_flags()) from error
     return settings
 
 

@@ -60,11 +60,8 @@ class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
 
     may_run_on = True
 
-    def check(self) -> None:
-        super().check()
-        if not self.can_repair:
-            return
-        given = f"--repair {self.repair}"
+    def check_repair(self, given: str) -> None:
+        super().check_repair(given)
         alone = f"{given} with --dp {self.dp}: a single pipeline has no other that holds its stages"
         require(self.dp > 1, f"{alone}; give --dp 2 or more")
         whole = f"{given} with --recompute all: a dead rank's work would not be recomputed; give --recompute blocks"

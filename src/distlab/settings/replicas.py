@@ -11,7 +11,7 @@ from distlab.parallel.options import Compression, RepairMode, Sharded
 from distlab.settings.common import WorldSize, require_positive
 from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.training import TrainSettings
-from simplellm.errors import require
+from simplellm.errors import FlagError, InputError, require
 
 NO_COPY = "no other rank has the shard of a dead one"
 
@@ -233,12 +233,18 @@ class RepairFlag(TrainSettings):
         super().check()
         require_positive(self, "compare_every")
         if self.can_repair:
-            given = f"--repair {self.repair}"
-            on_cpu = self.device != "cuda" and self.backend != "nccl"
-            require(on_cpu, f"{given}: connections over NCCL cannot be left; use --device cpu")
-            self.device = "cpu"
-            events = f"{given} with --tensorboard: the events of a dead rank would be missing; leave --tensorboard out"
-            require(not self.tensorboard, events)
+            try:
+                self.check_repair(f"--repair {self.repair}")
+            except InputError as error:  # no more than a flag that is missing: the user may not have asked for --repair
+                raise FlagError(str(error)) from None
+
+    def check_repair(self, given: str) -> None:
+        """Raise `InputError`, which begins with the flag as `given`, if it cannot work with the others."""
+        on_cpu = self.device != "cuda" and self.backend != "nccl"
+        require(on_cpu, f"{given}: connections over NCCL cannot be left; use --device cpu")
+        self.device = "cpu"
+        events = f"{given} with --tensorboard: the events of a dead rank would be missing; leave --tensorboard out"
+        require(not self.tensorboard, events)
 
 
 @dataclass

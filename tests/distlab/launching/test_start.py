@@ -12,6 +12,7 @@ from distlab.launching.local_ranks import temporary_folder
 from distlab.launching.start import tell_story, whole_sentences
 from distlab.settings.common import RunSettings
 from distlab.settings.scripts import read_script, read_script_for
+from simplellm.errors import InputError
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
 
@@ -63,6 +64,16 @@ def test_a_script_that_takes_over_has_the_ranks_that_torchrun_started(monkeypatc
     flags = "--schedule zb-v --n-layers 2".split()  # too few layers for the six stages of three ranks
     found, settings = read_script_for(LAB / "PP/microbatches/intro_PP_microbatches.py", flags)
     assert (found.path.stem, settings.layout) == ("intro_PP_schedules", {"pp": 2})
+
+
+def test_a_refusal_is_not_about_a_flag_that_was_not_given(tmp_path: Path) -> None:
+    """The last script that might take the flags would go on when a rank dies."""
+    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
+    flags = f"--out {tmp_path} --save-every 1 --eval-every 1".split()
+    with pytest.raises(InputError, match=f"^--out {tmp_path}: .* is in the way"):
+        read_script_for(LAB / "hybrid/intro_hybrid.py", flags)
+    with pytest.raises(InputError, match=r"^--repair on with --eval-every: "):
+        read_script_for(LAB / "hybrid/intro_hybrid.py", [*flags, "--repair"])
 
 
 def test_a_script_that_computes_when_it_is_imported(tmp_path: Path) -> None:
