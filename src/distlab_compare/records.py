@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distlab.axes.grid import Grid
-from distlab.axes.layout import Layout, replicas_in
+from distlab.axes.layout import Layout, layout_size, replicas_in
 from distlab.checkpoints.format import numbered
 from distlab.run.recording import file_of
 from distlab.settings.folders import RECORDED
@@ -84,7 +84,7 @@ class Recordings:
     def __init__(self, run: Path, config: dict[str, Any]) -> None:
         self.run = run
         self.layout: Layout = config["layout"]
-        self.world_size = int(config["world_size"])
+        self.world_size = int(config.get("world_size", layout_size(self.layout)))
         self.describe = Grid(0, self.layout).describe
         self._ranks: dict[int, list[RankStep]] = {}
 

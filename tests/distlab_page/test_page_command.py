@@ -34,6 +34,7 @@ def test_it_is_made_at_once_and_small(hybrid: Path) -> None:
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) -> None:
+    (tmp_path / "config.json").write_text('{"settings": null, "layout": {}}')
     ended = run(*LAUNCH, "page", tmp_path)
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith(f"# {tmp_path}: this is not a run's folder"), ended.err

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from distlab.run.recording import file_of
 
-ONE_PROCESS = {"layout": {}, "world_size": 1}  # what a run of one process has in config.json
+ONE_PROCESS: dict[str, Any] = {"layout": {}}  # what a run of one process has at least in config.json
 SHAPE = 4, 2  # of a tensor; two ranks hold two rows each
 
 

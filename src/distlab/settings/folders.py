@@ -24,8 +24,9 @@ def is_run(folder: Path) -> bool:
     """Return whether a folder is a run's: its `config.json` has settings and a layout."""
     path = folder / CONFIG
     try:
-        return path.is_file() and {"settings", "layout"} <= json.loads(path.read_text()).keys()
-    except (OSError, ValueError, AttributeError, RecursionError):
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        return all(isinstance(config[name], dict) for name in ("settings", "layout"))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 
