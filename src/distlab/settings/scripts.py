@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -60,9 +59,7 @@ def read_script_for(path: Path, args: list[str], prog: str | None = None) -> tup
         except InputError as error:
             refusals.append(error)
             if script.more is None or not script.more.exists():  # the sentence on a value says more than one on flags
-                on_values = [one for one in reversed(refusals) if not isinstance(one, FlagError)]
-                said = Counter(map(str, on_values))  # most scripts' sentence is not on what only the last one does
-                raise max(on_values, key=lambda one: said[str(one)], default=error) from None
+                raise next((one for one in reversed(refusals) if not isinstance(one, FlagError)), error) from None
             script = read_script(script.more)
 
 

@@ -8,7 +8,6 @@ from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
 from distlab.settings.scripts import read_script_for
-from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 GA, DILOCO = "DP/gradient_aggr/intro_DP_GA.py", "DP/diloco/intro_DP_DiLoCo.py"
@@ -50,13 +49,6 @@ def test_a_run_is_resumed_by_the_script_that_can(script: str, more: str, flags: 
     resume = f"--resume {tmp_path} --steps 6 --world-size 2".split()
     found, _ = read_script_for(LAB / script, resume, "launch.sh")
     assert found.path.stem == runs
-
-
-def test_a_refusal_is_not_about_flags_that_only_the_last_script_has(tmp_path: Path) -> None:
-    train_on(1, "primer/intro.py", tmp_path, "--steps", "1", "--save-every", "1")
-    flags = f"--out {tmp_path} --save-every 1 --eval-every 2".split()
-    with pytest.raises(InputError, match=f"^--out {tmp_path}: has checkpoints of another run"):
-        read_script_for(LAB / "hybrid/intro_hybrid.py", flags, "launch.sh")
 
 
 def test_it_runs_from_the_launcher_and_in_a_terminal(tmp_path: Path) -> None:
