@@ -43,8 +43,11 @@ class RunLog:
         self._rank = context.rank if rank is None else rank
         self._out, self._device = out, context.device
         self._ledger, self._waited, self._status = context.ledger, context.waited_so_far, status or StatusLine(None)
-        # A missing TensorBoard is an error now; its file is opened in `begin`.
-        self._new_tensorboard = tensorboard_writer() if tensorboard and self._rank == 0 else None
+        self._new_tensorboard: type[SummaryWriter] | None = None
+        if tensorboard and self._rank == 0:  # a missing one is an error now; its file is opened in `begin`
+            from distlab.run.tensorboard import tensorboard_writer
+
+            self._new_tensorboard = tensorboard_writer()
         self._tensorboard: SummaryWriter | None = None
         self._writes = self._rank == 0 if writes is None else writes
         self._metrics: TextIO | None = None
@@ -187,15 +190,6 @@ def sent_by_kind(rank: int, ledger: Ledger) -> Iterator[str]:
 def _finite(value: float) -> float | None:
     """Return the number for a record; None for nan and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
-
-
-def tensorboard_writer() -> "type[SummaryWriter]":
-    """Return the class that writes event files for `tensorboard --logdir runs`; `InputError` if it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError("--tensorboard needs TensorBoard: pip install tensorboard") from error
-    return SummaryWriter
 
 
 def remove_records_of_the_end(out: Path) -> None:
