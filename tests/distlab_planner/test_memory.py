@@ -122,12 +122,13 @@ def test_slices_that_are_measured_have_the_parameters_of_the_plan() -> None:
     assert SIZES.multiply_adds("block", 2) == SIZES.multiply_adds("block") / 2
 
 
-def test_a_process_needs_what_it_holds_and_the_gradient_of_the_logits_and_what_its_allocator_keeps() -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_process_needs_what_it_holds_and_the_gradient_of_the_logits_and_what_its_allocator_keeps(tp: int) -> None:
     layout = RunLayout(
-        {"pp": 2}, ROWS * MICRO_BATCHES, MICRO_BATCHES, "dapple", "none", "none", default_split(MODEL, 2)
+        {"pp": 2, "tp": tp}, ROWS * MICRO_BATCHES, MICRO_BATCHES, "dapple", "none", "none", default_split(MODEL, 2)
     )
     gpus, cpus = cluster(process_bytes=1e9), cluster(process_bytes=1e9, device="cpu")
-    gradient = torch.zeros(ROWS, SIZES.seq_len, SIZES.vocab_size).nbytes
+    gradient = torch.zeros(ROWS, SIZES.seq_len, -(-SIZES.vocab_size // tp)).nbytes
     for worker, more in enumerate((0, gradient)):
         costs = Costs(gpus, MODEL, layout)
         holds = held(costs, worker)

@@ -319,20 +319,31 @@ def test_says_which_checkpoint_it_takes(
     assert " parameters after 0 steps, config.json" in written
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
-def test_a_full_disk_leaves_no_half_model(is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_there", "raised", "told"),
+    [
+        (False, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), InputError),
+        (True, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), InputError),
+        (False, KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=["new folder", "empty folder", "Ctrl-C"],
+)
+def test_an_export_that_fails_leaves_no_half_model(
+    is_there: bool, raised: BaseException, told: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "model"
     if is_there:
         folder.mkdir()
 
-    def fill_the_disk(tensors: object, path: Path, **_: object) -> None:
+    def save_half(tensors: object, path: Path, **_: object) -> None:
         path.write_bytes(b"half")
         assert (folder / "config.json").exists() == is_there
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise raised
 
-    with monkeypatch.context() as full:
-        full.setattr("simplellm.export.save_file", fill_the_disk)
-        with pytest.raises(InputError, match=r"model: cannot be written \(No space left on device\)"):
+    message = r"model: cannot be written \(No space left on device\)" if told is InputError else None
+    with monkeypatch.context() as failing:
+        failing.setattr("simplellm.export.save_file", save_half)
+        with pytest.raises(told, match=message):
             export(saved_model(), folder)
     assert [path.name for path in tmp_path.rglob("*")] == (["model"] if is_there else [])
     export(saved_model(), folder)

@@ -210,10 +210,12 @@ def test_a_file_of_stories_may_move_but_not_change(tmp_path: Path) -> None:
         parse(TrainSettings(), "", resume)
 
 
-def test_a_folder_with_another_runs_checkpoints_is_not_written_to(run: Path) -> None:
-    for flags in ([], ["--save-every", "2"]):  # its metrics would be written over, too
+def test_a_folder_with_another_runs_checkpoints_is_not_written_to(run: Path, tmp_path: Path) -> None:
+    third = shutil.copytree(run, tmp_path / "third")
+    for flags in ([], ["--save-every", "2"], ["--resume", str(third)]):  # its metrics would be written over, too
         with pytest.raises(InputError, match=f"^--out {run}: has checkpoints of another run"):
             parse(TrainSettings(), "", [*flags, "--out", str(run)])
+    for flags in ([], ["--save-every", "2"]):
         parse(TrainSettings(), "", [*flags, "--out", str(run), "--resume", str(run)])
 
 
