@@ -5,14 +5,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.processes import run_group
+from torch import nn
+from torch.optim import SGD
 
 from distlab.axes.grid import Grid
+from distlab.comm.context import context_of
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.store import SharedStore
 from distlab.rendezvous.survivors import TAKE, Answer, Arbiter, Position, Survivor
-from distlab.run.handing_over import ChangedError
+from distlab.run.handing_over import ChangedError, HandedOver
 from distlab.run.repair import Repair, is_death
 from simplellm.errors import InputError
 
@@ -21,7 +25,7 @@ pytestmark = pytest.mark.quick
 
 def compare(rank: int, checksums: list[int]) -> str:
     """What a rank with one of these checksums finds."""
-    joined: Any = SimpleNamespace(grid=Grid(rank, {"dp": len(checksums)}), store=dist.HashStore())
+    joined: Any = SimpleNamespace(grid=Grid(rank, {"dp": len(checksums)}), store=dist.HashStore(), context=context_of())
     repair = Repair(joined, timeout_seconds=20, first_step=0)
     repair.state = SimpleNamespace(checksum=lambda: checksums[rank])  # type: ignore[assignment]
     try:
@@ -51,6 +55,31 @@ NOBODY = "the weights of ranks 0 and 1 differ, and nobody knows which are right;
 )
 def test_the_rank_that_differs_from_most_has_changed(checksums: list[int], found: list[str]) -> None:
     assert run_group(len(checksums), compare, checksums) == found
+
+
+def hand_over(rank: int, is_changed: bool) -> tuple[list[float], str]:
+    """Give rank 1 the weight of rank 0; what it has then, and the error."""
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]) if rank == 0 else torch.zeros(2))
+    state = HandedOver(SGD([weight], lr=0.1))
+    state.describe = lambda position: {"step": position.step}
+    send = dist.send
+    try:
+        if rank == 1:
+            assert state.receive(0)["step"] == 3
+        else:
+            with pytest.MonkeyPatch.context() as patch:  # after the checksum has been computed
+                if is_changed:
+                    patch.setattr(dist, "send", lambda x, to: send(x + (x.dtype == torch.float32), to))
+                state.send(1, Position(3, TAKE))
+    except ChangedError as error:
+        return weight.tolist(), str(error)
+    return weight.tolist(), ""
+
+
+def test_a_state_that_changes_on_its_way_is_not_taken_over() -> None:
+    assert run_group(2, hand_over, False) == [([1, 2], "")] * 2
+    [_, (_, found)] = run_group(2, hand_over, True)
+    assert found == "the state that a peer has sent has another checksum than it had there"
 
 
 def test_a_rank_that_does_not_take_part_in_a_repair_is_named() -> None:
