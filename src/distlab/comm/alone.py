@@ -71,8 +71,7 @@ class _Done(dist.Work):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self._tensors = tensors
-        self._finish: list[Callable[[], object]] = []
+        self._tensors, self._finish = tensors, list[Callable[[], object]]()
 
     def then(self, finish: Callable[[], object]) -> "_Done":
         """Call `finish` at the end of `wait`; if it returns an operation, `wait` also waits for that operation."""

@@ -18,10 +18,15 @@ class WorldGroup(LabGroup):
     """The default group, of all ranks, which also explains a blocked run.
 
     Attributes:
+        made: number of default groups that this process has made.
+        number: of this one; 0 if a run has made it, which sees to its keys by itself.
         notices: each rank's waits, readable by the others.
     """
 
-    def __init__(self, context: Context, store: dist.Store) -> None:
+    made = 0
+
+    def __init__(self, context: Context, store: dist.Store, number: int) -> None:
+        self.number = number
         super().__init__(context, store, range(context.world_size), context.group_timeout)
         self.notices = NoticeBoard(store, context, is_rank_0s=not is_store_in_launcher())
 
@@ -47,9 +52,14 @@ def create(made: Any, options: Options | None) -> LabGroup:
         context, ranks, transport = world.context, made.global_ranks_in_group, options.transport if options else None
         waiting, others = context.waits.waiting, tuple(rank for rank in ranks if rank != context.rank)
         with context.waits.during(waiting[0] if waiting else Wait("new_group", "other", others, line=line_of_script())):
-            return LabGroup(context, made.store, ranks, context.group_timeout, transport)
+            store = _own_keys(made.store, world.number) if isinstance(world, WorldGroup) else made.store
+            return LabGroup(context, store, ranks, context.group_timeout, transport)
+    number = WorldGroup.made if options is None else 0
+    made.store = _own_keys(made.store, number)
     try:
-        return WorldGroup(first_context(made, options), made.store)
+        created = WorldGroup(first_context(made, options), made.store, number)
+        WorldGroup.made += 1
+        return created
     except TrafficError:
         raise
     except RuntimeError as error:  # of torch's store, gloo or NCCL
@@ -58,3 +68,11 @@ def create(made: Any, options: Options | None) -> LabGroup:
             raise InputError(f"{sentence}: {told}") from error
         why = reason(error, (options or Options()).timeout_name)
         raise TrafficError(f"{sentence}: {why}", error) from error
+
+
+def _own_keys(store: dist.Store, number: int) -> dist.Store:
+    """Return the store with other keys than those of earlier default groups, and of groups beside them.
+
+    A store of a launcher keeps the addresses of destroyed groups, whose names torch gives again.
+    """
+    return dist.PrefixStore(f"world{number}", store) if number else store

@@ -4,13 +4,14 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.held import mappings, pipes_and_memory, threads
-from support.processes import free_port, join, meeting_of, process_group, run_ranks
+from support.processes import free_port, join, leave_group, meeting_of, process_group, run_ranks
 
 from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import empty, open_queues
@@ -147,3 +148,23 @@ def begin_twice_with_the_same_options(rank: int) -> None:
 
 def test_the_options_of_a_group_stay_as_they_are() -> None:
     run_ranks(1, begin_twice_with_the_same_options)
+
+
+def make_all_again(rank: int, port: int) -> list[float]:
+    """Groups of a program in a store that outlives them, as a launcher's; rank 0 is late each time."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    leave_group()
+    store, found = dist.TCPStore("localhost", port, is_master=rank == 0), list[float]()
+    for number in range(3):
+        time.sleep(0.5 * (rank == 0))
+        dist.init_process_group("lab", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+        tensor = torch.full((1000,), number + 1.0)
+        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+        found.append(tensor[-1].item())
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_program_makes_its_groups_again_in_a_store_that_outlives_them() -> None:
+    assert run_ranks(2, make_all_again, free_port()) == [[2, 4, 6]] * 2

@@ -140,4 +140,6 @@ def require_plain(*tensors: Tensor) -> None:
 
 def kind_of(operation: Any) -> ReduceOp.RedOpType:
     """Return the kind of an operation: a `ReduceOp` of torch's options equals its kind but is not a dictionary key."""
+    if operation == ReduceOp.PREMUL_SUM:
+        raise ValueError("the lab does not reduce by PREMUL_SUM; multiply first, and reduce by SUM")
     return getattr(operation, "op", operation)
