@@ -127,6 +127,8 @@ class LabGroup(ContextGroup):
             wait, sent_bytes = self._collective("all_reduce"), (self.size() - 1) * own_bytes
             return self._begin(wait, lambda _: self._plain.all_reduce(tensor, op), [tensor], sent_bytes)
         require_plain(tensor)
+        if op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"no average of {tensor.dtype}: it need not be a whole number; reduce by SUM, and divide")
         wait, sent_bytes = self._collective("all_reduce"), ring_bytes(tensor, self.size())
         return self._begin(wait, lambda by: by.all_reduce(tensor, op), [tensor], sent_bytes)
 
