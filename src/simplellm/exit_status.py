@@ -36,6 +36,8 @@ def about_system(error: BaseException) -> str | None:
         return f"cannot write {file or 'the output or a file'} ({error.strerror}); make room"
     if error.errno == errno.EFBIG:
         return f"cannot write {file or 'a file'}: it would exceed the limit on file sizes; raise it (ulimit -f)"
+    if error.errno == errno.ENOENT and (folder := os.path.dirname(file)) and not os.path.exists(folder):
+        return f"cannot open {file}: there is no folder {folder}; has it been removed?"
     if file and error.errno in _REMEDIES:
         return f"{file}: {error.strerror}; {_REMEDIES[error.errno]}"
     return _LIMITS.get(error.errno or 0)
