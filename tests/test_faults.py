@@ -160,6 +160,23 @@ def test_the_records_of_a_step_are_of_its_gradients_and_shares(steps: int, tmp_p
     assert found == [gradients | first, gradients | second, after][: 1 if steps == 1 else 3]
 
 
+def test_the_last_recorded_step_is_recorded_again_where_the_next_one_finds_that_it_has_to_be_undone(
+    tmp_path: Path,
+) -> None:
+    """As with `--run-on` and `--clip-norm`, where gradients are clipped only then."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    recording = Recording(tmp_path, 0, range(5, 6), {"weight": weight}, {"weight": weight}, optimizer)
+    for step, gradient in ((5, 4.0), (6, 4.0), (5, 2.0), (6, 2.0), (7, 2.0)):
+        recording.begin(step)
+        weight.data.fill_({5: 1.0, 6: 1.0 - gradient, 7: -3.0}[step])
+        weight.grad = torch.full((1,), gradient)
+        optimizer.step()
+    kept = [load_file(file_of(tmp_path, step, 0)) for step in (5, 6)]
+    found = [{name: tensor.item() for name, tensor in tensors.items()} for tensors in kept]
+    assert found == [{"gradient.weight": 2, "weights.weight": 1}, {"weights.weight": -1}]
+
+
 def test_a_parameter_that_only_one_of_two_runs_trains_is_named(folder: Path) -> None:
     flags = f"{ONE.flags} {ONE.batch} {RECIPES[1]}".split()
     script = folder / "frozen.py"

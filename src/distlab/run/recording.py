@@ -73,6 +73,7 @@ class Recording:
     def begin(self, step: int) -> None:
         """Begin a step, perhaps again."""
         self._step = step
+        self._is_over = self._is_over and step not in self._steps  # the step after the last one has undone it
 
     def end(self, wait_for_weights: Callable[[], object]) -> None:
         """End the run: if the last recorded step was its last one, write the weights after it."""
