@@ -17,7 +17,7 @@ from distlab.comm.transports import collectives, memory, slots
 
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
 SHARED = Options(transport="shared")
-FEW_PLACES = 64  # for collectives in place that are under way
+FEW_PLACES = 64  # for collectives that are under way
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT]
 
@@ -213,6 +213,23 @@ def start_many(rank: int, port: int) -> None:
 
 def test_any_number_of_collectives_may_start_before_the_first_is_waited_for() -> None:
     run_ranks(3, start_many, free_port())
+
+
+def start_far_ahead(rank: int, port: int) -> list[float]:
+    """Rank 0 starts all collectives through slots before it waits for the first, the other ranks wait for each."""
+    for module in (memory, collectives):
+        setattr(module, "PLACES", FEW_PLACES)  # noqa: B010, this process ends with the test
+    collectives.NUMBERS = 2 * FEW_PLACES
+    with process_group(rank, 3, port, options=SHARED):
+        tensors = [torch.ones(1 + number // collectives.NUMBERS) for number in range(2 * collectives.NUMBERS)]
+        begun: list[Any] = [dist.all_reduce(tensor, async_op=rank == 0) for tensor in tensors]
+        for pending in begun if rank == 0 else []:
+            pending.wait()
+        return torch.cat(tensors).unique().tolist()
+
+
+def test_a_rank_that_is_far_ahead_has_called_the_same_collectives() -> None:
+    assert run_ranks(3, start_far_ahead, free_port()) == [[3.0]] * 3
 
 
 def wait_in_another_order(rank: int, port: int) -> list[float]:

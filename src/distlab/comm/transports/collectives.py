@@ -25,7 +25,7 @@ OPERATIONS = [
 ]
 CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
 CODE_OF_OPERATION = {operation: code for code, operation in enumerate(OPERATIONS)}
-NUMBERS, CODES, SIZES = 1 << 13, 1 << 18, 1 << 32  # in the 63 bits of a call
+NUMBERS, CODES, SIZES = 2 * PLACES, 1 << 18, 1 << 32  # in the 63 bits of a call
 
 
 class Call(NamedTuple):
@@ -88,12 +88,12 @@ class Collectives:
             raise RuntimeError(f"the ranks called different collectives: {calls}; all must call the same one")
 
     def make_room(self, timeout_seconds: float) -> None:
-        """Wait, if `PLACES` collectives in place are under way, until all ranks are done with the first of them."""
+        """Wait for the first collective if `PLACES` are under way; if they are in place, until all are done with it."""
         memory = self.memory
         oldest = memory.ready.sent + 1 - PLACES
-        if memory.done.received < oldest:
+        if memory.done.received < oldest or len(self.not_done) == PLACES:
             deadline = time.perf_counter() + timeout_seconds
-            while memory.done.sent < oldest:
+            while memory.done.sent < oldest or len(self.not_done) == PLACES:
                 self.not_done[0].advance(deadline)
             memory.done.wait(oldest, deadline)
 

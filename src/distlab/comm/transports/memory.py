@@ -28,7 +28,7 @@ SLOT_BYTES = 1 << 20  # of each of a rank's two slots for tensors that lie elsew
 # Tensor-parallel ranks wait for each other every few milliseconds. Waking a thread up takes a tenth of one, and a core
 # that has been idle is slow at first.
 SPIN_SECONDS = 5e-4
-PLACES = 4096  # collectives in place that may be under way; the next one waits for the first of them
+PLACES = 4096  # collectives that may be under way; the next one waits for the first of them
 
 
 class SharedMemory:

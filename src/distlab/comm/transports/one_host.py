@@ -53,12 +53,16 @@ class OneHost(MemoryTransport):
     def _in_place(
         self, operation: str, address: Address, own: Tensor, combine: Callable[[list[Tensor]], object]
     ) -> Carried:
-        self._collectives.make_room(self.members.context.waits.timeout_seconds)
+        self._make_room()
         return Carried(InPlace(self._collectives, address, own, combine, operation))
 
     def _through_slots(self, operation: str, own: Tensor, turns: Iterator[int], is_even: bool = True) -> Carried:
+        self._make_room()
         call = Call(operation, own.dtype, own.numel() * is_even)
         return Carried(slots.ThroughSlots(self._collectives, call, turns))
+
+    def _make_room(self) -> None:
+        self._collectives.make_room(self.members.context.waits.timeout_seconds)
 
     def _has_slots(self, tensor: Tensor) -> bool:
         """Return whether there are slots for the pieces of a tensor, which are made for the first of them."""
