@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from distlab_exercises.collectives import name_difference, whose
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.forked import leaving_no_process
 from distlab_exercises.loading import settings_for
-from distlab_exercises.ranks import LAST_LINES, Facts, Patience, Report, Submission, raise_trouble
+from distlab_exercises.ranks import LAST_LINES, Facts, Patience, Report, Submission, free_port, raise_trouble
 from distlab_exercises.verdict import Wrong
 from simplellm.errors import InputError
 
@@ -82,6 +83,14 @@ def test_what_is_left_behind_ends_with_the_outer_of_two_contexts() -> None:
             assert earlier.poll() is None, "it was there before"
         finally:
             earlier.kill()
+
+
+def test_a_port_at_which_another_program_listens_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("localhost", 0)) as other:
+        taken = other.getsockname()[1]
+        drawn = iter((taken, free := free_port()))
+        monkeypatch.setattr("random.SystemRandom.randrange", lambda *_: next(drawn))
+        assert free_port() == free != taken
 
 
 def test_settings_of_a_file_that_cannot_work_are_refused() -> None:
