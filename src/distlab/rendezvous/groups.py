@@ -18,12 +18,9 @@ class WorldGroup(LabGroup):
     """The default group, of all ranks, which also explains a blocked run.
 
     Attributes:
-        made: number of default groups that this process has made.
-        number: of this one; 0 if a run has made it, which sees to its keys by itself.
+        number: of default groups before it in its store; 0 if a run has made it, which sees to its keys by itself.
         notices: each rank's waits, readable by the others.
     """
-
-    made = 0
 
     def __init__(self, context: Context, store: dist.Store, number: int) -> None:
         self.number = number
@@ -54,12 +51,10 @@ def create(made: Any, options: Options | None) -> LabGroup:
         with context.waits.during(waiting[0] if waiting else Wait("new_group", "other", others, line=line_of_script())):
             store = _own_keys(made.store, world.number) if isinstance(world, WorldGroup) else made.store
             return LabGroup(context, store, ranks, context.group_timeout, transport)
-    number = WorldGroup.made if options is None else 0
-    made.store = _own_keys(made.store, number)
     try:
-        created = WorldGroup(first_context(made, options), made.store, number)
-        WorldGroup.made += 1
-        return created
+        number = made.store.add(f"worlds/{made.group_rank}", 1) - 1 if options is None else 0
+        made.store = _own_keys(made.store, number)
+        return WorldGroup(first_context(made, options), made.store, number)
     except TrafficError:
         raise
     except RuntimeError as error:  # of torch's store, gloo or NCCL

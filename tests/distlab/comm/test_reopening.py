@@ -168,3 +168,23 @@ def make_all_again(rank: int, port: int) -> list[float]:
 
 def test_a_program_makes_its_groups_again_in_a_store_that_outlives_them() -> None:
     assert run_ranks(2, make_all_again, free_port()) == [[2, 4, 6]] * 2
+
+
+def make_with_two_others(rank: int, ports: list[int]) -> list[float]:
+    """Rank 0 makes groups with one process, and then, in a store of their own, with a process that has made none."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    leave_group()
+    found = list[float]()
+    for port in ports if rank == 0 else [ports[rank - 1]]:
+        store = dist.TCPStore("localhost", port, is_master=rank == 0)
+        dist.init_process_group("lab", store=store, rank=min(rank, 1), world_size=2, timeout=timedelta(seconds=10))
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+        found.append(tensor[-1].item())
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_program_makes_its_groups_again_with_a_process_that_has_made_none() -> None:
+    assert run_ranks(3, make_with_two_others, [free_port(), free_port()]) == [[2, 2], [2], [2]]
