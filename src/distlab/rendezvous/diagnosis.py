@@ -43,7 +43,7 @@ class Diagnosis:
     picture: list[str]  # lines that show every rank and which ranks it waits for
     sentence: str  # names the cycle, or the rank that blocks all others
     is_partial: bool = False  # the other ranks' notices could not be read
-    gone: Sequence[int] = ()  # ranks that have exited and reported nothing
+    gone: int | None = None  # the rank that has exited and reported nothing, if it can only be one
 
 
 def diagnose(
@@ -81,7 +81,9 @@ def diagnose(
         return Diagnosis(picture, list_causes({rank: ended[rank] for rank in failed}, describe))
     if gone and lost_a_peer:
         cause = "has exited without reporting a cause: it was killed, or finished too early"
-        return Diagnosis(picture, f"{'one of ' * (len(gone) > 1)}{names(gone)} {cause}", gone=gone)
+        if len(gone) == 1:
+            return Diagnosis(picture, f"{names(gone)} {cause}", gone=gone[0])
+        return Diagnosis(picture, f"one of {names(gone)} {cause}")
     if gone:
         do = "does" if len(gone) == 1 else "do"
         why = f"stopped, cut off, or {too_long}"

@@ -9,7 +9,6 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ class NoticeBoard:
         self._has_failed = False
         self._is_closed = threading.Event()
         self._heard = ""  # reports of other ranks on why the run failed
-        self._gone: Sequence[int] = ()  # ranks that will read nothing
+        self._gone: int | None = None  # a rank that will read nothing
         # A separate connection, so that calls waiting on the ranks' connection do not block this one.
         own = dist.PrefixStore("notices", store.clone())  # type: ignore[attr-defined]  # torch's annotations lack it
         self._store = SharedStore("the store's process", SECONDS_FOR_THE_STORE, store=own)
@@ -95,7 +94,7 @@ class NoticeBoard:
     def keep_store_open(self) -> None:
         """On rank 0, keep the store open until the others have finished reading."""
         if self._is_rank_0s and self._rank == 0:
-            readers = [rank for rank in self._ranks[1:] if rank not in self._gone]
+            readers = [rank for rank in self._ranks[1:] if rank != self._gone]
             self._store.keep_open([f"informed/{rank}" for rank in readers], SECONDS_FOR_READERS)
 
     def _notice(self, wait: Wait | None) -> Notice:

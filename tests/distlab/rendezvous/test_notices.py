@@ -83,10 +83,12 @@ def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
 
 
 def board_of_rank_1(
-    store: dist.Store, is_rank_0s: bool = True, device: str = "cpu", rank: int = 1
+    store: dist.Store, is_rank_0s: bool = True, device: str = "cpu", rank: int = 1, ranks: int = 2
 ) -> notices.NoticeBoard:
     waits = SimpleNamespace(waits_for=lambda _: None, timeout_seconds=5, timeout_name="--timeout")
-    context = SimpleNamespace(rank=rank, world_size=2, describe="rank {}".format, waits=waits, begun={}, held_back=dict)
+    context = SimpleNamespace(
+        rank=rank, world_size=ranks, describe="rank {}".format, waits=waits, begun={}, held_back=dict
+    )
     context.device = torch.device(device)
     return notices.NoticeBoard(store, context, is_rank_0s)  # type: ignore[arg-type]
 
@@ -149,15 +151,20 @@ def test_a_wait_that_is_for_no_other_rank_is_not_explained(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("error", "reads"), [(RuntimeError("Connection closed by peer"), False), (TimeoutError(), True)]
+    ("error", "ranks", "reads"),
+    [
+        (RuntimeError("Connection closed by peer"), 2, False),
+        (RuntimeError("Connection closed by peer"), 3, True),  # one of the two others may only be slow
+        (TimeoutError(), 2, True),
+    ],
 )
 def test_rank_0_keeps_the_store_open_for_a_slow_rank_and_not_for_a_dead_one(
-    error: Exception, reads: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, ranks: int, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "SECONDS_FOR_OTHERS", 0.1)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    board = board_of_rank_1(store, rank=0)
-    assert board.explain(TrafficError("", error, Wait("the tensor", "receive", (1,)))) is not None
+    board = board_of_rank_1(store, rank=0, ranks=ranks)
+    assert board.explain(TrafficError("", error, Wait("the sum", "collective", tuple(range(1, ranks))))) is not None
     started = time.monotonic()
     board.keep_store_open()
     assert (time.monotonic() - started > notices.SECONDS_FOR_READERS) == reads
