@@ -18,7 +18,8 @@ def tensorboard_writer() -> "type[SummaryWriter]":
     show = threading.excepthook
 
     def show_if_unknown(about: threading.ExceptHookArgs) -> None:
-        if not isinstance(about.exc_value, OSError):  # such as a full disk, which the writer raises again in a step
+        is_writer = type(about.thread).__module__.startswith("tensorboard.")
+        if not (is_writer and isinstance(about.exc_value, OSError)):  # such as a full disk, which a step raises again
             show(about)
 
     threading.excepthook = show_if_unknown

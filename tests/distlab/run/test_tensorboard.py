@@ -67,7 +67,9 @@ def test_a_full_disk_shows_no_traceback_of_the_thread_that_writes(
     def fail(error: Exception) -> None:
         raise error
 
-    for error in (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ValueError("a mistake")):
-        (thread := threading.Thread(target=fail, args=(error,))).start()
+    writer = type("Writer", (threading.Thread,), {"__module__": "tensorboard.summary.writer"})
+    full, mistake = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ValueError("a mistake")
+    for kind, error in ((writer, full), (writer, mistake), (threading.Thread, full)):
+        (thread := kind(target=fail, args=(error,))).start()
         thread.join()
-    assert [str(about.exc_value) for about in shown] == ["a mistake"]
+    assert [about.exc_value for about in shown] == [mistake, full]
