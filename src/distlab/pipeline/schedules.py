@@ -125,7 +125,7 @@ def check_schedule(
 ) -> Schedule:
     """Return the schedule `name` if it exists and supports these settings; `InputError` otherwise."""
     found = schedule_of(name)
-    what = f"--schedule {name} on {workers} workers, with --micro-batches {micro_batches}"
+    what = f"--schedule {name} on {workers} worker{'s' * (workers != 1)}, with --micro-batches {micro_batches}"
     require(found.fits(workers, micro_batches), f"{what}: give {found.needs.format(**_sizes(workers))}")
     has_limit = name == AUTO or limit is None
     require(has_limit, f"--keep-at-most {limit} with --schedule {name}: it needs --schedule auto")
