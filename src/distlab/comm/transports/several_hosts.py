@@ -142,7 +142,7 @@ class MemoryOfHosts:
         deadline = time.perf_counter() + timeout.total_seconds()  # of all three parts: the caller waits for them as one
         plain = ReduceOp.SUM if op == ReduceOp.AVG else op
         add = partial(combine_share, rank=self.rank, op=plain, all_get_it=False)
-        InPlace(self._collectives, address, own, add, f"all_reduce by {plain.name}").advance(deadline)
+        InPlace(self._collectives, address, own, add, f"all_reduce by {op.name}").advance(deadline)
         self._reduce_between(own, plain, deadline)
         if self.is_first and op == ReduceOp.AVG:
             own.div_(len(self.ranks))
