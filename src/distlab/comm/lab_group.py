@@ -121,14 +121,13 @@ class LabGroup(ContextGroup):
     # Collectives
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
-        [tensor], op = tensors, kind_of((opts or dist.AllreduceOptions()).reduceOp)
+        [tensor] = tensors
+        op = kind_of((opts or dist.AllreduceOptions()).reduceOp, tensor)
         if tensor.is_sparse:  # gloo gathers indices and values
             own_bytes = tensor._indices().nbytes + tensor._values().nbytes
             wait, sent_bytes = self._collective("all_reduce"), (self.size() - 1) * own_bytes
             return self._begin(wait, lambda _: self._plain.all_reduce(tensor, op), [tensor], sent_bytes)
         require_plain(tensor)
-        if op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"no average of {tensor.dtype}: it need not be a whole number; reduce by SUM, and divide")
         wait, sent_bytes = self._collective("all_reduce"), ring_bytes(tensor, self.size())
         return self._begin(wait, lambda by: by.all_reduce(tensor, op), [tensor], sent_bytes)
 
@@ -164,13 +163,12 @@ class LabGroup(ContextGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Pending:
         """Add up all ranks' `input`, (ranks * elements); rank r gets the r-th part of the sum in `output`."""
         require_plain(output, input)
-        op = kind_of((opts or dist.ReduceScatterOptions()).reduceOp)
+        op = kind_of((opts or dist.ReduceScatterOptions()).reduceOp, input)
         is_average = op == ReduceOp.AVG and not self.context.is_over_nccl
         asked, parts = ReduceOp.SUM if is_average else op, input.view(self.size(), -1)
         wait, sent_bytes = self._collective("reduce_scatter"), (self.size() - 1) * output.nbytes
         pending = self._begin(wait, lambda by: by.reduce_scatter(output, parts, asked), [output], sent_bytes)
-        divide = torch.inference_mode()(lambda: output.div_(self.size()))
-        return pending.then(divide) if is_average else pending
+        return pending.then(torch.inference_mode()(lambda: output.div_(self.size()))) if is_average else pending
 
     def reduce_scatter_single_coalesced(
         self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
@@ -214,7 +212,7 @@ class LabGroup(ContextGroup):
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
         """Combine all ranks' tensors on one of them."""
         [tensor], asked = tensors, opts or dist.ReduceOptions()
-        root, op = asked.rootRank, kind_of(asked.reduceOp)
+        root, op = asked.rootRank, kind_of(asked.reduceOp, tensor)
         require_plain(tensor)
         wait, sent_bytes = self._collective("reduce"), tensor.nbytes * (self.rank() != root)
         return self._begin(wait, lambda _: self._plain.reduce(tensor, root, op), [tensor], sent_bytes)

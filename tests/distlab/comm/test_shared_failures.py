@@ -166,6 +166,8 @@ def mix_dtypes(rank: int, port: int) -> None:
         numbers = torch.ones(1000, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"no average of torch\.int64"):
             dist.all_reduce(numbers, dist.ReduceOp.AVG)
+        with pytest.raises(ValueError, match=r"no average of torch\.int64"):
+            reduce_scatter_single(numbers.new_empty(500), numbers, dist.ReduceOp.AVG)
         dist.all_reduce(numbers)
         assert set(numbers.tolist()) == {2}, "the group goes on"
 

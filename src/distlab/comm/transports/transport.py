@@ -132,14 +132,20 @@ def require_plain(*tensors: Tensor) -> None:
     require_one_dtype(tensors)
     for tensor in tensors:
         if tensor.layout != torch.strided:
-            raise ValueError(f"a tensor of layout {tensor.layout}: only an all-reduce takes sparse tensors")
+            raise ValueError(f"a tensor of layout {tensor.layout}: only an all-reduce takes sparse tensors (COO)")
         if not tensor.is_contiguous():
             shape, strides = tuple(tensor.shape), tensor.stride()
             raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
 
 
-def kind_of(operation: Any) -> ReduceOp.RedOpType:
-    """Return the kind of an operation: a `ReduceOp` of torch's options equals its kind but is not a dictionary key."""
+def kind_of(operation: Any, tensor: Tensor) -> ReduceOp.RedOpType:
+    """Return the kind of an operation: a `ReduceOp` of torch's options equals its kind but is not a dictionary key.
+
+    Raises:
+        ValueError: the lab does not reduce such a tensor by it.
+    """
     if operation == ReduceOp.PREMUL_SUM:
         raise ValueError("the lab does not reduce by PREMUL_SUM; multiply first, and reduce by SUM")
+    if operation == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"no average of {tensor.dtype}: it need not be a whole number; reduce by SUM, and divide")
     return getattr(operation, "op", operation)
