@@ -75,8 +75,10 @@ class RecordedRun:
 
     @property
     def batch(self) -> int:
-        """The sequences of a step, of all replicas; 0 if the script does not count them for each replica."""
-        return int(self.settings.get("batch_size", 0)) * replicas_in(self.config["layout"])
+        """The sequences of a step, of all replicas; 0 if the script does not count them."""
+        if "batch_size" in self.settings:
+            return int(self.settings["batch_size"]) * replicas_in(self.config["layout"])
+        return int(self.settings.get("bsz", 0))  # counts those of all replicas, as in sentiment
 
     @property
     def losses(self) -> dict[int, float]:

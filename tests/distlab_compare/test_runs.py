@@ -146,6 +146,7 @@ def test_one_process_has_the_settings_of_a_script_s_own(tmp_path: Path) -> None:
         ({"lr_schedule": "linear", "steps": 10}, {"lr_schedule": "linear", "steps": 20}, "--steps 10 and 20, on which"),
         ({"layout": {"dp": 2, "ep": 2}, "batch_size": 1}, {"batch_size": 4}, ""),  # replicas that share experts
         ({"layout": {"dp": 2}, "bsz": 4}, {"layout": {"dp": 1}, "bsz": 4}, ""),  # rows of all replicas, as in sentiment
+        ({"layout": {"dp": 2}, "bsz": 4}, {"layout": {"dp": 1}, "bsz": 8}, "a global batch of 4 and 8"),
         ({"lr_schedule": "constant", "steps": 10}, {"lr_schedule": "constant", "steps": 20}, ""),
         ({"hidden_dim": None}, {"hidden_dim": 96}, ""),
         ({"tokenizer": "a.model"}, {"tokenizer": None}, "different tokenizers"),
