@@ -117,7 +117,8 @@ def test_every_schedule_runs_in_the_order_of_one_process_or_says_what_it_needs(n
     runs = 0
     for workers, micro_batches in SIZES:
         if not SCHEDULES[name].fits(workers, micro_batches):
-            needs = rf"--schedule {name} on {workers} workers?, with --micro-batches {micro_batches}: give .*\d"
+            plural = "s" * (workers > 1)
+            needs = rf"--schedule {name} on {workers} worker{plural}, with --micro-batches {micro_batches}: give .*\d"
             with pytest.raises(InputError, match=needs):
                 all_stages(name, workers, micro_batches)
             continue
