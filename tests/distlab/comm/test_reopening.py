@@ -150,6 +150,16 @@ def test_the_options_of_a_group_stay_as_they_are() -> None:
     run_ranks(1, begin_twice_with_the_same_options)
 
 
+def sum_in_new_groups(store: dist.Store, rank: int, value: float) -> float:
+    """Make the groups of a program of two ranks, add up two tensors, close the groups; return an element of the sum."""
+    dist.init_process_group("lab", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    tensor = torch.full((1000,), value)
+    dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+    dist.barrier()
+    dist.destroy_process_group()
+    return tensor[-1].item()
+
+
 def make_all_again(rank: int, port: int) -> list[float]:
     """Groups of a program in a store that outlives them, as a launcher's; rank 0 is late each time."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -157,12 +167,7 @@ def make_all_again(rank: int, port: int) -> list[float]:
     store, found = dist.TCPStore("localhost", port, is_master=rank == 0), list[float]()
     for number in range(3):
         time.sleep(0.5 * (rank == 0))
-        dist.init_process_group("lab", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
-        tensor = torch.full((1000,), number + 1.0)
-        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
-        found.append(tensor[-1].item())
-        dist.barrier()
-        dist.destroy_process_group()
+        found.append(sum_in_new_groups(store, rank, number + 1.0))
     return found
 
 
@@ -177,12 +182,7 @@ def make_with_two_others(rank: int, ports: list[int]) -> list[float]:
     found = list[float]()
     for port in ports if rank == 0 else [ports[rank - 1]]:
         store = dist.TCPStore("localhost", port, is_master=rank == 0)
-        dist.init_process_group("lab", store=store, rank=min(rank, 1), world_size=2, timeout=timedelta(seconds=10))
-        tensor = torch.ones(1000)
-        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
-        found.append(tensor[-1].item())
-        dist.barrier()
-        dist.destroy_process_group()
+        found.append(sum_in_new_groups(store, min(rank, 1), 1.0))
     return found
 
 
