@@ -154,7 +154,7 @@ def test_a_tensor_with_gaps_is_refused() -> None:
 
 
 def mix_dtypes(rank: int, port: int) -> None:
-    """An output of another dtype than the input, in shared memory and outside; a mean of whole numbers."""
+    """An output of another dtype than the input, in shared memory and outside."""
     with process_group(rank, 2, port, options=SHARED):
         for own in (empty(6000, torch.empty(0)), torch.empty(6000)):
             own.fill_(rank)
@@ -163,6 +163,16 @@ def mix_dtypes(rank: int, port: int) -> None:
                 with pytest.raises(ValueError, match=r"two dtypes, torch.(float64|bfloat16) and torch.float32"):
                     call(output, own)
             assert (own == rank).all()
+
+
+def test_dtypes_that_a_call_cannot_have_are_refused() -> None:
+    run_ranks(2, mix_dtypes, free_port())
+
+
+def reduce_in_unknown_ways(rank: int, port: int) -> None:
+    with process_group(rank, 2, port, options=SHARED):
+        with pytest.raises(ValueError, match="does not reduce by PREMUL_SUM"):
+            dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))
         numbers = torch.ones(1000, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"no average of torch\.int64"):
             dist.all_reduce(numbers, dist.ReduceOp.AVG)
@@ -172,8 +182,8 @@ def mix_dtypes(rank: int, port: int) -> None:
         assert set(numbers.tolist()) == {2}, "the group goes on"
 
 
-def test_dtypes_that_a_call_cannot_have_are_refused() -> None:
-    run_ranks(2, mix_dtypes, free_port())
+def test_reductions_that_the_lab_does_not_know_are_refused() -> None:
+    run_ranks(2, reduce_in_unknown_ways, free_port())
 
 
 def fail(
