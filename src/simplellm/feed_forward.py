@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from simplellm.layers import MLP, Linear
 from simplellm.options import Mixture
-from simplellm.recomputation import kept
+from simplellm.recomputation import once
 
 # (rows (rows, dmodel), sorted by expert; rows of each expert, (experts,); the experts of this process)
 # -> what the experts make of the rows, in the same order
@@ -143,7 +143,7 @@ class MixtureOfExperts(nn.Module):
         tokens, k = x.reshape(-1, x.shape[-1]), self.sizes.per_token
         ids, weights = self._route(tokens)
         if self.capacity and torch.is_grad_enabled():
-            ids = kept(lambda: self._without_dropped(ids.view(*x.shape[:-1], k)))
+            ids = once(lambda: self._without_dropped(ids.view(*x.shape[:-1], k)))
         order = ids.flatten().argsort(stable=True)  # by expert, and for each expert by token; at the end those dropped
         inverse, counts = inverse_of(order), self._counts(ids)
         rows = RowsOfChoices.apply(tokens, order, inverse, k)
@@ -172,7 +172,7 @@ class MixtureOfExperts(nn.Module):
         """Return the experts of each token, the best first, and their weights: (tokens, per_token) each."""
         logits = self.gate(tokens.to(self.gate.weight.dtype))
         scores = logits.softmax(dim=1) if self.sizes.scores == "softmax" else logits.sigmoid()
-        ids = kept(lambda: self._choose(scores.detach()))
+        ids = once(lambda: self._choose(scores.detach()))
         chosen = scores.gather(1, ids)  # the correction takes part in the choice, not in the weights
         return ids, chosen / chosen.sum(dim=1, keepdim=True)
 

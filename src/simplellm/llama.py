@@ -219,9 +219,9 @@ class LLamaPart(nn.Module):
         cos, sin = (table[start:end] if part is None else table[part.positions] for table in tables)
         attend = attend_to_earlier if part is None else part.attend
         if self.recompute == "except-attention":
-            from simplellm.recomputation import called_once
+            from simplellm.recomputation import once
 
-            attend = called_once(attend)
+            attend = partial(once, attend)
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
         if self.residual == torch.bfloat16:

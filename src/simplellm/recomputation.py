@@ -16,37 +16,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from simplellm.autograd import observers
 from simplellm.weight_gradients import current
 
-Kept = list[Tensor]
-_kept: tuple[Kept, Iterator[Tensor] | None] | None = None  # of the running call; in a second run, what is left of them
 _outermost: "Recomputed | None" = None  # the call with recomputed activations that is running
 
 
-def kept(compute: Callable[[], Tensor]) -> Tensor:
-    """Return `compute()`; in the second run of a `Recomputed` call, the result of the first run.
+def once(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return `function(*inputs)`; in the second run of a `Recomputed` call, the result of the first run.
 
-    For a choice that depends on the last digit, such as the experts of a token: a second run on another number of
-    threads could choose differently.
+    The tensors that it saves for its backward pass are kept from the first run too, except for its inputs. For a
+    function whose result takes less memory than time, such as attention, and for a choice that depends on the last
+    digit, such as the experts of a token: a second run on another number of threads could choose differently.
     """
-    if _kept is None:
-        return compute()
-    results, again = _kept
-    if again is not None:
-        return next(again)
-    results.append(compute())
-    return results[-1]
-
-
-def called_once(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of tensors that the second run of a `Recomputed` call does not call again.
-
-    Its result and the tensors that it saves for its backward pass are kept from the first run, except for its inputs.
-    For a function whose result takes less memory than time, such as attention.
-    """
-
-    def call(*inputs: Tensor) -> Tensor:
-        return function(*inputs) if _outermost is None else _outermost.once(function, *inputs)
-
-    return call
+    return function(*inputs) if _outermost is None else _outermost.once(function, *inputs)
 
 
 class _CompleteError(Exception):
@@ -82,11 +62,10 @@ class Recomputed:
         self._random_states = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in self._gpus]
         self._observers, self._weight_gradients = list(observers), current()
         self._observed = [observer.keep_again(x) for x in inputs for observer in self._observers]
-        self._kept: Kept = []
         self._calls: list[_CallOnce] = []
         # In the second run: keeps a tensor, and the calls that it has yet to meet.
         self._again_with: tuple[Callable[[Tensor], None], Iterator[_CallOnce]] | None = None
-        with saved_tensors_hooks(self._number, self._take), _inside(self, self._kept, None):
+        with saved_tensors_hooks(self._number, self._take), _inside(self):
             return self._function(*inputs)
 
     def compute(self) -> None:
@@ -104,7 +83,7 @@ class Recomputed:
             self._restore_random_states()
             contexts.enter_context(torch.enable_grad())
             contexts.enter_context(saved_tensors_hooks(keep, self._take))
-            contexts.enter_context(_inside(self, self._kept, iter(self._kept)))
+            contexts.enter_context(_inside(self))
             self._again_with = keep, iter(self._calls)
             contexts.callback(setattr, self, "_again_with", None)
             if self._weight_gradients is not None:  # under which layers save different tensors
@@ -121,7 +100,7 @@ class Recomputed:
             call = next(calls)
             for index in call.saved_inputs:
                 keep(inputs[index])
-            return call.result.detach().requires_grad_()
+            return call.result.detach().requires_grad_(call.requires_grad)
         places, saved = [_place(x) for x in inputs], list[int]()
 
         def number(tensor: Tensor) -> tuple[int | Tensor, object]:
@@ -133,7 +112,7 @@ class Recomputed:
         with saved_tensors_hooks(number, self._take):
             result = function(*inputs)
         self._observed += [observer.keep_again(result) for observer in self._observers]
-        self._calls.append(_CallOnce(saved, result.detach()))
+        self._calls.append(_CallOnce(saved, result.detach(), result.requires_grad))
         return result
 
     def _restore_random_states(self) -> None:
@@ -160,6 +139,7 @@ class _CallOnce(NamedTuple):
 
     saved_inputs: list[int]  # their indices, in the order in which autograd has handed them over
     result: Tensor
+    requires_grad: bool
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -167,11 +147,11 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 @contextlib.contextmanager
-def _inside(call: Recomputed, results: Kept, again: Iterator[Tensor] | None) -> Iterator[None]:
+def _inside(call: Recomputed) -> Iterator[None]:
     """Inside, nested calls run as without recomputation, because the outer call is recomputed as a whole."""
-    global _outermost, _kept
-    outer, _outermost, _kept = (_outermost, _kept), call, (results, again)
+    global _outermost
+    outer, _outermost = _outermost, call
     try:
         yield
     finally:
-        _outermost, _kept = outer
+        _outermost = outer

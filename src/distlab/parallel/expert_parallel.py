@@ -27,7 +27,7 @@ from distlab.parallel.context_parallel import positions_of
 from distlab.parallel.options import CPOrder
 from distlab.parallel.tp_group import linear_map
 from simplellm.feed_forward import MixtureOfExperts, Permute, inverse_of
-from simplellm.recomputation import kept
+from simplellm.recomputation import once
 
 
 def own_experts(experts: int, axis: Axis) -> range:
@@ -124,7 +124,7 @@ def exchange_rows(
     """
     ranks = axis.size
     to_ranks = counts.view(ranks, -1)  # (ranks, experts of a rank)
-    from_ranks = kept(lambda: _exchange_counts(to_ranks, axis))
+    from_ranks = once(lambda: _exchange_counts(to_ranks, axis))
     sent, received = to_ranks.sum(dim=1).tolist(), from_ranks.sum(dim=1).tolist()
     go = partial(_exchange, sent=sent, received=received, axis=axis)
     go_back = partial(_exchange, sent=received, received=sent, axis=axis)
