@@ -29,9 +29,8 @@ from distlab.pipeline.plan import in_a_row, simulate
 from distlab.pipeline.schedules import AUTO, SCHEDULES, all_stages
 from distlab.reports.trace import Trace, merge, write_chrome
 from simplellm import command_line
-from simplellm.deferred_gradients import DeferredWeightGradients
 from simplellm.errors import require
-from simplellm.weight_gradients import current
+from simplellm.weight_gradients import DeferredWeightGradients, current
 
 NAMES = [name for name in SCHEDULES if name not in ("naive", AUTO)]  # `auto` is for costs that differ
 WIDTH, SEQ = 16, 8

@@ -14,7 +14,7 @@ from simplellm.autograd import use_of_gradient
 from simplellm.compiled import through_compiler
 from simplellm.mixed_precision import widen
 from simplellm.options import RopeScaling
-from simplellm.weight_gradients import current, gradient_of, is_by_hand
+from simplellm.weight_gradients import DeferredWeightGradients, current, gradient_of, is_by_hand
 
 ROPE_THETA = 1e4  # the base of rotary positions in the models of the lab
 
@@ -36,8 +36,9 @@ class Linear(nn.Linear):
 
     def _product(self, x: Tensor) -> Tensor:
         by_hand = torch.is_grad_enabled() and is_by_hand(self.weight)
-        weight_gradients = current() if by_hand and x.requires_grad else None
-        if weight_gradients is not None and (defer := weight_gradients.deferred(self.weight)) is not None:
+        weight_gradients = current()
+        if by_hand and x.requires_grad and isinstance(weight_gradients, DeferredWeightGradients):
+            defer = functools.partial(weight_gradients.add, self.weight, gradient_of)
             return _Linear.apply(x, self.weight.detach(), defer, False)
         if by_hand or x.dtype == torch.bfloat16:
             return _Linear.apply(x, self.weight, None, by_hand)

@@ -4,18 +4,25 @@ Autograd computes a weight's gradient as a separate tensor, and then adds it to 
 from which it is sent. Here the matrix product itself writes to that place, or adds to its content, which saves a pass
 over the memory of all weights for each micro-batch (in Megatron-LM: "gradient accumulation fusion").
 
-The product can also wait (`simplellm.deferred_gradients`).
+The product can also wait: other pipeline stages wait for the gradients of activations, but no stage waits for the
+gradients of weights before the end of the step (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, §2).
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from simplellm.autograd import has_hooks
 from simplellm.mixed_precision import widen
+
+# (a weight, its layer's input, the gradient of the layer's output) -> the weight's gradient, for autograd to accumulate
+# The content of `weight.grad` may become part of it.
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class GradientPlace(Protocol):
@@ -32,12 +39,6 @@ class WeightGradients:
     error, `weight.grad` is undefined, and may be None.
     """
 
-    defers = False  # whether products wait
-
-    def deferred(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-        """Return a function that defers a product, given the input and the gradient of the output; None: none waits."""
-        return None
-
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         global _current
@@ -46,6 +47,35 @@ class WeightGradients:
             yield
         finally:
             _current = outer
+
+
+class DeferredWeightGradients(WeightGradients):
+    """The weight gradients that a backward pass has deferred, in its order.
+
+    Args:
+        keep: called with each tensor that is kept for a product; its result is held for as long as the tensor is kept.
+    """
+
+    def __init__(self, keep: Callable[[Tensor], object] = lambda _: None) -> None:
+        self._keep = keep
+        # By weight, the factors of its products; several if layers share the weight: together they give one gradient.
+        self._factors: dict[Tensor, list[tuple[Product, Tensor, Tensor, object]]] = {}
+
+    def add(self, weight: Tensor, product: Product, x: Tensor, grad: Tensor) -> None:
+        """Defer a product; called by a layer's backward pass."""
+        self._factors.setdefault(weight, []).append((product, x, grad, (self._keep(x), self._keep(grad))))
+
+    def compute(self) -> None:
+        """Compute all gradients, in order, add them to `weight.grad`, and release their factors."""
+        while self._factors:
+            weight = next(iter(self._factors))
+            with torch.enable_grad():
+                start = _Accumulated.apply(weight, partial(self._gradient, weight))
+            start.backward()
+
+    def _gradient(self, weight: Tensor) -> Tensor:
+        first, *others = (product(weight, x, grad) for product, x, grad, _ in self._factors.pop(weight))
+        return sum(others, first)
 
 
 _current: WeightGradients | None = None
@@ -87,3 +117,17 @@ def gradient_of(weight: Tensor, x: Tensor, grad: Tensor, in_place: bool = True) 
 
 def _place_of(weight: Tensor) -> GradientPlace | None:
     return getattr(weight, "gradient_place", None)
+
+
+class _Accumulated(torch.autograd.Function):
+    """The start of a backward pass that gives a weight the gradient from a function, and runs its hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient(), None

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.data import GradientBuckets
-from simplellm.deferred_gradients import DeferredWeightGradients
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.options import Recompute
 from simplellm.recomputation import Recomputed
+from simplellm.weight_gradients import DeferredWeightGradients
 
 VOCAB = 11
 IDS = torch.randint(VOCAB, (4, 7), generator=torch.Generator().manual_seed(1))

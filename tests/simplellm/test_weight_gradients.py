@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from simplellm import layers
-from simplellm.deferred_gradients import DeferredWeightGradients
 from simplellm.layers import Linear
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
-from simplellm.weight_gradients import WeightGradients, is_by_hand
+from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients, is_by_hand
 
 pytestmark = pytest.mark.quick
 

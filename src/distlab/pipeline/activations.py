@@ -13,9 +13,8 @@ from distlab.axes.shards import ReplicaShards
 from distlab.machine.saved_activations import SavedActivations
 from simplellm.attention import SequencePart
 from simplellm.autograd import Observer, backward, observers
-from simplellm.deferred_gradients import DeferredWeightGradients
 from simplellm.recomputation import Recomputed
-from simplellm.weight_gradients import WeightGradients
+from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients
 
 
 class Part(Protocol):
