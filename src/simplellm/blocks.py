@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from simplellm.attention import Attend, attend_to_earlier
 from simplellm.compiled import through_compiler
 from simplellm.layers import MLP, Linear, RMSNorm, rotate
-from simplellm.options import Mixture
 
 if TYPE_CHECKING:
     from simplellm.cache import LayerCache
-    from simplellm.feed_forward import MixtureOfExperts
 
 
 class Attention(nn.Module):
@@ -28,18 +26,18 @@ class Attention(nn.Module):
         dmodel: int,
         num_heads: int,
         num_kv_heads: int,
-        head_dim: int | None = None,
+        head_dim: int,
         bias: bool = False,
-        qk_norm: Callable[[int], RMSNorm] | None = None,
+        qk_norm: Callable[[], RMSNorm] | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim = head_dim or dmodel // num_heads
+        self.head_dim = head_dim
         self.q_proj = Linear(dmodel, num_heads * self.head_dim, bias=bias)
         self.k_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=bias)
         self.v_proj = Linear(dmodel, num_kv_heads * self.head_dim, bias=bias)
         self.o_proj = Linear(num_heads * self.head_dim, dmodel, bias=bias)
-        self.q_norm = qk_norm(self.head_dim) if qk_norm else None
-        self.k_norm = qk_norm(self.head_dim) if qk_norm else None
+        self.q_norm = qk_norm() if qk_norm else None
+        self.k_norm = qk_norm() if qk_norm else None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, attend: Attend = attend_to_earlier
@@ -73,26 +71,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream (batch, seq, dmodel)."""
 
-    def __init__(
-        self,
-        dmodel: int,
-        num_heads: int,
-        num_kv_heads: int,
-        hidden_dim: int,
-        norm_eps: float,
-        dtype: torch.dtype,
-        head_dim: int | None = None,
-        attention_bias: bool = False,
-        mlp_bias: bool = False,
-        mixture: Mixture | None = None,
-        qk_norm: bool = False,
-    ) -> None:
+    def __init__(self, attention: Attention, mlp: nn.Module, norm: Callable[[], RMSNorm]) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        of_heads = partial(RMSNorm, eps=norm_eps, dtype=dtype) if qk_norm else None
-        self.self_attn = Attention(dmodel, num_heads, num_kv_heads, head_dim, attention_bias, of_heads)
-        self.post_attention_layernorm = RMSNorm(dmodel, norm_eps, dtype)
-        self.mlp = _experts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
+        self.input_layernorm, self.self_attn = norm(), attention
+        self.post_attention_layernorm, self.mlp = norm(), mlp
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: "LayerCache | None" = None, attend: Attend = attend_to_earlier
@@ -107,12 +89,6 @@ class Block(nn.Module):
         """A block."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, attend)
         return x + self.mlp(self.post_attention_layernorm(x)).to(x.dtype)  # experts return float32
-
-
-def _experts(dmodel: int, hidden_dim: int, mixture: Mixture) -> "MixtureOfExperts":
-    from simplellm.feed_forward import MixtureOfExperts
-
-    return MixtureOfExperts(dmodel, hidden_dim, mixture)
 
 
 def logits(norm: RMSNorm, head: Linear, x: Tensor) -> Tensor:

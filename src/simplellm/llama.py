@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from simplellm.attention import SequencePart, attend_to_earlier
-from simplellm.blocks import Block, logits
+from simplellm.blocks import Attention, Block, logits
 from simplellm.compiled import through_compiler
 from simplellm.errors import InputError
 from simplellm.initial_weights import initialize
-from simplellm.layers import ROPE_THETA, Linear, RMSNorm, rotary_tables
+from simplellm.layers import MLP, ROPE_THETA, Linear, RMSNorm, rotary_tables
 from simplellm.options import BLOCK_BY_BLOCK, Mixture, Recompute, RopeScaling, RouterScores, check_heads, check_mixture
 
 if TYPE_CHECKING:
@@ -168,18 +168,22 @@ class LLamaPart(nn.Module):
         self.document_end = document_end
         self.recompute, self.residual, self._dtype = recompute, residual, dtype
         device = torch.get_default_device() if device is None else torch.device(device)
-        biases = attention_bias, mlp_bias
-        sizes = dmodel, num_heads, num_kv_heads, hidden_dim, norm_eps, dtype, head_dim, *biases, mixture, qk_norm
+        norm_of = partial(RMSNorm, eps=norm_eps, dtype=dtype)
+        of_heads = partial(norm_of, self.head_dim) if qk_norm else None
+
+        def block() -> Block:
+            attention = Attention(dmodel, num_heads, num_kv_heads, self.head_dim, attention_bias, of_heads)
+            mlp = _experts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
+            return Block(attention, mlp, partial(norm_of, dmodel))
+
         with torch.device("meta") if without_weights else device:
-            layers: dict[str, nn.Module] = {
-                str(index): Block(*sizes) for index in range(first_layer, first_layer + n_layers)
-            }
+            layers: dict[str, nn.Module] = {str(first_layer + index): block() for index in range(n_layers)}
             embed_tokens = norm = None
             if self.has_embedding:
                 rows = torch.empty(vocab_size, dmodel)  # nn.Embedding would draw random numbers
                 embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False, padding_idx=padding_idx)
             if self.has_head:
-                norm = RMSNorm(dmodel, norm_eps, dtype)
+                norm = norm_of(dmodel)
             self.model = _Decoder(embed_tokens, layers, norm)
             self.lm_head = Linear(dmodel, vocab_size, bias=False) if self.has_head else None
         if without_weights:
@@ -310,6 +314,12 @@ PartT = TypeVar("PartT", bound=LLamaPart)
 def LLama(model_class: type[PartT], vocab_size: int, **options: Any) -> PartT:
     """Build `model_class`, e.g. ``LLama(CausalLLama, tokenizer.vocab_size, dmodel=288)``; options as in `LLamaPart`."""
     return model_class(vocab_size, **options)
+
+
+def _experts(dmodel: int, hidden_dim: int, mixture: Mixture) -> nn.Module:
+    from simplellm.feed_forward import MixtureOfExperts
+
+    return MixtureOfExperts(dmodel, hidden_dim, mixture)
 
 
 def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:
