@@ -37,23 +37,11 @@ class Router(Linear):
         self.e_score_correction_bias = nn.Parameter(torch.empty(experts), requires_grad=False)
 
 
-class Permute(torch.autograd.Function):
-    """x[order]; the backward pass applies the inverse order, instead of adding up in an order that is not fixed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
 class RowsOfChoices(torch.autograd.Function):
-    """A token's row for each of its choices, x[order // k]; gradients of its rows are added in the choices' order."""
+    """A token's row for each of its choices, x[order // k]; gradients of its rows are added in the choices' order.
+
+    Handwritten, because autograd would add them up in an order that is not fixed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:

@@ -26,7 +26,7 @@ from distlab.comm.names import named
 from distlab.parallel.context_parallel import positions_of
 from distlab.parallel.options import CPOrder
 from distlab.parallel.tp_group import linear_map
-from simplellm.feed_forward import MixtureOfExperts, Permute, inverse_of
+from simplellm.feed_forward import MixtureOfExperts, inverse_of
 from simplellm.recomputation import once
 
 
@@ -131,11 +131,11 @@ def exchange_rows(
 
     # Rows arrive by source, and from each source by expert; the experts need them the other way round.
     expert = torch.arange(to_ranks.shape[1], device=rows.device).repeat(ranks).repeat_interleave(from_ranks.flatten())
-    order = expert.argsort(stable=True)
-    inverse = inverse_of(order)
-    arrived = linear_map(rows, go, lambda grad: go_back(grad).mul_(ranks))
-    outputs = compute(Permute.apply(arrived, order, inverse), from_ranks.sum(dim=0).tolist())
-    return linear_map(Permute.apply(outputs, inverse, order), go_back, lambda grad: go(grad / ranks))
+    by_expert = expert.argsort(stable=True)
+    by_source = inverse_of(by_expert)
+    arrived = linear_map(rows, lambda x: go(x)[by_expert], lambda grad: go_back(grad[by_source]).mul_(ranks))
+    outputs = compute(arrived, from_ranks.sum(dim=0).tolist())
+    return linear_map(outputs, lambda x: go_back(x[by_source]), lambda grad: go(grad / ranks)[by_expert])
 
 
 def _exchange_counts(to_ranks: Tensor, axis: Axis) -> Tensor:
