@@ -19,6 +19,7 @@ from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import StreamingSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
+from simplellm.layers import RMSNorm
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
@@ -54,11 +55,18 @@ def fragments_of(args: Settings, net: nn.Module) -> list[Tensor]:
     return [torch.cat(fragment) for fragment in fragments]
 
 
-def reference(_: int, args: Settings) -> list[State]:
-    """All replicas in one process, as the papers have it; torch's SGD takes the outer steps. Their own weights."""
+def reference(_: int, args: Settings, exact: bool = False) -> list[State]:
+    """All replicas in one process, as the papers have it; torch's SGD takes the outer steps. Their own weights.
+
+    With `exact`, in float64.
+    """
     tokenizer, ranks, outer_steps = SPTokenizer(), range(args.layout["dp"]), 0
     sizes = {"dmodel": args.dmodel, "num_heads": args.num_heads, "n_layers": args.n_layers, "ctx_size": args.seq_len}
+    if exact:
+        torch.set_default_dtype(torch.float64)
     nets = [LLama(CausalLLama, tokenizer.vocab_size, **sizes, seed=args.seed) for _ in ranks]
+    for norm in (part for net in nets for part in net.modules() if exact and isinstance(part, RMSNorm)):
+        norm.dtype = torch.float64
     data: dict[str, Any] = {"batch_size": args.batch_size, "seq_l": args.seq_len, "data": "sample", "seed": args.seed}
     batches = [iter(TinyStories(tokenizer, **data, rank=r, num_replicas=len(ranks))) for r in ranks]
     inner = [build_optimizer(args.optimizer, net.parameters(), args.lr) for net in nets]
@@ -134,8 +142,9 @@ def test_by_hand_it_is_the_run_of_that_reference(ranks: int, flags: str, tmp_pat
 def is_run_of_reference(script: str, ranks: int, flags: str, tmp_path: Path) -> None:
     flags += f" --world-size {ranks}"
     args = settings(SCRIPT, flags)
-    [expected] = run_ranks(1, reference, args)
-    own, _, losses = train_on(ranks, script, tmp_path, *flags.split(), "--report-every", "5")
+    exact = args.compress == "none"
+    [expected] = run_ranks(1, reference, args, exact)
+    own, _, losses = train_on(ranks, script, tmp_path, *flags.split(), "--report-every", "5", exact=exact)
 
     start = initial_weights()
     for weights, reference_weights in zip(own, expected, strict=True):
@@ -154,7 +163,7 @@ def is_run_of_reference(script: str, ranks: int, flags: str, tmp_path: Path) -> 
         rounds, rest = divmod(step + 1, interval)
         part = (rounds - 1) % args.fragments
         size = 0 if rest else bounds[part + 1] - bounds[part]
-        all_reduced = 2 * (ranks - 1) * 4 * size // ranks
+        all_reduced = 2 * (ranks - 1) * 8 * size // ranks  # in float64
         assert sent == (all_reduced if args.compress == "none" else (ranks - 1) * encoded_bytes(args.compress, size))
     assert sum(sent_bytes.values()) > 0
     outer_and_momentum, moments = 8 * elements, 8 * elements * (args.optimizer != "sgd")
