@@ -93,6 +93,12 @@ def test_ranks_on_the_cpu_and_on_gpus_do_not_mix() -> None:
         pick_backend("gloo", places("", "x", hosts="AB"))
 
 
+def test_a_rank_on_the_cpu_hides_gpus_from_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    pick_device_type("cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device_type("auto") == "cpu"
@@ -118,26 +124,30 @@ def test_only_ranks_that_share_a_gpu_over_gloo_have_few_queues(
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
 
 
-ONE_GPU = """
-import os
-import torch
-from distlab.machine.devices import pick_device_type
-torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-pick_device_type("auto")
-print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
-"""
+@pytest.mark.parametrize(("is_given_by_itself", "queues"), [(True, "32"), (False, None)])
+def test_a_rank_that_is_given_a_gpu_by_itself_has_many_queues(
+    is_given_by_itself: bool, queues: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `torchrun --virtual-local-rank`; ranks that see the one GPU of their launcher share it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("distlab.machine.supervision.differs_from_parent", lambda _: is_given_by_itself)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "before")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    pick_device_type("auto")
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
 
 
 @pytest.mark.parametrize(
-    ("by_launcher", "by_rank", "queues"),
-    [("", "CUDA_VISIBLE_DEVICES=1", "32"), ("CUDA_VISIBLE_DEVICES=0", "", "None")],
+    ("by_launcher", "by_rank", "differs"), [("", "GPU_OF_TEST=1", True), ("GPU_OF_TEST=0", "", False), ("", "", False)]
 )
-def test_a_rank_that_is_given_a_gpu_by_itself_has_many_queues(by_launcher: str, by_rank: str, queues: str) -> None:
-    """As by `torchrun --virtual-local-rank`; ranks that see the one GPU of their launcher share it."""
-    launcher = f'env -u CUDA_VISIBLE_DEVICES -u CUDA_DEVICE_MAX_CONNECTIONS LOCAL_WORLD_SIZE=2 {by_launcher} sh -c "$0"'
-    command = f"{by_rank} {sys.executable} -c '{ONE_GPU}'; exit $?"  # `sh` stays, as the rank's parent
-    ended = run("sh", "-c", launcher, command)
-    assert (ended.status, ended.out.strip()) == (0, queues), ended.err
+def test_a_variable_that_only_the_rank_has_differs_from_its_launchers(
+    by_launcher: str, by_rank: str, differs: bool
+) -> None:
+    asks = 'from distlab.machine.supervision import differs_from_parent as ask; print(ask("GPU_OF_TEST"))'
+    command = f"{by_rank} {sys.executable} -c '{asks}'; exit $?"  # `sh` stays, as the rank's parent
+    ended = run("sh", "-c", f'{by_launcher} sh -c "$0"', command)
+    assert (ended.status, ended.out.strip()) == (0, str(differs)), ended.err
 
 
 def test_a_run_on_the_cpu_never_opens_a_gpu(tmp_path: Path) -> None:
@@ -147,7 +157,7 @@ def test_a_run_on_the_cpu_never_opens_a_gpu(tmp_path: Path) -> None:
     patch = f"{open_gpu}\n{see_gpu}\ntorch.cuda._lazy_init = torch._C._cuda_init = open_gpu"
     start = f"import os, runpy, torch\n{patch}\nrunpy.run_path({str(LAB / 'primer/intro.py')!r}, run_name='__main__')"
     flags = [*MODEL, *TRAINING, *"--steps 2 --save-every 1 --trace".split(), "--out", tmp_path / "out"]
-    ended = run(sys.executable, "-c", start, *flags)
+    ended = run(sys.executable, "-c", start, *flags, CUDA_VISIBLE_DEVICES="0")
     assert ended.status == 0, ended.err
     assert steps_taken(tmp_path / "out") == 2
 
