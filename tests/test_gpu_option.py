@@ -3,20 +3,16 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.gpu_runs import why_no_gpu
-from support.processes import Ended, run
-
-
-def gpu_tests(*flags: str, **environment: Any) -> Ended:
-    return run(sys.executable, "-m", "pytest", "--gpu", *flags, CUDA_VISIBLE_DEVICES="", **environment)
+from support.processes import run
+from support.terminals import fork_python
 
 
 def test_without_a_gpu_one_sentence_says_that_nothing_was_run() -> None:
-    ended = gpu_tests()
+    ended = fork_python("-m", "pytest", "--gpu").finish()
     assert ended.status == 0
     (line,) = (ended.out + ended.err).splitlines()
     assert line.startswith("# there is no GPU here (torch ")
@@ -35,7 +31,8 @@ def test_a_gpu_that_torch_does_not_see_is_named(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_rehearsal_says_that_it_proves_nothing() -> None:
-    ended = gpu_tests("tests/gpu/test_model.py", "-k", "initial_weights", LAB_GPU_REHEARSAL="1")
+    flags = "-m pytest --gpu tests/gpu/test_model.py -k initial_weights".split()
+    ended = run(sys.executable, *flags, LAB_GPU_REHEARSAL="1")
     assert ended.status == 0, ended.out
     assert ended.out.splitlines()[-1].startswith("# a rehearsal on the CPU, as with 1 GPU")
 
