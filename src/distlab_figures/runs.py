@@ -189,13 +189,19 @@ def partings(png: Png, runs: NamedRuns, /, title: str | None = None) -> None:
     """
     (_, first), *others = named_runs(runs)
     require(bool(others), "give at least two runs: the first one is the one that others are compared with")
-    expected = [record["loss"] for record in read_metrics(first)]
+    expected = {record["step"]: record["loss"] for record in read_metrics(first)}
     figure, axes = style.subplots(3.8)
     for index, (name, run) in enumerate(others):
         records, color = read_metrics(run), style.SERIES[index % len(style.SERIES)]
-        apart = [abs(record["loss"] / loss - 1) for record, loss in zip(records, expected, strict=False)]
-        axes.plot([max(one, SMALLEST_PARTING) for one in apart], label=style.plain(name), color=color)
-        parted = next((step for step, record in enumerate(records) if record.get("other_routes")), None)
+        apart = {
+            record["step"]: abs(record["loss"] / expected[record["step"]] - 1)
+            for record in records
+            if record["step"] in expected and not math.isnan(record["loss"] + expected[record["step"]])
+        }
+        require(bool(apart), f"{run / 'metrics.jsonl'}: none of its steps has a loss that {first} has too")
+        shown = [max(one, SMALLEST_PARTING) for one in apart.values()]
+        axes.plot([*apart], shown, label=style.plain(name), color=color)
+        parted = next((record["step"] for record in records if record.get("other_routes")), None)
         if parted is not None:
             axes.axvline(parted, color=color, linewidth=0.8, linestyle="--", label="first token with another route")
     axes.set(title=style.plain(title or "Difference of the losses"), xlabel="steps", yscale="log")

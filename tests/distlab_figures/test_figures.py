@@ -206,6 +206,10 @@ def test_a_line_marks_the_first_token_with_another_route(tmp_path: Path, drawn: 
     figures.partings(tmp_path / "a.png", [str(one), str(other)])
     assert curves(drawn[0])[1] == ([1, 1], [0, 1])
     assert curves(drawn[0])[0][1] == [1e-9, 1e-9, 0.5], "relative"
+    lines(one / "metrics.jsonl", [{"step": step, "loss": loss} for step, loss in enumerate((4.0, None, 2.0))])
+    lines(other / "metrics.jsonl", steps[1:])  # resumed in another folder, from step 1 on
+    figures.partings(tmp_path / "a.png", [str(one), str(other)])
+    assert curves(drawn[1]) == [([2], [0.5]), ([1, 1], [0, 1])], "of the steps with two losses"
 
 
 def test_schedules_on_one_axis_say_what_is_idle_in_the_plan_and_measured(recorded: Path, drawn: list[Any]) -> None:
@@ -252,6 +256,19 @@ def test_steps_of_a_ring_are_side_by_side_and_the_busiest_rank_is_relative_to_th
     assert "busiest rank 1.60 " in axes.get_title()
 
 
+def test_each_kind_of_bar_has_a_color_of_its_own_that_the_legend_explains(drawn: list[Any]) -> None:
+    labels = "F0|F0'|F0''|F0'''|F0*|B0|W0|ring step 0|ring step 1|ring step 2|wait|repair".split("|")
+    bars = [Bar(0, place, place + 1, label) for place, label in enumerate(labels)]
+    draw(Path("a.png"), [Panel("", ["rank 0"], bars, "ms")])
+    colors = dict(zip(labels, (bar.get_facecolor() for bar in drawn[0].axes[0].patches), strict=True))
+    assert len({*colors.values()}) == len(labels), "also the stages of a worker, and the steps of a ring"
+    [shown] = drawn[0].legends
+    entries = zip(shown.get_texts(), shown.get_patches(), strict=True)
+    told = {text.get_text().partition(":")[0]: swatch.get_facecolor() for text, swatch in entries}
+    first = {"F": "F0", "B": "B0", "W": "W0", "ring step": "ring step 0", "*": "F0*"}
+    assert told == {kind: colors[first.get(kind, kind)] for kind in (*first, "wait", "repair")}
+
+
 def test_a_dead_rank_has_its_name_though_it_has_no_bars(drawn: list[Any]) -> None:
     draw(Path("a.png"), [Panel("", ["rank 0", "rank 1"], [Bar(0, 0, 1, "compute")], "ms", deaths=[(1, 0.5)])])
     assert sorted(label.get_text() for label in drawn[0].axes[0].get_yticklabels()) == ["rank 0", "rank 1"]
@@ -259,13 +276,20 @@ def test_a_dead_rank_has_its_name_though_it_has_no_bars(drawn: list[Any]) -> Non
 
 @pytest.mark.parametrize(("schedule", "several"), [("dapple", False), ("zb-v", True)])
 def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, several: bool, drawn: list[Any]) -> None:
+    """And a step of median length is drawn: the longest, with a pause, is not."""
     plan = simulate(programs := all_stages(schedule, 2, 4))
-    passes = [[Event(COMPUTE, plan.labels[s.action], s.start, s.end) for s in spans] for spans in plan.spans]
-    ranks = [RankTrace([Event(STEP, "step", 0, plan.makespan), *own]) for own in passes]
+    ranks, at = [RankTrace([]) for _ in plan.spans], 0.0
+    for pause in (0.0, 0.0, 0.0, plan.makespan):
+        for rank, spans in zip(ranks, plan.spans, strict=True):
+            rank.events.append(Event(STEP, "step", at, at + plan.makespan + pause))
+            for span in spans:
+                begin = at + pause * (span.start > plan.makespan / 2)
+                rank.events.append(Event(COMPUTE, plan.labels[span.action], begin + span.start, begin + span.end))
+        at += plan.makespan + pause
     draw_schedules(Path("a.png"), [(schedule, Trace(ranks, {"pp": 2}, programs))])
     assert ("lighter" in drawn[0].axes[0].get_xlabel()) == several
     idle = re.findall(r"[\d.]+(?=%)", drawn[0].axes[0].get_title(loc="left"))
-    assert idle == 2 * [f"{50 * sum(plan.bubble):.1f}"], "of both workers; as measured, just the same"
+    assert idle == 2 * [f"{50 * sum(plan.bubble):.1f}"], "of both workers; as measured in this step, just the same"
 
 
 def test_the_load_of_an_expert_is_relative_to_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
@@ -331,12 +355,14 @@ def test_figures_of_collectives_need_several_ranks_or_a_table(tmp_path: Path) ->
 
 def test_runs_that_lack_what_a_figure_shows_are_told(recorded: Path, tmp_path: Path) -> None:
     plain, alone, sockets = record(tmp_path / "plain", [1.0]), tmp_path / "alone.json", tmp_path / "sockets"
+    none = record(tmp_path / "none", [None])
     write_chrome(Trace([RankTrace([Event(STEP, "step 0", 0, 4)])], {}, None), alone)
     sockets.mkdir()
     rows = map(json.loads, (recorded / "collectives.jsonl").read_text().splitlines())
     lines(sockets / "collectives.jsonl", [row for row in rows if row["topology"] != "shared"])
     cases: list[tuple[Callable[..., None], Any, str]] = [
         (figures.partings, [str(plain)], "give at least two runs"),
+        (figures.partings, [str(plain), str(none)], "none of its steps has a loss that .*/plain has too"),
         (figures.expert_loads, [str(plain)], "its records have no loads of experts in layer 0"),
         (figures.ring_steps, [f"a={alone}"], "a: rank 0 was in no ring"),
         (figures.sharding, [f"weights={recorded}"], "weights: name a run by what it shards and its ranks"),
