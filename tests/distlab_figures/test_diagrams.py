@@ -1,15 +1,110 @@
 """Diagrams: figures of layouts and schedules, which need no run."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matplotlib.colors import same_color
+import pytest
+from matplotlib.colors import same_color, to_hex
+from matplotlib.patches import Rectangle
 
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
+from distlab.reports import style
 from distlab.reports.style import PALE
 from distlab_figures import diagrams
+
+Point = tuple[float, float]
+
+
+def legend_of(figure: Any) -> dict[str, str]:
+    """The color of each entry, by the beginning of its words."""
+    [shown] = figure.legends
+    entries = zip(shown.get_texts(), shown.get_patches(), strict=True)
+    return {text.get_text().partition(":")[0]: to_hex(swatch.get_facecolor()) for text, swatch in entries}
+
+
+@pytest.fixture
+def arrows(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Point, Point, str]]]:
+    """A function that returns the beginning, the end and the color of each arrow in some axes."""
+    made, draw = dict[Any, tuple[Point, Point, str]](), style.arrow
+
+    def arrow(start: Point, end: Point, color: str, *args: Any, **options: Any) -> Any:
+        drawn = draw(start, end, color, *args, **options)
+        made[drawn] = start, end, color
+        return drawn
+
+    monkeypatch.setattr(style, "arrow", arrow)
+    return lambda axes: [made[patch] for patch in axes.patches if patch in made]
+
+
+def boxes(axes: Any) -> list[tuple[Point, float, float, str]]:
+    """The lower left corner, the width, the height and the color of each rectangle."""
+    some = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    return [(box.get_xy(), box.get_width(), box.get_height(), to_hex(box.get_facecolor())) for box in some]
+
+
+def test_arrows_have_the_colors_and_directions_of_their_messages(drawn: list[Any], arrows: Any) -> None:
+    diagrams.stages(Path("a.png"), pp=3)
+    colors = legend_of(drawn[0])
+    for begin, end, color in arrows(drawn[0].axes[0])[:4]:  # the others are of tokens
+        assert color == colors["forward" if begin[0] < end[0] else "backward"]
+    diagrams.layout(Path("a.png"), dp=2, pp=3)
+    colors = legend_of(drawn[1])
+    ways = [(color, abs(begin[0] - end[0]) > abs(begin[1] - end[1])) for begin, end, color in arrows(drawn[1].axes[0])]
+    activations, gradients = (
+        colors[name] for name in ("activations and their gradients", "gradients of weights, averaged")
+    )
+    assert sorted(ways) == sorted([(activations, True)] * 4 + [(gradients, False)] * 3)
+
+
+def test_f_and_g_have_the_colors_of_their_words(drawn: list[Any]) -> None:
+    diagrams.block(Path("a.png"), ranks=2)
+    [axes], colors = drawn[0].axes, legend_of(drawn[0])
+    for text in axes.texts:
+        if text.get_text() in ("f", "g"):
+            x, y = text.get_position()
+            [of_text] = [
+                color
+                for (left, low), width, height, color in boxes(axes)
+                if 0 < x - left < width and 0 < y - low < height
+            ]
+            assert of_text == colors[text.get_text()]
+    whole = [color for _, width, _, color in boxes(axes) if color == to_hex(PALE)]
+    assert len(whole) == 2 * 3, "two norms and a sum, on both ranks"
+
+
+def test_slices_make_up_a_matrix_and_terms_are_as_large_as_their_sum(drawn: list[Any]) -> None:
+    diagrams.splits(Path("a.png"), ranks=3)
+    by_outputs, by_inputs = ([width * height for _, width, height, _ in boxes(axes)] for axes in drawn[0].axes)
+    inputs, weight, output = 2 * 1.2, 2 * 2, 2 * 1.2
+    assert by_outputs == pytest.approx([inputs, *3 * [weight / 3], *3 * [output / 3]])
+    assert by_inputs == pytest.approx([*3 * [inputs / 3], *3 * [weight / 3], *3 * [output]])
+
+
+def test_only_the_all_reduce_has_arrows_between_ranks(drawn: list[Any], arrows: Any) -> None:
+    diagrams.averaging(Path("a.png"), ranks=3)
+    [axes] = drawn[0].axes
+    across = [abs(begin[0] - end[0]) > 1 for begin, end, _ in arrows(axes)]
+    assert (len(across), sum(across)) == (3 * 3 + 3 * 3, 3 * 3 - 3), "each rank to itself in three lines, to all in one"
+    rows = [
+        [color for (_, low), _, _, color in boxes(axes) if low == y]
+        for y in sorted({low for (_, low), *_ in boxes(axes)})
+    ]
+    assert [len({*row}) for row in reversed(rows)] == [3, 1, 3, 1, 1], "own, equal, own, equal, equal"
+
+
+def test_the_messages_of_a_topology_go_down_in_time_from_sender_to_receiver(drawn: list[Any], arrows: Any) -> None:
+    diagrams.topologies(Path("a.png"), world_size=4)
+    naive, tree, ring = drawn[0].axes[:3]
+    for axes in (naive, tree, ring):
+        sent = arrows(axes)
+        assert {round(end[0]) for _, end, _ in sent} == {1, 2, 3}, "of a broadcast from rank 0"
+        assert all(begin[1] < end[1] for begin, end, _ in sent)
+    assert {round(begin[0]) for begin, *_ in arrows(naive)} == {0}
+    assert {round(begin[0]) for begin, *_ in arrows(tree)} == {0, 1}
+    assert {round(begin[0]) for begin, *_ in arrows(ring)} == {0, 1, 2}
 
 
 def test_contiguous_parts_of_sequences_are_unequal_work_by_the_pairs_of_positions(drawn: list[Any]) -> None:

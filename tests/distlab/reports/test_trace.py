@@ -251,6 +251,7 @@ def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path)
         + [Event(COMPUTE, name, 3 + start, 4 + start) for start, name in enumerate(own)]
         + [Event(STEP, "step", 3, 5), Event(DEATH, "rank 2 was terminated", 6, 6), Event(REPAIR, "", 6, 7)]
         + [Event(STEP, "step", start, start + 1) for start in (7, 8)]
+        + [Event(WAIT, "the loss", start, start + 1) for start in (-0.5, 4.5)]  # over both ends of what is shown
         for own in passes.values()
     ]
     programs = [[Forward(0, int(name[1])) for name in own] for own in passes.values()]
@@ -261,6 +262,7 @@ def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path)
     computed = [(bar.row, bar.label) for bar in panel.bars if bar.label.startswith("F")]
     assert computed == [(0, "F0"), (0, "F1*"), (2, "F1*"), (2, "F2")]
     assert [row for row, _ in panel.deaths] == [1]
+    assert (min(bar.start for bar in panel.bars), max(bar.end for bar in panel.bars)) == (0, 5000)
     assert [step[0].start for step in trace.steps()] == [8], "without the first after the last repair"
     write_chrome(trace, tmp_path / "trace.json")
     assert read_chrome(tmp_path / "trace.json") == trace
