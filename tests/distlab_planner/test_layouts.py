@@ -15,6 +15,7 @@ from distlab_planner.prediction import layout_of
 from distlab_planner.search import find_layouts
 from distlab_planner.step import Step
 from distlab_planner.table import HEADS, Row, table
+from distlab_planner.traffic import RanksOnHosts
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 
@@ -124,6 +125,12 @@ def test_replicas_are_neighbors_where_that_divides_the_pipelines_between_hosts_b
         asked.check()
         assert list(asked.layout.items()) == list(layout_of(asked, SIZES.vocab_size, "").axes.items())
         assert list(asked.layout) == ["pp", "dp", "tp"]
+    with_parts = list(layouts(SMALL, 8, 8, replace(few, axes={"cp": (2,)}), ranks_per_host=4))
+    divided = [layout for layout in with_parts if neighbors_of(layout.axes) == "replicas"]
+    assert {tuple(map(layout.size, ("dp", "pp", "tp"))) for layout in divided} == {(2, 2, 1)}
+    for layout in (*found, *divided):
+        hosts = RanksOnHosts(cluster(hosts=2, ranks_per_host=4), layout)
+        assert hosts.is_inside(hosts.replicas)
     for per_host in (None, 8, 3):
         assert all(neighbors_of(layout.axes) == "stages" for layout in layouts(SMALL, 8, 8, few, per_host))
 

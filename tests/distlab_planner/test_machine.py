@@ -243,13 +243,13 @@ def test_the_time_of_an_all_reduce_is_without_the_computation_before_it() -> Non
 
 def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path: Path) -> None:
     of_four = AllReduce(4, "shared", (1e6,), (2e-3,))
-    slices = replace(MACHINE.measured[0], tp=2)
+    slices, threads = replace(MACHINE.measured[0], tp=2), replace(MACHINE.measured[0], threads=2)
     earlier = replace(
         MACHINE,
         slowdown=(1.0, 1.5, 2.0, 3.0),
         inside_together=(Link(1e-5, 5e10), Link(1e-5, 3e10)),
         all_reduces=(*MACHINE.all_reduces, of_four),
-        measured=(*MACHINE.measured, slices),
+        measured=(*MACHINE.measured, slices, threads),
         bfloat16_multiply_adds_per_second=2e14,
         compiled_speedup=1.5,
         compiler_bytes=1e9,
@@ -263,7 +263,7 @@ def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path:
     assert again.slowdown == (1.0, 1.25, 2.0, 3.0)
     assert again.inside_together == (of_two_pairs, Link(1e-5, 3e10))
     assert again.all_reduces == (*now.all_reduces, of_four)
-    assert again.measured == (*MACHINE.measured, slices)
+    assert again.measured == (*MACHINE.measured, slices, threads)
     assert (again.bfloat16_multiply_adds_per_second, again.compiled_speedup, again.compiler_bytes) == (2e14, 1.5, 1e9)
     assert with_earlier(replace(now, compiled_speedup=1.25), path).compiled_speedup == 1.25
 

@@ -13,14 +13,14 @@ from support.page_numbers import computed
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.comm.link import Link
-from distlab.parallel.options import BUCKET_BYTES, SHARDED_BUCKET_BYTES
+from distlab.parallel.options import BUCKET_BYTES, SHARDED_BUCKET_BYTES, CPKind
 from distlab.pipeline import plan
 from distlab.pipeline.actions import ActionCosts, Backward, Forward
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab.settings.common import parse
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import RECOMPUTE, SHARDS, RunLayout, default_split
+from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
 from distlab_planner.memory import held
 from distlab_planner.model import Model
@@ -168,6 +168,19 @@ def test_recomputation_takes_longer_with_attention() -> None:
     none, without, whole = (Costs(CLUSTER, MODEL, one).seconds(Backward(0, 0)) for one in again)
     assert none < without < whole
     assert len({Costs(CLUSTER, MODEL, one).seconds(Forward(0, 0)) for one in again}) == 1, "but not forward passes"
+
+
+@pytest.mark.parametrize("kind", CP_KINDS)
+def test_of_two_slices_each_computes_half_of_a_layer(kind: CPKind) -> None:
+    """Whatever is computed again, and whichever part of the pairs of queries and keys a rank has."""
+    for recompute, cp, letter in itertools.product(RECOMPUTE, (1, 2), "FBIW"):
+        seconds = []
+        for tp in (1, 2):
+            axes = {"dp": 1, "pp": 3, "cp": cp, "tp": tp}
+            own = replace(layout("zb-h1", pp=3), axes=axes, recompute=recompute, cp_kind=kind, split=(1, 2, 1))
+            costs = Costs(CLUSTER, MODEL, own)
+            seconds.append(costs.pass_seconds(letter, 1, 1) - costs.exchanged(letter, 1))
+        assert seconds[1] == pytest.approx(seconds[0] / 2), (recompute, cp, letter)
 
 
 def test_threads_of_a_rank_that_computes_alone() -> None:

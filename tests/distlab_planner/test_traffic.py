@@ -119,6 +119,10 @@ def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     inside = placement(4, 4, **machine)
     assert inside.all_reduce(RankGroup(2, 1), 1e6) == CollectiveSeconds(near(2e-3), near(2e-3 / 1.25), True)
     assert inside.all_reduce(RankGroup(2, 1), 1e3).seconds == near(1e-3), "less takes as long as the least"
+    two_numbers = (*entries, AllReduce(4, "gloo", (1e5, 1e6), (9e-3, 18e-3)))
+    for ranks, seconds in {2: 2e-3, 4: 18e-3, 5: 18e-3 * 4 / 3 * (1 - 0.5 * 2e5 / 9e5)}.items():
+        found = placement(8, 8, **machine | {"all_reduces": two_numbers}).all_reduce(RankGroup(ranks, 1), 1e6)
+        assert found.seconds == near(seconds), "from the nearest number of ranks that was measured"
     # Four ranks send three times as many messages; those of a tensor of 1 MB are as long as two ranks' of 0.5 MB.
     assert inside.all_reduce(RankGroup(4, 1), 1e6).seconds == near(3 * (1 + 4 / 9) * 1e-3)
     shared = inside.all_reduce(RankGroup(2, 1), 1e6, "shared")

@@ -14,6 +14,7 @@ from distlab_planner import plan
 from distlab_planner.machine import write_machine
 from distlab_planner.step import WARM_UP
 
+WEIGHTS = 2 * 40_000 * 32 + 3 * (4 * 32**2 + 3 * 32 * 128 + 2 * 32) + 32
 SMALL = "--dmodel 32 --num-heads 4 --n-layers 3 --seq-len 16 --global-batch 8 --ranks 2 --dp 2 --top 1".split()
 
 
@@ -24,12 +25,18 @@ def machine(tmp_path: Path) -> list[str]:
 
 
 def test_the_memory_is_that_of_the_optimizer(machine: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    megabytes = []
+    megabytes, flags = [], "--micro-batches 4 --shard none --vocab-size 40000 --optimizer".split()
     for optimizer in ("adam", "sgd"):
-        plan.command([*SMALL, *machine, "--micro-batches", "4", "--shard", "none", "--optimizer", optimizer])
-        [memory] = re.findall(r"^1 +2 dp .* ms +[\d,]+ +- +([\d,]+)", capsys.readouterr().out, re.MULTILINE)
-        megabytes.append(int(memory.replace(",", "")))
-    assert megabytes[0] >= megabytes[1] + 2, "two numbers for each of 0.3 million weights"
+        plan.command([*SMALL, *machine, *flags, optimizer])
+        columns = r"^1 +2 dp .* ([\d,.]+) ms +([\d,]+) +- +([\d,]+) +([\d,.]+) "
+        [row] = re.findall(columns, capsys.readouterr().out, re.MULTILINE)
+        milliseconds, tokens_per_second, memory, sent = (float(number.replace(",", "")) for number in row)
+        assert milliseconds / 1e3 * tokens_per_second == pytest.approx(8 * 16, rel=0.01), "of the global batch"
+        assert sent == pytest.approx(4 * WEIGHTS / 1e6, abs=0.05), "of two ranks, each sends a half twice"
+        megabytes.append(memory)
+    assert megabytes[0] - megabytes[1] == pytest.approx(1.3 * 2 * 4 * WEIGHTS / 1e6, abs=1), (
+        "with what is kept of freed"
+    )
 
 
 def test_the_first_steps_of_a_run_do_not_count(
@@ -44,4 +51,9 @@ def test_the_first_steps_of_a_run_do_not_count(
 
     monkeypatch.setattr("distlab_planner.plan.subprocess.run", run)
     plan.command([*SMALL, *machine, "--verify", "1"])
-    assert " 500 ms " in capsys.readouterr().out.splitlines()[-1]
+    *_, last = capsys.readouterr().out.splitlines()
+    numbers = [float(number.replace(",", "")) for number in re.findall(r"[+-]?\d[\d,.]*", last)]
+    _, predicted, measured, off, held, counted, off_of_memory = numbers
+    assert (measured, counted) == (500, len(MEMORY_KINDS))
+    shares = predicted / measured - 1, held / counted - 1
+    assert (off / 100, off_of_memory / 100) == pytest.approx(shares, abs=0.02)
