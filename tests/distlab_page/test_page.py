@@ -18,6 +18,7 @@ from distlab_figures.runs import timelines
 from distlab_page.contents import contents, layout
 from distlab_page.ends import detours
 from distlab_page.passes import efficiency, time_spent, timeline
+from distlab_page.planned import costs_of, memory_of
 from distlab_page.records import Records, read
 from distlab_page.tables import evenly_spaced
 from distlab_page.writing import html, write
@@ -188,6 +189,9 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     assert page["prediction"]["parts"] == [
         (what, planned, pytest.approx(taken)) for (what, planned), taken in zip(predicted, measured, strict=True)
     ]
+    assert [row[3] for row in page["prediction"]["table"]["rows"]] == [
+        pytest.approx(planned - taken) for _, planned, taken in page["prediction"]["parts"]
+    ]
     assert (page["experts"]["steps"], page["experts"]["loads"][9]) == ([*range(1, STEPS + 1)], 1 + 9 / 64)
     assert page["ring"]["rows"] == [[0.25, 0.25], [0.125, 0.0]]
     sends = [Event(STEP, "step 0", 0.0, 4.0), Event(COMPUTE, "pass", 0.0, 2.0)]
@@ -271,6 +275,13 @@ def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, alone: Path, tm
         settings = run.settings | {"compile": True, "recompute": recompute}
         page = contents(replace(run, config=run.config | {"settings": settings}))
         assert (page["memory"]["plan"] is not None) == is_planned, recompute
+    weights, costs = run.memory[0]["parameters"], costs_of(run)
+    assert costs is not None
+    outer = {"outer": "diloco", "sync_every": 2, "outer_lr": 0.7, "fragments": 2}
+    for compress, times in (("none", 2.5), ("int8", 3.5)):  # outer weights, momentum, a fragment; what one lacked
+        config = run.config | {"settings": run.settings | outer | {"compress": compress}}
+        plan = memory_of(replace(run, config=config), costs, 0)
+        assert plan["optimizer state"] == pytest.approx(times * weights, abs=4), compress
     one = read(alone)
     sharded = one.config | {"settings": one.settings | {"compile": True, "shard": "weights"}}
     assert contents(replace(one, config=sharded))["memory"]["plan"] is not None, "layer by layer"

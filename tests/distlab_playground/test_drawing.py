@@ -5,6 +5,8 @@ import re
 import pytest
 
 from distlab.collectives.simulation import Passed
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import all_stages
 from distlab.reports import style
 from distlab_page.tables import table
 from distlab_playground import drawing, runs
@@ -16,6 +18,15 @@ def test_what_is_drawn_is_within_the_drawing_and_legible() -> None:
     message = Passed(0, 1, 4, 0.25, 0.5)
     assert f"L{drawing.WIDTH - 12:.2f} " in drawing.messages(2, [message], makespan=0.5), "at the end of the axis"
     assert drawing.messages(2, [message] * 3, makespan=0.5, shown=2).count('class="bar"') == 2
+    [line] = re.findall(r'd="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', drawing.messages(2, [message], makespan=0.5))
+    sent, sender, arrived, receiver = map(float, line)
+    assert (sent < arrived, sender < receiver) == (True, True), "from rank 0 to rank 1, which is below it"
+    plan = simulate(all_stages("gpipe", 2, 2))
+    [now] = re.findall(r'<path d="M([\d.]+) 0V', drawing.passes(plan, plan.rows, played=3))
+    share = (float(now) - drawing.LEFT) / (drawing.WIDTH - drawing.LEFT - 12)
+    assert share * plan.makespan == pytest.approx(drawing.in_order(plan)[2][1].end, abs=0.01), (
+        "when the third has ended"
+    )
     for end in (0.37, 7.0, 10.0, 123.0):
         bars = [drawing.Bar(0.0, end / 2, "#000000", "F0", ""), drawing.Bar(end / 2, end, "#ffffff", "F1", "")]
         drawn = drawing.rows(["worker 0"], [bars], "", "ticks")
@@ -28,3 +39,4 @@ def test_what_is_drawn_is_within_the_drawing_and_legible() -> None:
     assert "<b>" not in drawing.table(["<b>"], [["<b>"]], "<b>") + drawing.legend({"<b>": style.INK})
     shares = runs.table(table("", ("run", "busy", "idle"), [("a", 0.25, 0.5)], ("busy", "idle")))
     assert re.findall(r">([\d.%]+)<", shares) == ["25.0%", "50.0%"]
+    assert runs.not_computing({"rows": [(3.0, 1.0), (0.5, 1.5), (0.0, 2.0)]}) == 1 - 3.5 / 8, "of all ranks together"

@@ -27,6 +27,9 @@ def test_the_state_of_a_layout_is_that_of_its_optimizer() -> None:
     bars, [limit] = re.findall(r'x="([\d.]+)" y="0" width="([\d.]+)"', drawn), re.findall(r'd="M([\d.]+) 0V', drawn)
     assert float(limit) - drawing.LEFT == pytest.approx(2 * (sum(map(float, bars[-1])) - drawing.LEFT), rel=1e-3)
     assert float(limit) < drawing.WIDTH
+    too_large = layouts.bars([sgd, adam], adam.total / 2)
+    ends = [sum(map(float, bar)) for bar in re.findall(r'class="bar" x="([\d.]+)" y="\d+" width="([\d.]+)"', too_large)]
+    assert max(ends) < drawing.WIDTH, "also what does not fit"
     cells = re.findall(r">([\d.]+)</td>", layouts.memory_table([adam, replace(adam, optimizer_state=2 * 10**9)]))
     width = len(cells) // 2
     assert sum(a != b for a, b in zip(cells[:width], cells[width:], strict=True)) == 2, "the state and the total"
