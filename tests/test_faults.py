@@ -13,6 +13,7 @@ from support.processes import LAB, run
 
 from distlab.run.recording import MOST_BYTES, Recording, file_of
 from distlab_compare.command import Request
+from distlab_compare.saved import by_step
 from simplellm.errors import InputError
 
 SEED = 0
@@ -84,6 +85,9 @@ def test_checkpoints_of_two_layouts_are_equal(tmp_path: Path) -> None:
     ]
     status, said = compared(Request(runs[0], runs[1]))
     assert (status, "equal: weights in the checkpoints of steps 2 to 4" in said) == (0, True), said
+    checkpoint = by_step(runs[0])[2]
+    for rank, name in enumerate(("tokens.weight", "head.weight")):  # of the first stage, and of the last
+        assert checkpoint.writers(name, torch.ones_like(checkpoint[name], dtype=torch.bool)) == [rank]
 
 
 def test_runs_that_cannot_be_compared_are_told_apart(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The names of the mistakes in gradients, weights and losses, by the coefficients of their parts."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,15 +35,20 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert named([1, 1], [0, 0], [0, 0]) == "not-added-up"
     assert named([0, 0], [n, n], [0, 0]) == "one-rank-only"
     assert "is that of rank 1's sequences alone" in name_ratios([[0, 0], [n, n], [0, 0]], 0).sentence
-    assert "the shares of ranks 1 and 2 were lost" in name_ratios([[1], [0], [0], [1]], 0).sentence
     assert named([1, 1], [0, 0], [1, 1]) == named([0, 0], [2, 2]) == "rank-missing"
     assert named([1, 1], [2, 2], [0.5, 0.5]) == "unequal"
     assert named([0, m], [0, m], [0, m]) == "last-micro-batch"
     assert named([m, 0], [m, 0], [m, 0]) == "one-micro-batch"
-    for ratios, lost in (([1, 0, 1], "1"), ([2, 0, 0, 2], "1 and 2")):
-        named_so = name_ratios([ratios] * n, 0)
-        assert named_so.name == "micro-batch-missing"
-        assert named_so.sentence == f"looks as if nothing was added of micro-batch {lost}"
+    for parts, few in itertools.product((3, 4, 5), (1, 2, 3)):
+        for lost in itertools.combinations(range(parts), min(few, parts - 2)):
+            has = [float(part not in lost) for part in range(parts)]
+            shown = " and ".join(filter(None, (", ".join(map(str, lost[:-1])), str(lost[-1]))))
+            of_all = name_ratios([has] * n, 0)
+            assert (of_all.name, of_all.sentence.rpartition(" micro-batch ")[2]) == ("micro-batch-missing", shown)
+            of_ranks = name_ratios([[share] * m for share in has], -1)
+            told = f"looks as if rank {shown}'s share was lost"
+            told = f"looks as if the shares of ranks {shown} were lost" if len(lost) > 1 else told
+            assert (of_ranks.name, of_ranks.sentence) == ("rank-missing", told)
     assert named([9, 3], [9, 3], [9, 3]) == named([3, 9], [3, 9], [3, 9]) == "combined-again"
     assert named([1, 2], [1, 2], [1, 2]) == "unequal-micro-batches"
     assert named([0, 2 * n], [0, 0], [0, 0]) == "not-averaged"

@@ -50,7 +50,7 @@ def misbehave(rank: int, submission: Submission) -> Facts:
             time.perf_counter()
     if rank == 1:
         os._exit(3)
-    print("# a line of the lab's\n" + "an earlier line\n" * LAST_LINES + "0 8.3\nseen by rank 2\n" + 1000 * "x")
+    print("# a line of the lab's\n" + "an earlier line\n" * LAST_LINES + "0 8.3\n2 sees this\n" + 1000 * "x")
     return {"rank": rank}
 
 
@@ -63,7 +63,7 @@ def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
     assert reports[2].facts == {"rank": 2}
     *earlier, last, cut = submission.printed()
     assert earlier == ["rank 2: an earlier line"] * (LAST_LINES - 2)
-    assert (last, cut) == ("rank 2: seen by rank 2", f"rank 2: {200 * 'x'}"), "no more than that of a line"
+    assert (last, cut) == ("rank 2: 2 sees this", f"rank 2: {200 * 'x'}"), "no more than that of a line"
     first, second = trouble(reports).sentences
     assert trouble(reports).mistake == "died"
     assert first == "rank 1 ended without a word: it was killed, or called os._exit"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.processes import run_group
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
@@ -80,6 +80,25 @@ def test_a_state_that_changes_on_its_way_is_not_taken_over() -> None:
     assert run_group(2, hand_over, False) == [([1, 2], "")] * 2
     [_, (_, found)] = run_group(2, hand_over, True)
     assert found == "the state that a peer has sent has another checksum than it had there"
+
+
+def test_a_newcomer_has_what_the_last_of_several_ranks_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, which dies then, has taken the first update; the second one has not, and so has no moments."""
+    sent = list[torch.Tensor]()
+    monkeypatch.setattr(dist, "send", lambda tensor, _: sent.append(tensor.clone()))
+    monkeypatch.setattr(dist, "recv", lambda tensor, _: tensor.copy_(sent.pop(0)))
+    weights = [nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0, 3.0)]
+    *sources, newcomer = (Adam([weight], lr=0.1) for weight in weights)
+    weights[0].grad = torch.ones(2)
+    sources[0].step()
+    for source, weight in zip(sources, weights, strict=False):
+        state, received = HandedOver(source), HandedOver(newcomer)
+        state.describe = lambda position: {"step": position.step}
+        state.send(1, Position(3, TAKE))
+        assert received.receive(0)["step"] == 3
+        assert torch.equal(weights[2], weight)
+        assert newcomer.state[weights[2]].keys() == source.state[weight].keys()
+        assert received.checksum() == state.checksum()
 
 
 def test_a_rank_that_does_not_take_part_in_a_repair_is_named() -> None:
