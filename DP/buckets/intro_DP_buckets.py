@@ -1,13 +1,13 @@
-"""Data parallelism: gradients in buckets, which can be sent while the backward pass continues, and in fewer bytes.
+"""Data parallelism: gradients in the library's buckets, sent in fewer bytes, or by an all-reduce written by hand.
 
     python DP/buckets/intro_DP_buckets.py <rank>      in three terminals, with the ranks 0, 1 and 2
     ./launch.sh dp-buckets --transport gloo           all ranks at once; gloo overlaps, shared memory does not
     ./launch.sh dp-buckets --all-reduce ring          with the lab's own all-reduce instead of the library's
     ./launch.sh dp-buckets --compress powersgd        with gradients in fewer bytes (PowerSGD: arXiv 1905.13727)
 
-The backward pass finishes the last layers first. Over gloo or NCCL, the all-reduce of their gradients runs while the
-pass continues with earlier layers (Li et al., arXiv 2006.15704). In memory that the ranks of one machine share, nothing
-overlaps: a bucket is announced when it is full, and added up when the ranks wait for it, after the pass.
+`GradientBuckets` does what `intro_DP_overlap.py` spells out. Over gloo or NCCL, the all-reduce of a full bucket runs
+while the backward pass continues with earlier layers. In memory that the ranks of one machine share, nothing overlaps:
+a bucket is announced when it is full, and added up when the ranks wait for it, after the pass.
 """
 
 import torch.distributed as dist

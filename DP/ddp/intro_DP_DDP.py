@@ -3,7 +3,7 @@
     python DP/ddp/intro_DP_DDP.py <rank>              in three terminals, with the ranks 0, 1 and 2
     ./launch.sh ddp --world-size 4                    all ranks at once
 
-The wrapper does what `intro_DP_buckets.py` spells out: it collects gradients in buckets, and starts the all-reduce of
+The wrapper does what `intro_DP_overlap.py` spells out: it collects gradients in buckets, and starts the all-reduce of
 each bucket when it is full (Li et al., arXiv 2006.15704). Over gloo or NCCL, that goes on during the backward pass; in
 shared memory, the ranks average the buckets at its end. The loop is that of one process.
 """

@@ -43,6 +43,7 @@ TOPOLOGIES = {  # in the order of the chapters: a script, and flags that are pla
     "collectives": "collectives/intro_collectives.py",
     "compare-collectives": "collectives/compare_collectives.py",
     "mpi": "mpi/mpi-test.py",
+    "dp-overlap": "DP/buckets/intro_DP_overlap.py",
     "dp-buckets": "DP/buckets/intro_DP_buckets.py",
     "dp-hooks": "DP/mydp/intro_DP_hooks.py",
     "ddp": "DP/ddp/intro_DP_DDP.py",

@@ -9,10 +9,11 @@ from support.chapters import OneProcess, Ranks, assert_equal, assert_same_run, t
 from support.processes import LAB
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
+OVERLAP = "DP/buckets/intro_DP_overlap.py"
 BUCKETS = "DP/buckets/intro_DP_buckets.py"
 WEIGHT_AGGREGATION = "DP/weight_aggr/intro_DP_WA.py"
 WRAPPED = ["DP/mydp/intro_DP_hooks.py", "DP/ddp/intro_DP_DDP.py", "DP/mydp/intro_DP_MyDP.py"]
-SCRIPTS = [GRADIENT_AGGREGATION, BUCKETS, WEIGHT_AGGREGATION, *WRAPPED]
+SCRIPTS = [GRADIENT_AGGREGATION, OVERLAP, BUCKETS, WEIGHT_AGGREGATION, *WRAPPED]
 
 
 def many_processes(script: str, out: Path, world_size: int, *flags: str) -> Ranks:
