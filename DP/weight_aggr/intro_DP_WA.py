@@ -16,7 +16,6 @@ from torch.distributed import ReduceOp
 from distlab.comm.names import named
 from distlab.parallel.data import flatten_weights
 from distlab.run.main import main
-from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import WeightAverageSettings
 from simplellm.dataloaders import TinyStories
@@ -42,8 +41,6 @@ def train(run: TrainingRun[WeightAverageSettings]) -> None:
     weights = flatten_weights(net)  # the parameters are views of this buffer, so averaging it averages them
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    if args.optimizer != "sgd" and run.rank == 0:
-        say(f"only weights are averaged: each rank keeps {args.optimizer}'s moments of its own gradients")
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()

@@ -76,6 +76,10 @@ class WeightAverageSettings(LocalStepsSettings):
     def every_few_steps(self, steps: int) -> int:
         return -(-super().every_few_steps(steps) // self.sync_every) * self.sync_every
 
+    def remarks(self, decided: dict[str, Any]) -> list[str]:
+        own = f"only weights are averaged: each rank keeps {self.optimizer}'s moments of its own gradients"
+        return [*super().remarks(decided), *([own] if self.optimizer != "sgd" else [])]
+
 
 @dataclass
 class OuterStepSettings:
