@@ -45,8 +45,10 @@ from distlab.comm.transports.queues import Queues
 from distlab.comm.transports.several_hosts import SeveralHosts
 from distlab.comm.transports.transport import Carried, Members, Transport, kind_of, require_plain, ring_bytes
 from distlab.comm.waits import Wait, group_key
+from distlab.machine.torch_patches import uncompiled
 
 
+@uncompiled
 class LabGroup(ContextGroup):
     """Ranks, given by their numbers in the world, that communicate through torch's interface; see the module.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from distlab.comm.recorder import MESSAGE, WAIT
 from distlab.comm.waits import StreamWait, Wait, is_timeout
 from distlab.machine.streams import passed
-from distlab.machine.torch_patches import call_after_backward_pass
+from distlab.machine.torch_patches import call_after_backward_pass, uncompiled
 
 if TYPE_CHECKING:
     from distlab.comm.context import Context
@@ -40,6 +40,7 @@ class SharedWork(ABC):
 Carrier = dist.Work | Future[None] | SharedWork
 
 
+@uncompiled
 class Pending(dist.Work):
     """A message or collective under way. The caller may use its tensors again after `wait`.
 
@@ -146,17 +147,21 @@ class Pending(dist.Work):
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """Return a future of the tensors, for torch's DDP and others that wait themselves.
 
-        Work that the waiting thread performs is performed at the end of the backward pass that runs, else now. So ranks
-        need not reach each bucket of DDP's at the same time.
+        On the CPU, it is completed at the end of the backward pass that runs. So ranks need not reach each bucket of
+        DDP's at the same time, and a callback may wait for further collectives: in the threads of gloo, of which there
+        are two, it would keep these waiting. Outside of a pass, work that the waiting thread performs is performed now.
         """
         tensors = self._tensors
-        future: torch.futures.Future[list[Tensor]]
-        future = torch.futures.Future(devices=[tensors[0].device] if tensors and tensors[0].is_cuda else None)
-        if not isinstance(self._carrier, dist.Work):
+        is_on_gpu = bool(tensors) and tensors[0].is_cuda
+        if not (isinstance(self._carrier, dist.Work) and is_on_gpu):
             late = _Late(self)
-            if self.was_waited_for() or not call_after_backward_pass(late.complete):
+            if not self.was_waited_for() and call_after_backward_pass(late.complete):
+                return late
+            if not isinstance(self._carrier, dist.Work):
                 late.complete()
-            return late
+                return late
+        future: torch.futures.Future[list[Tensor]]
+        future = torch.futures.Future(devices=[tensors[0].device] if is_on_gpu else None)
         ended = self._carrier.get_future()
         waits = self._context.waits
 
@@ -217,6 +222,7 @@ class Pending(dist.Work):
             recorder.add_on_stream(MESSAGE, name, self._posted, done)
 
 
+@uncompiled
 class _Late(torch.futures.Future[Any]):
     """A future that is completed at the end of the backward pass, or when Python code waits for it before.
 

@@ -11,11 +11,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+
+T = TypeVar("T")
 
 
 def silence_torch_warnings() -> None:
@@ -56,6 +59,21 @@ def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
             plain.__dict__.setdefault("__dynamo_disable", plain)
     plain_step = getattr(kind.step, "__wrapped__", None)
     return kind if plain_step is None else type(kind.__name__, (kind,), {"step": torch.no_grad()(plain_step)})
+
+
+def uncompiled(kind: type[T]) -> type[T]:
+    """Keep torch.compile from translating the methods that a class defines, and the functions that they call.
+
+    In a compiled program it would translate them wherever torch's C++ code calls them, as DDP does, and fail.
+    `torch.compiler.disable` does the same, but imports the compiler, which takes seconds.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    for method in vars(kind).values():
+        if isinstance(method, FunctionType):
+            eval_frame.set_code_exec_strategy(method.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return kind
 
 
 def running_backward_pass() -> int | None:

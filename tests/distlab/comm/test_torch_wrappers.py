@@ -111,7 +111,7 @@ def replicate_in_buckets(rank: int, context: Context, _: Path) -> None:
         train(wrapped, own_rows(rank))
         assert_trained(net)
         assert context.ledger.messages["gradients"] > STEPS
-    for hook in (average_at_once, average_then):
+    for hook in (average_at_once, average_then, average_in_two):
         outside: Any = SimpleNamespace(buffer=lambda: torch.full((1000,), float(rank)))  # of a backward pass
         assert set(hook(None, outside).wait().tolist()) == {0.5}
         net = Net()
@@ -134,6 +134,35 @@ def average_then(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     assert work is not None
     first: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return first.then(lambda done: done.value().div_(2))
+
+
+def average_in_two(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook that waits for a second all-reduce when the first has ended, as PowerSGD's does."""
+
+    def again(total: torch.futures.Future[list[Tensor]]) -> Tensor:
+        work = dist.all_reduce(half := total.value()[0] / 4, async_op=True)
+        assert work is not None
+        work.get_future().wait()
+        return half
+
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(again)
+
+
+def compile_calls(rank: int, context: Context, _: Path) -> None:
+    """Compiled programs in which Python and C++ code (DDP's) call collectives that the compiler does not translate."""
+
+    def double(x: Tensor) -> Tensor:
+        y = x * 2
+        dist.broadcast(y, 1)
+        return y + 1
+
+    assert set(torch.compile(double, backend="eager")(torch.full((1000,), float(rank))).tolist()) == {3.0}
+    net = Net()
+    train(torch.compile(DistributedDataParallel(net), backend="eager"), own_rows(rank))
+    assert_trained(net)
+    assert context.ledger.messages["gradients"] == STEPS
 
 
 def shard(rank: int, context: Context, _: Path) -> None:
@@ -210,7 +239,7 @@ def work_with(rank: int, port: int, transport: TransportName, work: Callable[...
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-@pytest.mark.parametrize("work", [replicate, replicate_in_buckets, shard, split, pipe, save_and_load])
+@pytest.mark.parametrize("work", [replicate, replicate_in_buckets, compile_calls, shard, split, pipe, save_and_load])
 def test_results_are_those_of_one_process(work: Callable[..., None], transport: TransportName, tmp_path: Path) -> None:
     shares_memory = run_ranks(2, work_with, free_port(), transport, work, tmp_path)
     assert shares_memory == [transport == "shared" and work is not pipe] * 2
