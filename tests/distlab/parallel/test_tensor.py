@@ -1,5 +1,6 @@
 """Slices of layers on several ranks compute what the whole layer does, forward and backward."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from distlab.parallel.tensor import shard
 from distlab.parallel.tp_group import LAYERS, TPGroup
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.model import build_optimizer
-from simplellm.blocks import Block
+from simplellm.blocks import Attention, Block
 from simplellm.errors import InputError
 from simplellm.feed_forward import MixtureOfExperts
 from simplellm.initial_weights import initialize
-from simplellm.layers import Linear, rotary_tables
+from simplellm.layers import MLP, Linear, RMSNorm, rotary_tables
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage
 from simplellm.losses import causalLLMLoss
 
@@ -144,6 +145,11 @@ def test_no_rank_holds_whole_logits() -> None:
     assert run_group(3, no_whole_logits) == [[(2, 11, 17)], [(2, 11, 17)], [(2, 11, 16)]]
 
 
+def block(num_heads: int, num_kv_heads: int, hidden_dim: int) -> Block:
+    attention = Attention(48, num_heads, num_kv_heads, 48 // num_heads)
+    return Block(attention, MLP(48, hidden_dim), partial(RMSNorm, 48, 1e-6, torch.float32))
+
+
 class Written(nn.Module):
     """A model by hand of the library's blocks, one of them inside another container, and a norm of torch's."""
 
@@ -153,8 +159,8 @@ class Written(nn.Module):
     def __init__(self, vocab_size: int = VOCAB, num_heads: int = 6) -> None:
         super().__init__()
         self.tokens = nn.ModuleList([nn.Embedding(vocab_size, 48)])
-        self.first = Block(48, 6, 3, 40, 1e-6, torch.float32)
-        self.rest = nn.ModuleDict({"deep": nn.ModuleList([Block(48, num_heads, num_heads, 41, 1e-6, torch.float32)])})
+        self.first = block(6, 3, 40)
+        self.rest = nn.ModuleDict({"deep": nn.ModuleList([block(num_heads, num_heads, 41)])})
         self.norm = nn.LayerNorm(48)
         self.scores = Linear(48, vocab_size, bias=False)
         initialize(self, seed=1)
