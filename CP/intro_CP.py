@@ -70,8 +70,8 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
 
-    own = torch.arange(args.seq_len, device=run.device).chunk(run.world_size)[run.rank]  # this rank's positions
     everywhere = torch.arange(args.seq_len, device=run.device)
+    own = everywhere.chunk(run.world_size)[run.rank]  # this rank's positions
     mask = (everywhere <= own.unsqueeze(-1)).view(1, 1, len(own), -1)  # which keys each query attends to
     part = SequencePart(own, partial(attend_to_all_ranks, mask=mask))
 
@@ -80,15 +80,14 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
         losses = []
         for ids in batch.chunk(args.micro_batches):
             logits = net(ids[:, own], part=part)
-            predictions = len(ids) * (args.seq_len - 1) / run.world_size  # so that the mean over the ranks is the loss
-            loss = next_token_loss(logits, *labels(ids, own), predictions) / args.micro_batches
-            loss.backward()
-            losses.append(loss)
-        for name, parameter in net.named_parameters():  # each rank has the gradients of its own positions
+            predictions = len(ids) * (args.seq_len - 1)  # of all ranks, so this loss is a share, and shares add up
+            share = next_token_loss(logits, *labels(ids, own), predictions) / args.micro_batches
+            share.backward()
+            losses.append(share * run.world_size)  # the run prints the mean over the ranks
+        for name, parameter in net.named_parameters():  # each rank has the gradients of its own share
             assert parameter.grad is not None
             with named(f"the gradient of {name}", "gradients"):
                 dist.all_reduce(parameter.grad)
-            parameter.grad.div_(run.world_size)
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distlab.axes.layout import Layout
 from distlab.comm.names import named
 from distlab.pipeline.actions import Backward, Forward
-from distlab.pipeline.engine import Graph, ScheduleError
+from distlab.pipeline.engine import ScheduleError
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.run.main import main
@@ -54,7 +54,7 @@ def both_send(run: Run[DeadlockSettings]) -> None:
 
 
 def order(run: Run[DeadlockSettings]) -> None:
-    """Run a pipeline whose first stage waits for a gradient before it has sent the next input of the last stage."""
+    """Run a pipeline whose first stage waits for a gradient before it sends the next micro-batch. Nothing is computed."""
     programs = all_stages("gpipe", run.world_size, micro_batches=2)
     if not run.settings.cure:
         programs[0] = [Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)]  # naive; the others use gpipe
@@ -64,14 +64,15 @@ def order(run: Run[DeadlockSettings]) -> None:
         if run.rank == 0:
             say(f"checked before the run: {error}")
             say("now the same run without the check:")
-    takers, sent = Graph(programs).takers, list[Any]()  # takers: which action needs the result of another stage
-    for action in programs[run.rank]:
-        for result in [result for result in action.needs(run.world_size) if result.stage != run.rank]:
-            with named(str(result), "messages"):
-                dist.recv(torch.empty(1000, device=run.device), result.stage)
-        for result in [result for result in action.results if result in takers]:
-            with named(str(result), "messages"):
-                sent.append(dist.isend(torch.zeros(1000, device=run.device), takers[result].stage))
+    stage, last, sent = run.rank, run.world_size - 1, list[Any]()
+    for action in programs[stage]:
+        forward = isinstance(action, Forward)
+        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        with named(f"the {'activations' if forward else 'gradients'} of micro-batch {action.micro_batch}", "messages"):
+            if 0 <= source <= last:
+                dist.recv(torch.empty(1000, device=run.device), source)
+            if 0 <= target <= last:
+                sent.append(dist.isend(torch.zeros(1000, device=run.device), target))
     for message in sent:
         message.wait()
 
@@ -85,8 +86,10 @@ def skipped(run: Run[DeadlockSettings]) -> None:
         with named(f"the gradients of step {step}", "gradients"):
             dist.all_reduce(value, dist.ReduceOp.AVG)
     with named("the result", "results"):
-        if run.rank in (0, last):
-            dist.send(value, 0) if run.rank == last else dist.recv(value, last)
+        if run.rank == last:
+            dist.send(value, 0)
+        elif run.rank == 0:
+            dist.recv(value, last)
 
 
 def try_case(run: Run[DeadlockSettings]) -> None:
