@@ -203,7 +203,7 @@ def test_bfloat16_and_a_vocabulary_without_a_tokenizer(capsys: pytest.CaptureFix
 
 
 def test_each_key_of_a_machines_file_has_its_row_in_the_page() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", (LAB / "docs/planning.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", (LAB / "docs/planner.md").read_text(), re.MULTILINE)
     keys = {field.name: field.default is MISSING for field in fields(Machine)}
     assert {name: without == "needed" for name, without in rows if name in keys} == keys
 
