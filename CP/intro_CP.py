@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.names import named
+from distlab.parallel.data import flatten_gradients
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.sequences import EqualPartsSettings
@@ -68,6 +69,7 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # all ranks read the same sequences
     optimizer = run.optimizer(net)
+    gradients = flatten_gradients(net, run.grid.axis("cp"))  # every parameter.grad is a view of this buffer
     run.track(net, optimizer)
 
     everywhere = torch.arange(args.seq_len, device=run.device)
@@ -76,7 +78,7 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
     part = SequencePart(own, partial(attend_to_all_ranks, mask=mask))
 
     for step, batch in run.steps(stories):
-        optimizer.zero_grad()
+        gradients.zero_()
         losses = []
         for ids in batch.chunk(args.micro_batches):
             logits = net(ids[:, own], part=part)
@@ -84,10 +86,8 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
             share = next_token_loss(logits, *labels(ids, own), predictions) / args.micro_batches
             share.backward()
             losses.append(share * run.world_size)  # the run prints the mean over the ranks
-        for name, parameter in net.named_parameters():  # each rank has the gradients of its own share
-            assert parameter.grad is not None
-            with named(f"the gradient of {name}", "gradients"):
-                dist.all_reduce(parameter.grad)
+        with named("the gradients", "gradients"):
+            dist.all_reduce(gradients)  # each rank has those of its own share
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()

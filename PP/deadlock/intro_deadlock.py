@@ -54,7 +54,7 @@ def both_send(run: Run[DeadlockSettings]) -> None:
 
 
 def order(run: Run[DeadlockSettings]) -> None:
-    """Run a pipeline whose first stage waits for a gradient before it sends the next micro-batch. Nothing is computed."""
+    """Send a pipeline's messages; the first stage waits for a gradient before it sends the next micro-batch."""
     programs = all_stages("gpipe", run.world_size, micro_batches=2)
     if not run.settings.cure:
         programs[0] = [Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)]  # naive; the others use gpipe

@@ -3,64 +3,15 @@
 Every rank has the full input and the full output of each layer, and computes in between with its own shard of the
 weights (Megatron-LM: Shoeybi et al., arXiv 1909.08053, figure 3). Shard r of n is the r-th of n equal slices of the
 matrix that one process draws from the same seed. So if all ranks of a group have the same seed, the group starts from
-the same weights as one process.
-
-Building a layer restores the state of torch's generator. Two layers built one after another are therefore equal,
-unless they are parts of a larger one, like the blocks of a `Transformer`, or the generator is seeded in between.
+the same weights as one process. shards.py draws and cuts them.
 """
-
-import contextlib
-import copy
-from collections.abc import Iterator
 
 import model
 import pcomm
-import torch
+from shards import ShardDropout, check_division, for_shards, keep_shard, unmoved_generator
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.modules.dropout import _DropoutNd
-
-from distlab.axes.placement import DimSlice, Placement, place
-from simplellm.errors import InputError
 
 ResNorm = model.ResNorm  # norms and residuals are computed by every rank, in full
-
-_building = False
-
-
-@contextlib.contextmanager
-def unmoved_generator() -> Iterator[None]:
-    """Draw weights as one process does; restore the generator when the outermost layer has been built."""
-    global _building
-    if _building:
-        yield
-        return
-    _building = True
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        _building = False
-
-
-def check_division(count: int, what: str) -> None:
-    """Raise `InputError` unless `count` of something divides among the group's ranks."""
-    if count % pcomm.tp_degree:
-        raise InputError(
-            f"{what} {count} does not divide among {pcomm.tp_degree} ranks of tensor parallelism; "
-            f"give a multiple of {pcomm.tp_degree}"
-        )
-
-
-def keep_shard(layer: nn.Module, dim: int) -> None:
-    """Replace a layer's weight by this rank's shard along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
-
-    Its placement gives its position in the whole weight, for checkpoints.
-    """
-    whole = layer.get_parameter("weight").detach()
-    layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
-    where = DimSlice(dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim], pcomm.slices.names)
-    place(own, Placement((where,)))
 
 
 class ColWiseLinear(nn.Module):
@@ -101,44 +52,6 @@ class Embedding(nn.Module):
         """Token ids (…) to (…, hidden)."""
         x: Tensor = pcomm.AllGather.apply(self.mod(tokens))
         return x
-
-
-class ShardDropout(nn.Dropout):
-    """Dropout of this rank's shard along `dim`, with the mask that one process draws for the whole tensor.
-
-    Each rank draws the whole mask, so that the generators of a group stay equal; dropout after the layer needs that.
-    """
-
-    def __init__(self, p: float, dim: int) -> None:
-        super().__init__(p)
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        shape = list(x.shape)
-        shape[self.dim] *= pcomm.tp_degree
-        return x * functional.dropout(x.new_ones(shape), self.p).chunk(pcomm.tp_degree, self.dim)[pcomm.tp_rank]
-
-
-def for_shards(module: nn.Module) -> nn.Module:
-    """Return `module`, or a copy with sharded dropout, such that results for shards of the last dimension are the same.
-
-    Raises:
-        InputError: the module has weights, or uses random numbers in another way.
-    """
-    if next(module.parameters(), None) is not None:
-        raise InputError(f"{module} between a pair of layers has weights: each rank would train its own; give it none")
-    if isinstance(module, nn.Dropout):
-        return ShardDropout(module.p, dim=-1)
-    if isinstance(module, (_DropoutNd, nn.RReLU)):
-        raise InputError(f"{module} between a pair of layers would draw otherwise than in one process; give nn.Dropout")
-    changed = {name: for_shards(child) for name, child in module.named_children()}
-    if any(child is not module.get_submodule(name) for name, child in changed.items()):
-        module = copy.deepcopy(module)
-        for name, child in changed.items():
-            setattr(module, name, child)
-    return module
 
 
 class MultiHeadSelfAttention(model.MultiHeadSelfAttention):

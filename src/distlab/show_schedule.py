@@ -88,8 +88,8 @@ def plan_of(request: Request) -> tuple[str, Plan, ActionCosts]:
     require(steps == 1 or request.run_on, f"--steps {steps}: give --run-on too; without it, all steps are the same")
     held = stages_per_worker(request.schedule, request.chunks_per_stage)
     workers = f"{p} stages" if held == 1 else f"{p} workers with {held} stages each"
-    title = f"{request.schedule}, {workers}, {m} micro-batch{'es' * (m > 1)}" + f", {steps} steps that run on" * (steps > 1)
-    title += ", recomputed" * request.recompute
+    title = f"{request.schedule}, {workers}, {m} micro-batch{'es' * (m > 1)}"
+    title += f", {steps} steps that run on" * (steps > 1) + ", recomputed" * request.recompute
     programs, costs = _programs_and_costs(request)
     if request.pipelines == 1:
         given = f"--dead {request.dead}"
