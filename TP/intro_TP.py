@@ -71,8 +71,10 @@ class SplitBlock(nn.Module):
             linear.weight = place_slice(nn.Parameter(own.clone()), linear.weight, dim)  # its place, for checkpoints
 
     def forward(self, x: Tensor, *positions: Any, **others: Any) -> Tensor:
-        x = x + ReduceFrom.apply(self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions, **others))
-        return x + ReduceFrom.apply(self.mlp(CopyTo.apply(self.post_attention_layernorm(x))))
+        term = self.self_attn(CopyTo.apply(self.input_layernorm(x)), *positions, **others)  # of this rank's heads
+        x = x + ReduceFrom.apply(term)
+        term = self.mlp(CopyTo.apply(self.post_attention_layernorm(x)))  # of this rank's hidden units
+        return x + ReduceFrom.apply(term)
 
 
 def train(run: TrainingRun[TensorParallelSettings]) -> None:
