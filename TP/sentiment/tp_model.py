@@ -3,15 +3,28 @@
 Every rank has the full input and the full output of each layer, and computes in between with its own shard of the
 weights (Megatron-LM: Shoeybi et al., arXiv 1909.08053, figure 3). Shard r of n is the r-th of n equal slices of the
 matrix that one process draws from the same seed. So if all ranks of a group have the same seed, the group starts from
-the same weights as one process. shards.py draws and cuts them.
+the same weights as one process. drawing.py draws them.
 """
 
 import model
 import pcomm
-from shards import ShardDropout, check_division, for_shards, keep_shard, unmoved_generator
+from drawing import ShardDropout, check_division, for_shards, unmoved_generator
 from torch import Tensor, nn
 
+from distlab.axes.placement import DimSlice, Placement, place
+
 ResNorm = model.ResNorm  # norms and residuals are computed by every rank, in full
+
+
+def keep_shard(layer: nn.Module, dim: int) -> None:
+    """Replace a layer's weight by this rank's shard along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
+
+    Its placement gives its position in the whole weight, for checkpoints.
+    """
+    whole = layer.get_parameter("weight").detach()
+    layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
+    where = DimSlice(dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim], pcomm.slices.names)
+    place(own, Placement((where,)))
 
 
 class ColWiseLinear(nn.Module):

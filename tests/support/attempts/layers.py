@@ -63,7 +63,7 @@ ATTEMPTS = {
         Attempt(
             "no-gradient",
             "linear.weight gets no gradient",
-            changes={LINEAR: "functional.linear(pcomm.Duplication.apply(x), self.linear.weight.detach())"},
+            changes={LINEAR: "nn.functional.linear(pcomm.Duplication.apply(x), self.linear.weight.detach())"},
             only="ColWiseLinear",
         ),
         Attempt(

@@ -1,4 +1,4 @@
-"""How the layers of tp_model.py draw their weights as one process does, and keep a shard; dropout of shards.
+"""Random numbers of the layers of tp_model.py, as one process draws them: whole weights, and dropout of shards.
 
 Building a layer restores the state of torch's generator. Two layers built one after another are therefore equal,
 unless they are parts of a larger one, like the blocks of a `Transformer`, or the generator is seeded in between.
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
-from distlab.axes.placement import DimSlice, Placement, place
 from simplellm.errors import InputError
 
 _building = False
@@ -42,17 +41,6 @@ def check_division(count: int, what: str) -> None:
             f"{what} {count} does not divide among {pcomm.tp_degree} ranks of tensor parallelism; "
             f"give a multiple of {pcomm.tp_degree}"
         )
-
-
-def keep_shard(layer: nn.Module, dim: int) -> None:
-    """Replace a layer's weight by this rank's shard along `dim`: 0 its outputs (columns of W in xW), 1 its inputs.
-
-    Its placement gives its position in the whole weight, for checkpoints.
-    """
-    whole = layer.get_parameter("weight").detach()
-    layer.weight = own = nn.Parameter(whole.chunk(pcomm.tp_degree, dim)[pcomm.tp_rank].clone())
-    where = DimSlice(dim, pcomm.tp_rank * own.shape[dim], whole.shape[dim], pcomm.slices.names)
-    place(own, Placement((where,)))
 
 
 class ShardDropout(nn.Dropout):
