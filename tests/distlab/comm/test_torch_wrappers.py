@@ -160,7 +160,8 @@ def compile_calls(rank: int, context: Context, _: Path) -> None:
 
     assert set(torch.compile(double, backend="eager")(torch.full((1000,), float(rank))).tolist()) == {3.0}
     net = Net()
-    train(torch.compile(DistributedDataParallel(net), backend="eager"), own_rows(rank))
+    compiled: Any = torch.compile(DistributedDataParallel(net), backend="eager")
+    train(compiled, own_rows(rank))
     assert_trained(net)
     assert context.ledger.messages["gradients"] == STEPS
 
