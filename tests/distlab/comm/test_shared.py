@@ -13,11 +13,10 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import Options
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
-from distlab.comm.transports import collectives, memory, slots
+from distlab.comm.transports import slots
 
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
 SHARED = Options(transport="shared")
-FEW_PLACES = 64  # for collectives that are under way
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT]
 
@@ -195,11 +194,9 @@ def test_ranks_may_give_tensors_at_different_places_of_their_shared_memory() -> 
 
 
 def start_many(rank: int, port: int) -> None:
-    """A collective for each element of a buffer, far more than have places, and some through slots, before any wait."""
-    for module in (memory, collectives):
-        setattr(module, "PLACES", FEW_PLACES)  # noqa: B010, this process ends with the test
+    """A collective for each element of a buffer, and some through slots, before any wait."""
     with process_group(rank, 3, port, options=SHARED):
-        buffer, others = empty(2 * FEW_PLACES + 9, torch.empty(0)).fill_(rank + 1), torch.full((9,), rank + 1.0)
+        buffer, others = empty(137, torch.empty(0)).fill_(rank + 1), torch.full((9,), rank + 1.0)
         begun = []
         for number in range(len(buffer)):
             begun.append(dist.all_reduce(buffer[number : number + 1], async_op=True))
@@ -217,11 +214,8 @@ def test_any_number_of_collectives_may_start_before_the_first_is_waited_for() ->
 
 def start_far_ahead(rank: int, port: int) -> list[float]:
     """Rank 0 starts all collectives through slots before it waits for the first, the other ranks wait for each."""
-    for module in (memory, collectives):
-        setattr(module, "PLACES", FEW_PLACES)  # noqa: B010, this process ends with the test
-    collectives.NUMBERS = 2 * FEW_PLACES
     with process_group(rank, 3, port, options=SHARED):
-        tensors = [torch.ones(1 + number // collectives.NUMBERS) for number in range(2 * collectives.NUMBERS)]
+        tensors = [torch.ones(1 + number // 128) for number in range(256)]
         begun: list[Any] = [dist.all_reduce(tensor, async_op=rank == 0) for tensor in tensors]
         for pending in begun if rank == 0 else []:
             pending.wait()

@@ -18,8 +18,7 @@ from distlab.axes.grid import Grid
 from distlab.comm.context import TransportName, context_of
 from distlab.comm.lab_group import LabGroup
 from distlab.comm.pending import Pending
-from distlab.comm.transports.queues import FREE
-from distlab.comm.transports.signals import Channel
+from distlab.comm.transports.queues import QueuedMessage
 from distlab.pipeline.actions import ACTIVATIONS, GRADIENTS, stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.links import channels
@@ -140,17 +139,17 @@ def test_steps_that_run_on_leave_their_last_sends_to_the_next_one(transport: Tra
 def step_with_delays(rank: int, schedule: str) -> tuple[int, int]:
     """Steps that run on, in which workers are late at random: messages sent through queues, and waits for a slot."""
     waits, sent, random = 0, 0, Random(rank)
-    wait = Channel.wait
+    advance = QueuedMessage.advance
 
-    def counted_wait(channel: Channel, signal: int, times: int, deadline: float, *others: float) -> None:
+    def counted_advance(message: QueuedMessage, deadline: float) -> None:
         nonlocal waits, sent
-        if signal == FREE:
+        if message.is_sent:
             sent += 1
             try:
-                wait(channel, signal, times, time.perf_counter())
+                advance(message, time.perf_counter())
             except RuntimeError:
                 waits += 1
-        wait(channel, signal, times, deadline, *others)
+        advance(message, deadline)
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -162,7 +161,7 @@ def step_with_delays(rank: int, schedule: str) -> tuple[int, int]:
             return self.weight.expand(*x.shape[:2], WIDTH) * 1.0 if x.dim() == 2 else x * self.weight
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Channel, "wait", counted_wait)
+        monkeypatch.setattr(QueuedMessage, "advance", counted_advance)
         programs = all_stages(schedule, 3, 6)
         nets = {stage: Late() for stage in stages_of(programs[rank])}
         pipeline = Pipeline(nets, programs, Grid(rank, {"pp": 3}), lambda y, _: y.mean(), WIDTH, run_on=True)

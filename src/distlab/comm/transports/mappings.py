@@ -8,14 +8,14 @@ import errno
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
 
 from distlab.comm.context import Context
-from distlab.comm.transports.signals import Channel, Pipes, open_channel
+from distlab.comm.transports.signals import Channel, Pipes, close_all, open_channel
 from simplellm.errors import InputError
 
 ALIGNED_BYTES = 4096  # parts begin at pages
@@ -126,11 +126,6 @@ class Offer:
         self._pipes.hand_over()
 
 
-def no_offer(pipes_to: int) -> list[int]:
-    """Return the zeros in which the numbers of an `Offer` are received."""
-    return [0] * (5 + 2 * pipes_to)
-
-
 def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[int, Mapping | None, list[Channel]]:
     """Open and map a rank's offer; the offering rank also calls this.
 
@@ -163,11 +158,55 @@ def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[
             os.close(own)
 
 
+def share(
+    rank: int,
+    room_bytes: int,
+    parts: int,
+    reserved: range,
+    pipes_to: int,
+    tell: Callable[[Tensor], object],
+    worst: Callable[[int], int],
+    huge: bool = False,
+) -> tuple[Mapping, list[Channel]]:
+    """Return memory that ranks share, and this rank's new channels; all ranks, numbered from 0, call it together.
+
+    Args:
+        room_bytes, parts, reserved, huge: as in `Offer`, which rank 0 makes, and `accept`.
+        pipes_to: number of ranks that get channels to rank 0: all others, or none.
+        tell: send a tensor from rank 0 to the others, which fill theirs with it.
+        worst: exchange the error numbers of all ranks, and return one of them, or 0 if there is no error.
+
+    Raises:
+        NotShared: on all ranks, if one of them cannot make or map the memory.
+    """
+    offer = Offer(room_bytes, parts, pipes_to, huge) if rank == 0 else None
+    opened = offer.channels if offer else []
+    with ExitStack() as if_it_fails:
+        if_it_fails.callback(close_all, opened)
+        try:
+            numbers = torch.zeros(5 + 2 * pipes_to, dtype=torch.int64)
+            if offer:
+                problem, mapping, _ = accept(offer.numbers, reserved, pipes=None)
+                numbers = torch.tensor([0, problem, *offer.numbers[2:]] if problem else offer.numbers)
+            tell(numbers)
+            if not offer:
+                problem, mapping, channels = accept(numbers.tolist(), reserved, rank - 1 if pipes_to else None)
+                opened += channels
+            problem = worst(problem)
+        finally:
+            if offer:
+                offer.withdraw()
+        if problem or mapping is None:
+            raise _not_shared(problem, parts * room_bytes)
+        if_it_fails.pop_all()
+    return mapping, opened
+
+
 def _name(token: int) -> str:
     return f"lab-{token:016x}"
 
 
-def not_shared(code: int, total_bytes: int) -> NotShared:
+def _not_shared(code: int, total_bytes: int) -> NotShared:
     """Return the exception that the ranks raise if one of them has an error of this number."""
     if code == NOT_REACHED:
         return NotShared("a rank cannot open the memory of another, of a different user or container")

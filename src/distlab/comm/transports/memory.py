@@ -1,89 +1,75 @@
 """Memory that the ranks of a group share, in which each of them has a part, and the transports that make it.
 
-The data never leaves memory. The signals "my part is there" and "my work is done" are bytes in pipes, so a wait ends
-as any other does: with the signal, at the deadline, or when the other rank dies.
+The data never leaves memory. The signal that a rank has begun a turn is a byte in a pipe, so a wait ends as any other
+does: with the signal, at the deadline, or when the other rank dies.
 """
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.transports.mappings import Mapping, NotShared, Offer, accept, no_offer, not_shared, share_less
-from distlab.comm.transports.signals import Channel, Signal, close_all
+from distlab.comm.transports.mappings import Mapping, NotShared, share, share_less
+from distlab.comm.transports.signals import Channel, Turns, close_all
 from distlab.comm.transports.transport import Members, Transport
 from distlab.comm.waits import Wait
 
 MadeT = TypeVar("MadeT")
 Address = tuple[int, int]  # the number of a mapping, and an offset in this rank's part of it, in bytes
 
-READY, DONE, TURN = 1, 2, 3  # signals
-SLOT_BYTES = 1 << 20  # of each of a rank's two slots for tensors that lie elsewhere; a slot stays in the caches
+# A rank has two slots, used in turn, each for a header and a piece of a tensor. They stay in the caches.
+NUMBERS, HEADER_BYTES, SLOT_BYTES = 6, 64, (1 << 20) - 64
 # Tensor-parallel ranks wait for each other every few milliseconds. Waking a thread up takes a tenth of one, and a core
 # that has been idle is slow at first.
 SPIN_SECONDS = 5e-4
-PLACES = 4096  # collectives that may be under way; the next one waits for the first of them
 
 
 class SharedMemory:
-    """The mappings that the ranks of a process group share, and the signals by which they take turns.
+    """The mappings that the ranks of a process group share, and the turns that they take in it.
+
+    In each turn, a rank writes into its slot, then waits until all others have begun the turn, and reads theirs. It
+    writes into the same slot again two turns later: by then all have begun the turn between, and so have read the slot.
 
     Args:
         group: torch's group, over which they meet; its ranks are on one host, or `allocate` raises.
+        ranks: of the group, by their numbers in the world.
         rank: this rank's number in the group.
-        size: number of ranks.
         has_own_core: return whether no other rank needs the core of a waiting rank, so that it may spin.
-
-    Attributes:
-        ready: the signal that this rank has filled its tensor of a collective in place.
-        done: the signal that this rank has computed its part of a collective in place.
-        turn: the signal that this rank has put the next piece of a tensor into its slot.
-        addresses: by rank, of its last collectives in place: the numbers of an `Address` for each.
-        calls: by rank, of its last collectives: for each, how the rank called it (`collectives.Call.packed`).
     """
 
-    ready: Signal
-    done: Signal
-    turn: Signal
+    turns: Turns
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int, has_own_core: Callable[[], bool]) -> None:
-        self.group, self.rank, self.size, self._has_own_core = group, rank, size, has_own_core
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, has_own_core: Callable[[], bool]
+    ) -> None:
+        self.group, self.ranks, self.rank, self.size, self._has_own_core = group, ranks, rank, len(ranks), has_own_core
         # By number, the same on all ranks. A mapping is freed with the last tensor in it.
         self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
         self._allocated = 0  # mappings
-        self.addresses: list[memoryview] = []
-        self.calls: list[memoryview] = []
         self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
         self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
+        self._headers: list[list[memoryview]] = []  # of these slots: integers
+        self.not_done: deque[Any] = deque()  # `SharedCollective`s of which this rank has yet to do its part
+        self.started = 0  # collectives
+        self.asked_for = 0  # this rank has computed its part of the collectives up to this one, or is about to
 
     def has_slots(self) -> bool:
         return bool(self._slots)
 
     def make_slots(self, timeout: timedelta) -> None:
-        """Make the slots for tensors that lie elsewhere; all ranks call it together.
-
-        Raises:
-            NotShared, RuntimeError: as in `allocate`.
-        """
-        parts = self._allocate(2 * SLOT_BYTES, torch.uint8, timeout)
-        self._make_tables(timeout)
-        self._slots = [[part[start : start + SLOT_BYTES] for part in parts] for start in (0, SLOT_BYTES)]
-
-    def next_slots(self) -> list[Tensor]:
-        """Return every rank's slot for the next turn, (SLOT_BYTES,) uint8 each."""
-        return self._slots[self.turn.sent % 2]
-
-    def close(self) -> None:
-        """Close the channels; the memory is freed with the last tensor in it."""
-        close_all(self._channels)
-        for kept in (self._channels, self._slots, self.addresses, self.calls, self._mappings):
-            kept.clear()
+        """Make the slots; all ranks call it together. It raises the same as `allocate`, which also makes them."""
+        whole = torch.empty(2, HEADER_BYTES + SLOT_BYTES, dtype=torch.uint8, device="meta")
+        mapping = self._new_mapping(whole.nbytes, timeout)
+        by_rank = [mapping.part(rank, whole).view_as(whole) for rank in range(self.size)]
+        self._slots = [[part[turn, HEADER_BYTES:] for part in by_rank] for turn in range(2)]
+        headers = [[part[turn, :HEADER_BYTES].view(torch.int64) for part in by_rank] for turn in range(2)]
+        self._headers = [[header.numpy().data for header in of_turn] for of_turn in headers]
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
         """Return zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
@@ -92,52 +78,52 @@ class SharedMemory:
             NotShared: on all ranks, if one of them cannot make or map it.
             RuntimeError: raised by gloo; a rank did not take part.
         """
-        own = self._allocate(elements, dtype, timeout)[self.rank]
-        self._make_tables(timeout)
-        return own
-
-    def _make_tables(self, timeout: timedelta) -> None:
-        if not self.addresses:
-            tables = [part.numpy().data for part in self._allocate(3 * PLACES, torch.int64, timeout)]
-            self.addresses = [table[: 2 * PLACES] for table in tables]
-            self.calls = [table[2 * PLACES :] for table in tables]
-
-    def _allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> list[Tensor]:
-        """Return all ranks' parts of a new mapping, as `allocate` does this rank's."""
-        pipes_to = 0 if self._channels else self.size - 1
-        room_bytes = elements * dtype.itemsize
-        offer = Offer(room_bytes, self.size, pipes_to, huge=True) if self.rank == 0 else None
-        opened = offer.channels if offer else []
-        with ExitStack() as if_it_fails:
-            if_it_fails.callback(close_all, opened)
-            try:
-                numbers = torch.tensor(offer.numbers if offer else no_offer(pipes_to))
-                self.group.broadcast([numbers], from_rank_0(timeout)).wait()
-                pipes = self.rank - 1 if pipes_to and self.rank else None
-                problem, mapping, channels = accept(numbers.tolist(), range(self.rank, self.rank + 1), pipes)
-                opened += channels
-                verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-                self.group.allgather([verdicts], [torch.tensor([problem])]).wait(timeout)
-            finally:
-                if offer is not None:
-                    offer.withdraw()
-            found = next((int(code) for code in verdicts if code), problem)
-            if found or mapping is None:
-                raise not_shared(found, self.size * room_bytes)
-            if_it_fails.pop_all()
-        self._channels += opened
-        if not self._allocated:
-            passes_on, spin_seconds = self.rank == 0 and self.size > 2, SPIN_SECONDS if self._has_own_core() else 0.0
-            self.ready, self.done, self.turn = (
-                Signal(signal, self._channels, passes_on, spin_seconds) for signal in (READY, DONE, TURN)
-            )
-            if passes_on:
-                for channel in self._channels:
-                    channel.after_read += [signal.receive for signal in (self.ready, self.done, self.turn)]
+        like = torch.empty(elements, dtype=dtype, device="meta")
+        mapping = self._new_mapping(like.nbytes, timeout)
         self._allocated += 1
         self._mappings[self._allocated] = mapping
-        like = torch.empty(elements, dtype=dtype, device="meta")
-        return [mapping.part(rank, like) for rank in range(self.size)]
+        if not self.has_slots():
+            self.make_slots(timeout)
+        return mapping.part(self.rank, like)
+
+    def _new_mapping(self, room_bytes: int, timeout: timedelta) -> Mapping:
+        """Return a mapping with a part for each rank."""
+
+        def worst(problem: int) -> int:
+            verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            self.group.allgather([verdicts], [torch.tensor([problem])]).wait(timeout)
+            return next((int(code) for code in verdicts if code), 0)
+
+        def tell(numbers: Tensor) -> None:
+            self.group.broadcast([numbers], from_rank_0(timeout)).wait()
+
+        pipes_to, reserved = 0 if self._channels else self.size - 1, range(self.rank, self.rank + 1)
+        mapping, channels = share(self.rank, room_bytes, self.size, reserved, pipes_to, tell, worst, huge=True)
+        if channels:
+            self._channels = channels
+            spin_seconds = SPIN_SECONDS if self._has_own_core() else 0.0
+            self.turns = Turns(channels, self.rank == 0 and self.size > 2, spin_seconds)
+        return mapping
+
+    def close(self) -> None:
+        """Close the channels; the memory is freed with the last tensor in it."""
+        close_all(self._channels)
+        for kept in (self._channels, self._slots, self._headers, self._mappings):
+            kept.clear()
+
+    def announce(self, numbers: Sequence[int]) -> None:
+        """Write `NUMBERS` integers into the header of this rank's slot for the next turn."""
+        header = self._headers[(self.turns.begun + 1) % 2][self.rank]
+        for place, number in enumerate(numbers):
+            header[place] = number
+
+    def announced(self) -> list[list[int]]:
+        """Return, by rank, what is in the headers of this turn, which all ranks have begun."""
+        return [header[:NUMBERS].tolist() for header in self._headers[self.turns.begun % 2]]
+
+    def next_slots(self) -> list[Tensor]:
+        """Return every rank's slot for the next turn, (SLOT_BYTES,) uint8 each."""
+        return self._slots[(self.turns.begun + 1) % 2]
 
     def part(self, rank: int, address: Address, like: Tensor) -> Tensor:
         """Return the tensor of a rank that begins at an address, with the size and dtype of `like`: (elements,)."""

@@ -9,8 +9,8 @@ import ctypes
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from distlab.comm.names import CONTROL, named
 from distlab.comm.pending import SharedWork
-from distlab.comm.transports.mappings import Mapping, NotShared, Offer, accept, no_offer, not_shared, share_less
-from distlab.comm.transports.signals import Channel, close_all
+from distlab.comm.transports.mappings import Mapping, NotShared, share, share_less
+from distlab.comm.transports.signals import Channel
 from distlab.comm.transports.transport import Carried, Members, Transport
 
-THERE, FREE = 1, 2  # signals
 SIZE = struct.Struct("q")  # of the message in a slot, at its beginning
 HEADER_BYTES = 64  # before the message, which is aligned
-Bring = Callable[[Tensor], object]  # sends a tensor to the other rank, or fills it with the other rank's message
 
 
 class Queues(Transport):
@@ -56,20 +54,21 @@ class Queues(Transport):
             return
         is_sender = context.rank == sender
         other = self._members.ranks.index(receiver if is_sender else sender)
-        offer, answer = "the offer of shared memory", "the answer to the offer of shared memory"
-        told, asked = (offer, answer) if is_sender else (answer, offer)
 
-        def send(tensor: Tensor) -> None:
-            with named(told, CONTROL):
-                self._group.send([tensor], other, 0).wait()
+        def bring(numbers: Tensor, what: str, is_sent: bool) -> None:
+            with named(what, CONTROL):
+                (self._group.send if is_sent else self._group.recv)([numbers], other, 0).wait()
 
-        def receive(tensor: Tensor) -> None:
-            with named(asked, CONTROL):
-                self._group.recv([tensor], other, 0).wait()
+        def worst(problem: int) -> int:
+            verdict = torch.tensor([problem])
+            bring(verdict, "the answer to the offer of shared memory", not is_sender)
+            return problem or int(verdict)
 
+        tell = partial(bring, what="the offer of shared memory", is_sent=is_sender)
+        room_bytes, reserved = HEADER_BYTES + message_bytes, range(slots if is_sender else 0)
         try:
-            make = offered_queue if is_sender else accepted_queue
-            self._queues[link] = make(message_bytes, slots, send, receive)
+            memory, [channel] = share(int(not is_sender), room_bytes, slots, reserved, 1, tell, worst)
+            self._queues[link] = SharedQueue(memory, channel)
         except NotShared as error:
             share_less(context, error, is_first=is_sender)
             self._without.add(link)
@@ -139,22 +138,22 @@ class SharedQueue:
 
     def _put(self, tensor: Tensor, deadline: float) -> None:
         """Copy a message into the next slot, when the previous message has left it."""
-        self._channel.wait(FREE, self._moved + 1 - self.slots, deadline)
+        self._channel.wait(self._moved + 1 - self.slots, deadline)
         slot = self._moved % self.slots
         SIZE.pack_into(self._memory, self._memory.place_of(slot), tensor.nbytes)
         ctypes.memmove(self._content(slot, tensor), tensor.data_ptr(), tensor.nbytes)
-        self._channel.send(THERE)
+        self._channel.send()
 
     def _take(self, tensor: Tensor, deadline: float) -> None:
         """Copy a message out of its slot, when it is there."""
-        self._channel.wait(THERE, self._moved + 1, deadline)
+        self._channel.wait(self._moved + 1, deadline)
         slot = self._moved % self.slots
         [size_bytes] = SIZE.unpack_from(self._memory, self._memory.place_of(slot))
         if size_bytes != tensor.nbytes:
             raise RuntimeError(f"expected a message of {tensor.nbytes:,} bytes, received {size_bytes:,}")
         ctypes.memmove(tensor.data_ptr(), self._content(slot, tensor), tensor.nbytes)
         with suppress(RuntimeError):  # a sender that has exited needs no slot
-            self._channel.send(FREE)
+            self._channel.send()
 
     def _content(self, slot: int, message: Tensor) -> int:
         """Return the address of a slot's memory for a message."""
@@ -172,34 +171,3 @@ class QueuedMessage(SharedWork):
     def advance(self, deadline: float) -> None:
         while not self.is_moved:
             self._queue._next(deadline)
-
-
-def offered_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -> SharedQueue:
-    """Return the sender's end of a new queue; the receiver calls `accepted_queue`. Both raise `NotShared`, or none."""
-    offer, verdict = Offer(HEADER_BYTES + message_bytes, slots, pipes_to=1), torch.zeros(1, dtype=torch.int64)
-    with ExitStack() as if_it_fails:
-        if_it_fails.callback(close_all, offer.channels)
-        try:
-            problem, mapping, _ = accept(offer.numbers, reserved=range(slots), pipes=None)
-            send(torch.tensor([0, problem, *offer.numbers[2:]] if problem else offer.numbers))
-            receive(verdict)
-        finally:
-            offer.withdraw()
-        if mapping is None or verdict:
-            raise not_shared(problem or int(verdict), slots * message_bytes)
-        if_it_fails.pop_all()
-    return SharedQueue(mapping, offer.channels[0])
-
-
-def accepted_queue(message_bytes: int, slots: int, send: Bring, receive: Bring) -> SharedQueue:
-    """Return the receiver's end of the queue that the sender offers."""
-    numbers = torch.tensor(no_offer(pipes_to=1))
-    receive(numbers)
-    problem, mapping, channels = accept(numbers.tolist(), reserved=range(0), pipes=0)
-    with ExitStack() as if_it_fails:
-        if_it_fails.callback(close_all, channels)
-        send(torch.tensor([problem]))
-        if mapping is None:
-            raise not_shared(problem, slots * message_bytes)
-        if_it_fails.pop_all()
-    return SharedQueue(mapping, channels[0])

@@ -14,8 +14,7 @@ import math
 import os
 import select
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 SECONDS_MORE = 0.5  # the first rank waits longer: the others wait for it, and must reach the deadline before it exits
 LOST = "Connection closed by peer"  # as in gloo's messages
@@ -26,75 +25,54 @@ class Channel:
 
     def __init__(self, reads: int, writes: int) -> None:
         self.reads, self._writes = reads, writes  # descriptors
-        self._poll = select.poll()
-        self._poll.register(reads, select.POLLIN)
-        self._received: Counter[int] = Counter()  # by signal
-        self.after_read: list[Callable[[], object]] = []  # called when signals have been read
+        self.received = 0  # signals
 
-    def send(self, signal: int) -> None:
-        """Send a signal, a number below 256; `RuntimeError` if the other rank has exited."""
+    def send(self) -> None:
+        """Send a signal; `RuntimeError` if the other rank has exited."""
         try:
-            os.write(self._writes, bytes([signal]))
+            os.write(self._writes, b"\0")
         except BrokenPipeError:
             raise RuntimeError(LOST) from None
-
-    def wait(self, signal: int, times: int, deadline: float, spin_seconds: float = 0.0) -> None:
-        """Return when the other rank has sent a signal `times` times.
-
-        Args:
-            deadline: by `time.perf_counter`.
-            spin_seconds: time for which this thread keeps its core before it sleeps.
-
-        Raises:
-            RuntimeError: at the deadline, or if the other rank has exited.
-        """
-        while not self.has(signal, times):
-            _poll(self._poll, deadline, spin_seconds)
-            self.read()
-
-    def has(self, signal: int, times: int) -> bool:
-        """Return whether a signal has been read `times` times."""
-        return self._received[signal] >= times
 
     def read(self) -> None:
         """Read all signals that have arrived, at least one; `RuntimeError` if the other rank has exited."""
         signals = os.read(self.reads, 4096)
         if not signals:
             raise RuntimeError(LOST)
-        self._received.update(signals)
-        for call in self.after_read:
-            call()
+        self.received += len(signals)
+
+    def wait(self, times: int, deadline: float) -> None:
+        """Return when the other rank has sent a signal `times` times; `RuntimeError` as in `wait_for_all`."""
+        wait_for_all([self], times, deadline)
 
     def close(self) -> None:
         os.close(self.reads)
         os.close(self._writes)
 
 
-def wait_for_all(
-    channels: Sequence[Channel], signal: int, times: int, deadline: float, spin_seconds: float = 0.0
-) -> None:
-    """Return when all the other ranks have sent a signal `times` times; `RuntimeError` as in `Channel.wait`.
+def wait_for_all(channels: Sequence[Channel], times: int, deadline: float, spin_seconds: float = 0.0) -> None:
+    """Return when each of the other ranks has sent a signal `times` times.
 
-    The first rank that exits is noticed, whatever the others do.
+    Args:
+        deadline: by `time.perf_counter`.
+        spin_seconds: time for which this thread keeps its core before it sleeps.
+
+    Raises:
+        RuntimeError: at the deadline, or as soon as one of the ranks has exited, whatever the others do.
     """
-    missing = {channel.reads: channel for channel in channels if not channel.has(signal, times)}
-    if len(missing) == 1:
-        [channel] = missing.values()
-        channel.wait(signal, times, deadline, spin_seconds)
-        return
-    poll = select.poll()
+    poll, missing = select.poll(), {channel.reads: channel for channel in channels if channel.received < times}
     for descriptor in missing:
         poll.register(descriptor, select.POLLIN)
     while missing:
-        for descriptor in _poll(poll, deadline, spin_seconds):
+        for descriptor in _readable(poll, deadline, spin_seconds):
             channel = missing[descriptor]
             channel.read()
-            if channel.has(signal, times):
+            if channel.received >= times:
                 poll.unregister(descriptor)
                 del missing[descriptor]
 
 
-def _poll(poll: select.poll, deadline: float, spin_seconds: float) -> list[int]:
+def _readable(poll: select.poll, deadline: float, spin_seconds: float) -> list[int]:
     """Return the descriptors that can be read, at least one; `RuntimeError` at the deadline."""
     ready: list[tuple[int, int]] = []
     sleeps_at = min(time.perf_counter() + spin_seconds, deadline)
@@ -149,52 +127,35 @@ def open_channel(process: int, reads: int, writes: int) -> Channel:
         raise
 
 
-class Signal:
-    """A signal that all ranks of a group send repeatedly, with a count.
+class Turns:
+    """The turns of the ranks of a group: each begins a turn, then waits until all the others have begun it.
 
-    Two ranks send it to each other. More send it to the first, which passes it on when it has arrived from all: two
-    signals in a row, but fewer in total, and where ranks share cores every signal takes a core from another rank.
+    Two ranks signal each other. More signal the first, which answers when the signals of all have arrived: two signals
+    in a row, but fewer in total, and where ranks share cores every signal takes a core from another rank.
 
     Args:
-        signal: its number.
         channels: to the first rank, or, on the first rank, to all others.
-        passes_on: whether this is the first of more than two ranks.
+        answers: whether this is the first of more than two ranks.
         spin_seconds: time for which a wait keeps its core before it sleeps.
     """
 
-    def __init__(self, signal: int, channels: Sequence[Channel], passes_on: bool, spin_seconds: float) -> None:
-        self._signal, self._channels, self._passes_on = signal, channels, passes_on
-        self._spin_seconds = spin_seconds
-        self.sent = 0  # times
-        self.received = 0  # times that it has arrived from all others
+    def __init__(self, channels: Sequence[Channel], answers: bool, spin_seconds: float) -> None:
+        self._channels, self._answers, self._spin_seconds = channels, answers, spin_seconds
+        self.begun = self._answered = 0  # turns
 
-    def send(self) -> int:
-        """Send it, and return how many times it was sent; the first rank passes it on when all others have sent it."""
-        self.sent += 1
-        if self._passes_on:
-            self.receive()
-        else:
-            self._send()
-        return self.sent
+    def begin(self) -> None:
+        """Begin the next turn; this rank must have waited for the one before."""
+        self.begun += 1
+        if not self._answers:
+            self._signal()
 
-    def _send(self) -> None:
+    def wait(self, deadline: float) -> None:
+        """Return when all others have begun this turn; `RuntimeError` as in `wait_for_all`."""
+        wait_for_all(self._channels, self.begun, deadline + SECONDS_MORE * self._answers, self._spin_seconds)
+        if self._answers and self._answered < self.begun:
+            self._answered = self.begun
+            self._signal()
+
+    def _signal(self) -> None:
         for channel in self._channels:
-            channel.send(self._signal)
-
-    def wait(self, times: int, deadline: float) -> None:
-        """Return when all others have sent it `times` times; `RuntimeError` as in `Channel.wait`."""
-        while self.received < times:
-            later = deadline + SECONDS_MORE * self._passes_on
-            wait_for_all(self._channels, self._signal, self.received + 1, later, self._spin_seconds)
-            self.receive()
-
-    def receive(self) -> None:
-        """Count the times that have arrived from all others.
-
-        The first rank, which has to have sent it as well, passes it on, also while it waits for a different signal:
-        the others may wait for this one first.
-        """
-        while self.received < self.sent and all(one.has(self._signal, self.received + 1) for one in self._channels):
-            self.received += 1
-            if self._passes_on:
-                self._send()
+            channel.send()

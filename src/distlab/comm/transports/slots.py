@@ -1,11 +1,6 @@
 """Collectives of tensors at any address, piece by piece through slots in the memory that their ranks share.
 
-In each turn, every rank copies a piece of its tensor into its slot, and reads the data it needs from all slots. Each
-rank alternates between two slots, which stay in the caches: it writes to one again when all ranks have reached the next
-turn, and so have read it.
-
-A collective is written as a generator. It yields in each turn, until the pieces of all ranks are there: the number of
-times that the signal `turn` must have arrived.
+In each turn, every rank copies a piece of its tensor into its slot, and reads the data it needs from all slots.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -14,43 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.transports.collectives import Call, Collectives, SharedCollective
 from distlab.comm.transports.memory import SLOT_BYTES, SharedMemory
 from distlab.comm.transports.sums import add_in_order, combine_in_order
 
 
-class ThroughSlots(SharedCollective):
-    """A collective that one of the functions below describes by its turns."""
-
-    def __init__(self, collectives: Collectives, call: Call, turns: Iterator[int]) -> None:
-        super().__init__(collectives, call)
-        self._turns = turns
-        self._awaited: int | None = 0  # a turn that this rank has taken and others may not have; None after the last
-        self._error: Exception | None = None  # of the function, which then has ended
-
-    def _do_share(self, deadline: float) -> None:
-        while self._awaited is not None:
-            self._memory.turn.wait(self._awaited, deadline)
-            if self._awaited:
-                self._collectives.refuse_different_calls(self._number)
-            if self._error is not None:
-                raise self._error
-            try:
-                self._awaited = next(self._turns, None)
-            except Exception as error:
-                self._error = error
-                raise
-
-
-def _exchange(memory: SharedMemory, piece: Tensor) -> Generator[int, None, list[Tensor]]:
+def _exchange(memory: SharedMemory, piece: Tensor) -> Generator[None, None, list[Tensor]]:
     """Take a turn: put this rank's piece into its slot, and return the pieces of all ranks in their slots."""
     pieces = [_first(slot, piece) for slot in memory.next_slots()]
     pieces[memory.rank].copy_(piece)
-    yield memory.turn.send()
+    yield
     return pieces
 
 
-def all_reduce(memory: SharedMemory, tensor: Tensor, op: ReduceOp.RedOpType) -> Iterator[int]:
+def all_reduce(memory: SharedMemory, tensor: Tensor, op: ReduceOp.RedOpType) -> Iterator[None]:
     """Combine each rank's `tensor` (elements,), in place, over the ranks in their order, ((x0 + x1) + x2) + …"""
     for piece in tensor.split(SLOT_BYTES // tensor.element_size()):
         pieces = yield from _exchange(memory, piece)
@@ -59,19 +30,19 @@ def all_reduce(memory: SharedMemory, tensor: Tensor, op: ReduceOp.RedOpType) -> 
             piece.div_(memory.size)
 
 
-def broadcast(memory: SharedMemory, tensor: Tensor, source: int) -> Iterator[int]:
+def broadcast(memory: SharedMemory, tensor: Tensor, source: int) -> Iterator[None]:
     """Copy the source's `tensor` (elements,) into every rank's."""
     is_source = memory.rank == source
     for piece in tensor.split(SLOT_BYTES // tensor.element_size()):
         in_slot = _first(memory.next_slots()[source], piece)
         if is_source:
             in_slot.copy_(piece)
-        yield memory.turn.send()
+        yield
         if not is_source:
             piece.copy_(in_slot)
 
 
-def all_gather(memory: SharedMemory, parts: Sequence[Tensor], own: Tensor) -> Iterator[int]:
+def all_gather(memory: SharedMemory, parts: Sequence[Tensor], own: Tensor) -> Iterator[None]:
     """Copy each rank's `own` (elements,) into every rank's `parts`, (elements,) each."""
     length = SLOT_BYTES // own.element_size()
     for piece, *into in zip(own.split(length), *(part.split(length) for part in parts), strict=True):
@@ -80,7 +51,7 @@ def all_gather(memory: SharedMemory, parts: Sequence[Tensor], own: Tensor) -> It
             of_rank.copy_(received)
 
 
-def reduce_scatter(memory: SharedMemory, own: Tensor, parts: Tensor) -> Iterator[int]:
+def reduce_scatter(memory: SharedMemory, own: Tensor, parts: Tensor) -> Iterator[None]:
     """Add up each rank's `parts` (ranks, elements); every rank gets its row of the sum in `own`; see `add_in_order`."""
     columns = SLOT_BYTES // (memory.size * own.element_size())
     for piece, into in zip(parts.split(columns, dim=1), own.split(columns), strict=True):
@@ -88,7 +59,7 @@ def reduce_scatter(memory: SharedMemory, own: Tensor, parts: Tensor) -> Iterator
         add_in_order([rows[memory.rank] for rows in pieces], into)
 
 
-def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> Iterator[int]:
+def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> Iterator[None]:
     """Send row r of `own` (ranks, elements) to rank r, and receive its row for this rank in row r of `parts`."""
     columns = SLOT_BYTES // (memory.size * own.element_size())
     for piece, into in zip(own.split(columns, dim=1), parts.split(columns, dim=1), strict=True):
@@ -97,7 +68,7 @@ def all_to_all(memory: SharedMemory, parts: Tensor, own: Tensor) -> Iterator[int
             row.copy_(rows[memory.rank])
 
 
-def uneven_all_to_all(memory: SharedMemory, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Iterator[int]:
+def uneven_all_to_all(memory: SharedMemory, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Iterator[None]:
     """Send parts of any size: `sent[r]` to rank r, and receive rank r's part for this rank in `received[r]`.
 
     Ranks know only the sizes of the parts that they send and receive. So each slot begins with the sizes of all parts
@@ -123,7 +94,7 @@ def uneven_all_to_all(memory: SharedMemory, received: Sequence[Tensor], sent: Se
         for part, start in zip(parts, sent_at, strict=True):
             for inside, of_part in _overlap(turn * room, room, start, len(part)):
                 pieces[rank][inside].copy_(part[of_part])
-        yield memory.turn.send()
+        yield
         if turn == 0:
             table = torch.stack([_first(slot, sizes) for slot in slots])  # (source, target)
             received_at = table[:, :rank].sum(dim=1).tolist()

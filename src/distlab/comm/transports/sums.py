@@ -57,7 +57,7 @@ def add_row(parts: Sequence[Tensor], row: int, total: Tensor) -> None:
     add_in_order([part.view(len(parts), -1)[row] for part in parts], total.view(-1))
 
 
-def copy_all(parts: Sequence[Tensor], rows: Tensor) -> None:
+def copy_all(parts: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Copy all ranks' tensors, (elements,) each, into `rows`, some of which may be these tensors."""
     for row, part in zip(rows, parts, strict=True):
         if row.data_ptr() != part.data_ptr():
