@@ -38,14 +38,9 @@ def _create(group: Any, options: Any) -> Any:
         from distlab.launching import programs
 
         programs.explain_failures(group.group_rank)
-    if group.group_size == 1:
-        from distlab.comm import alone
+    from distlab.rendezvous import groups
 
-        made: Any = alone.create(group, options)
-    else:
-        from distlab.rendezvous import groups
-
-        made = groups.create(group, options)
+    made = groups.create(group, options)
     if is_of_program:
         programs.summarize_at_exit(made.context)
     return made

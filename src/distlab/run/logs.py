@@ -42,7 +42,11 @@ class RunLog:
     ) -> None:
         self._rank = context.rank if rank is None else rank
         self._out, self._device = out, context.device
-        self._ledger, self._waited, self._status = context.ledger, context.waited_so_far, status or StatusLine(None)
+        self._ledger, self._waited, self._status = (
+            context.ledger,
+            context.waits.waited_so_far,
+            status or StatusLine(None),
+        )
         self._new_tensorboard: type[SummaryWriter] | None = None
         if tensorboard and self._rank == 0:  # a missing one is an error now; its file is opened in `begin`
             from distlab.run.tensorboard import tensorboard_writer

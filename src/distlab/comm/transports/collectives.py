@@ -98,13 +98,14 @@ class SharedCollective(SharedWork):
             first_of.setdefault((*call, mapping > 0), rank)
         if len(first_of) > 1:
             some_in_place = any(is_in_place for *_, is_in_place in first_of)
-            calls = ", ".join(f"rank {rank} {_described(*call, some_in_place)}" for call, rank in first_of.items())
+            calls = ", ".join(f"rank {rank} {_described(call, some_in_place)}" for call, rank in first_of.items())
             raise RuntimeError(f"the ranks called different collectives: {calls}; all must call the same one")
 
 
-def _described(kind: int, number: int, dtype: int, elements: int, is_in_place: int, some_are: bool) -> str:
+def _described(call: Sequence[int], some_are_in_place: bool) -> str:
+    kind, number, dtype, elements, is_in_place = call
     size = f"{elements:,} elements of " if elements else ""
-    where = " outside of shared memory" if some_are and not is_in_place else ""
+    where = " outside of shared memory" if some_are_in_place and not is_in_place else ""
     completed = ReduceOp.RedOpType(number).name if kind == 0 else number if kind == 1 else ""
     return f"{KINDS[kind]} {completed}".rstrip() + f" of {size}{DTYPES[dtype]}{where}"
 

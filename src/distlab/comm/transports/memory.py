@@ -1,6 +1,6 @@
 """Memory that the ranks of a group share, in which each of them has a part, and the transports that make it.
 
-The data never leaves memory. The signal that a rank has begun a turn is a byte in a pipe, so a wait ends as any other
+The data never leaves memory. The signal that a rank begins a turn is a byte in a pipe. So a wait ends as any other
 does: with the signal, at the deadline, or when the other rank dies.
 """
 
@@ -43,8 +43,6 @@ class SharedMemory:
         has_own_core: return whether no other rank needs the core of a waiting rank, so that it may spin.
     """
 
-    turns: Turns
-
     def __init__(
         self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, has_own_core: Callable[[], bool]
     ) -> None:
@@ -53,6 +51,7 @@ class SharedMemory:
         self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
         self._allocated = 0  # mappings
         self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
+        self.turns = Turns([], False, 0.0)
         self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
         self._headers: list[list[memoryview]] = []  # of these slots: integers
         self.not_done: deque[Any] = deque()  # `SharedCollective`s of which this rank has yet to do its part
