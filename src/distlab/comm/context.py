@@ -4,7 +4,7 @@ import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -40,26 +40,6 @@ class Options:
     previous: "Context | None" = None  # of groups that were abandoned; its ledger and its recorder are used further
 
 
-class Hosts:
-    """The hosts of the ranks, and the store in which the ranks can meet.
-
-    Args:
-        of_ranks: the host's name, by rank.
-    """
-
-    def __init__(self, of_ranks: Sequence[str], store: dist.Store) -> None:
-        self.of_ranks, self.store = of_ranks, store
-        self._split: dict[tuple[int, ...], list[list[int]]] = {}  # needed at every sum of tensor parallelism
-
-    def split(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Return the ranks on each host, hosts in the order of their first ranks."""
-        key = tuple(ranks)
-        if key not in self._split:
-            names = dict.fromkeys(self.of_ranks[rank] for rank in ranks)
-            self._split[key] = [[rank for rank in ranks if self.of_ranks[rank] == name] for name in names]
-        return self._split[key]
-
-
 @dataclass
 class Context:
     """The state that the groups made by one `init_process_group`, and by `new_group` after it, share on this rank."""
@@ -68,7 +48,8 @@ class Context:
     world_size: int
     options: Options
     library: str  # "gloo" or "nccl"
-    hosts: Hosts
+    hosts: Sequence[str]  # by rank, the name of its host
+    store: dist.Store  # in which ranks can meet
     device: torch.device  # of this rank
     ledger: Ledger = field(default_factory=Ledger)
     recorder: Recorder = field(default_factory=Recorder)
@@ -103,8 +84,11 @@ class Context:
     @property
     def has_own_core(self) -> bool:
         """True if this host has a core for each thread of its ranks, all of which have the same number of threads."""
-        here = self.hosts.of_ranks.count(self.hosts.of_ranks[self.rank])
-        return here * (self.options.threads or torch.get_num_threads()) <= cores()
+        return len(self.here(range(self.world_size))) * (self.options.threads or torch.get_num_threads()) <= cores()
+
+    def here(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of some ranks that are on this rank's host."""
+        return [rank for rank in ranks if self.hosts[rank] == self.hosts[self.rank]]
 
     def abandon(self) -> None:
         """Close the connections of all groups (`ContextGroup.abandon`)."""
@@ -150,9 +134,8 @@ def first_context(made: Any, options: Options | None) -> Context:
         own = own_place("cuda" if torch.cuda.is_available() else "cpu", address)
         asked.places = exchange_places(made.store, made.group_rank, made.group_size, own)
     library = devices.pick_backend(asked.library, asked.places)
-    hosts = Hosts([place.host for place in asked.places], made.store)
-    device = devices.pick_device(asked.places, made.group_rank)
-    return Context(made.group_rank, made.group_size, asked, library, hosts, device)
+    device, hosts = devices.pick_device(asked.places, made.group_rank), [place.host for place in asked.places]
+    return Context(made.group_rank, made.group_size, asked, library, hosts, made.store, device)
 
 
 def context_of(group: dist.ProcessGroup | None = None) -> Context:

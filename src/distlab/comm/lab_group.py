@@ -77,7 +77,7 @@ class LabGroup(ContextGroup):
     def _open(self) -> None:
         """Meet the other ranks, and prepare the transports; memory and queues are made on request."""
         self._messages.clear()  # a rank that failed may have sent what no other has received
-        members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.by_host)
+        members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.first_of_hosts)
         store = dist.PrefixStore(f"epoch{self._epoch}", self._store)
         self._plain = Library(members, store, self._timeout) if members.size > 1 else Alone()
         # torch asks for the group's devices to know where the tensors of its object collectives must be.

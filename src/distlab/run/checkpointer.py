@@ -224,8 +224,7 @@ def _choose(
 
 def _verdict(folder: Path) -> str:
     """Return the checksum of a checkpoint's record if this rank's share of the files is intact, else the error."""
-    ranks = range(dist.get_world_size())
-    here = next(ranks for ranks in context_of().hosts.split(ranks) if dist.get_rank() in ranks)
+    here = context_of().here(range(dist.get_world_size()))
     try:
         checkpoint = latest_valid(folder, at_a_glance=True)
     except InputError as error:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.processes import wait_for
 
-from distlab.comm.context import Context, Hosts, Options
+from distlab.comm.context import Context, Options
 from distlab.comm.late import LateNumber
 from distlab.comm.pending import Pending
 from distlab.comm.recorder import COMPUTE, STEP, WAIT, Ledger, Recorder
@@ -31,8 +31,8 @@ def context_over(library: str) -> Context:
     """That of rank 0 of two, with a recorder that records."""
     recorder = Recorder()
     recorder.enabled = True
-    hosts = Hosts(["here"] * 2, dist.HashStore())
-    return Context(0, 2, Options(), library, hosts, torch.device("cuda", 0), recorder=recorder)
+    device = torch.device("cuda", 0)
+    return Context(0, 2, Options(), library, ["here"] * 2, dist.HashStore(), device, recorder=recorder)
 
 
 class Gpu:

@@ -112,14 +112,13 @@ class Library(Transport):
 
         None if all ranks are on one host.
         """
-        hosts, this = self._members.by_host, self._members.context.rank
-        if len(hosts) == 1:
+        here = self._members.here
+        if len(here) == self._size:
             return None
-        here = next(ranks for ranks in hosts if this in ranks)
         sent = {"": 0, " between hosts": 0}
         parts = own.split(list(sizes) or [len(own) // self._size] * self._size)
         for rank, part in zip(self._members.ranks, parts, strict=True):
-            if rank != this:
+            if rank != self._members.context.rank:
                 sent["" if rank in here else " between hosts"] += part.nbytes
         return sent
 

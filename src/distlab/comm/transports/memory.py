@@ -169,7 +169,7 @@ class MemoryTransport(Transport, ABC):
             with context.waits.during(Wait("shared memory", "other", self.members.others)):
                 made = make()
         except NotShared as error:
-            share_less(context, error, is_first=any(here[0] == context.rank for here in self.members.by_host))
+            share_less(context, error, is_first=context.rank in self.members.first_of_hosts)
             self._can_make = False  # memory that was made before stays shared
             return None
         context.shares_memory = True

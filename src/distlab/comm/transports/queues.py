@@ -50,7 +50,7 @@ class Queues(Transport):
                 return
             message_bytes, slots = max(message_bytes, known.message_bytes), max(slots, known.slots)
             del self._queues[link]
-        if not like.is_cpu or len(context.hosts.split(link)) > 1:
+        if not like.is_cpu or context.hosts[sender] != context.hosts[receiver]:
             return
         is_sender = context.rank == sender
         other = self._members.ranks.index(receiver if is_sender else sender)

@@ -39,26 +39,25 @@ class SeveralHosts(MemoryTransport):
     def __init__(self, members: Members, takes_all: bool, name: Callable[[], str]) -> None:
         super().__init__(members, takes_all)
         self._name = name
-        self._here = next(ranks for ranks in members.by_host if members.context.rank in ranks)
-        self._is_first = self._here[0] == members.context.rank  # of its host
+        self._is_first = members.context.rank in members.first_of_hosts
         self._memory: SharedMemory | None = None  # of this host; made for the first tensor
         self._between: dist.ProcessGroup | None = None  # the first ranks of the hosts
         self._thread = ThreadPoolExecutor(1)
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         if self._memory is None:
-            rank = self.members.context.rank
+            here = self.members.here
             with patient_threads():
-                memory = SharedMemory(self._meet(self._here), self._here, self._here.index(rank), lambda: False)
+                memory = SharedMemory(self._meet(here), here, here.index(self.members.context.rank), lambda: False)
                 if self._is_first:
-                    self._between = self._meet([ranks[0] for ranks in self.members.by_host])
+                    self._between = self._meet(self.members.first_of_hosts)
             self._memory = memory
         return self._thread.submit(self._allocate, self._memory, elements, dtype).result()
 
     def _meet(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         # Not `dist.new_group`, which all ranks of the world would have to call. A backend has a group's methods.
         context, name = self.members.context, f"hosts/{self._name()}/{','.join(map(str, ranks))}"
-        store = dist.PrefixStore(name, context.hosts.store)
+        store = dist.PrefixStore(name, context.store)
         return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, ranks.index(context.rank), len(ranks), self.limit))
 
     def _allocate(self, memory: SharedMemory, elements: int, dtype: torch.dtype) -> Tensor:
@@ -87,7 +86,7 @@ class SeveralHosts(MemoryTransport):
             return None
         sent_bytes = {"": ring_bytes(tensor, memory.size)}
         if self._is_first:
-            sent_bytes[" between hosts"] = ring_bytes(tensor, len(self.members.by_host))
+            sent_bytes[" between hosts"] = ring_bytes(tensor, len(self.members.first_of_hosts))
         return Carried(self._thread.submit(self._combine, memory, tensor.view(-1), op), sent_bytes=sent_bytes)
 
     @torch.inference_mode()
@@ -101,7 +100,7 @@ class SeveralHosts(MemoryTransport):
         if self._is_first and op == ReduceOp.AVG:
             own.div_(self.members.size)
         copy = in_place(memory, own, partial(copy_from, source=0, rank=memory.rank))
-        SharedCollective(memory, "broadcast from rank", self._here[0], own, address, copy).advance(deadline)
+        SharedCollective(memory, "broadcast from rank", self.members.here[0], own, address, copy).advance(deadline)
 
     def _reduce_between(self, tensor: Tensor, op: Op, deadline: float) -> None:
         """Combine the tensors of the hosts' first ranks; do nothing on other ranks."""

@@ -51,10 +51,16 @@ class Members:
     def others(self) -> tuple[int, ...]:
         return tuple(rank for rank in self.ranks if rank != self.context.rank)
 
-    @property
-    def by_host(self) -> list[list[int]]:
-        """Return the ranks on each host, hosts in the order of their first ranks."""
-        return self.context.hosts.split(self.ranks)
+    @cached_property
+    def here(self) -> list[int]:
+        """The ranks on this rank's host."""
+        return self.context.here(self.ranks)
+
+    @cached_property
+    def first_of_hosts(self) -> list[int]:
+        """The first rank on each host, in the order of these ranks."""
+        first = {self.context.hosts[rank]: rank for rank in reversed(self.ranks)}
+        return sorted(first.values(), key=self.ranks.index)
 
 
 class Carried(NamedTuple):
