@@ -7,7 +7,7 @@
 
 `GradientBuckets` does what `intro_DP_overlap.py` spells out. Over gloo or NCCL, the all-reduce of a full bucket runs
 while the backward pass continues with earlier layers. In memory that the ranks of one machine share, nothing overlaps:
-a bucket is announced when it is full, and added up when the ranks wait for it, after the pass.
+the buckets are added up when the ranks wait for them, after the pass.
 """
 
 import torch.distributed as dist
