@@ -127,15 +127,12 @@ class Ranks:
         forks = self._forks if len(self._forks) >= len(group) else []  # a start is as slow as its slowest
         with can_start(who), handlers_later():  # a signal between a start and its entry would leave a process running
             for number, own in group.items():
-                among[number] = self._start_one(own, forks)
-
-    def _start_one(self, own: Mapping[str, str], forks: list[ForkedRank]) -> Process:
-        if forks:
-            fork = forks.pop(0)
-            fork.begin(own)
-            return fork
-        command = [sys.executable, "-u", *self._script]
-        return subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True)
+                if forks:
+                    among[number] = fork = forks.pop(0)
+                    fork.begin(own)
+                else:
+                    command = [sys.executable, "-u", *self._script]
+                    among[number] = subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True)
 
     def look(self) -> None:
         """Collect the ranks that have exited."""

@@ -69,7 +69,7 @@ class NoticeBoard:
         own = self._notice(error.wait)
         own.lost_a_peer = error.lost_a_peer
         try:
-            notices, ended = self._collect(own, self._store)
+            notices, ended = self._collect(own)
         except StoreError as lost:
             silent = "does not answer: it is stopped, or its machine or network is down"
             return self._without_store("has exited: see its last line" if lost.lost_a_peer else silent, error.wait)
@@ -117,8 +117,9 @@ class NoticeBoard:
         ended = {f"ended/{rank}": rank for rank in self._ranks}
         return {ended[key]: cause for key, cause in store.read(*ended).items()}
 
-    def _collect(self, own: Notice, store: SharedStore) -> tuple[dict[int, Notice], dict[int, str]]:
+    def _collect(self, own: Notice) -> tuple[dict[int, Notice], dict[int, str]]:
         """Ask, and return all notices as soon as every rank has published its wait, or after a few seconds."""
+        store = self._store
         if own.lost_a_peer:
             time.sleep(SECONDS_FOR_A_DEADLINE)
         own.failure_number = store.add("failed")

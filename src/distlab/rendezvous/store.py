@@ -24,7 +24,7 @@ from distlab.rendezvous.addresses import is_loopback, resolve
 from simplellm.errors import InputError, say
 
 ResultT = TypeVar("ResultT")
-SHORTEST_BETWEEN_LOOKS, LONGEST_BETWEEN_LOOKS = 0.002, 0.05  # seconds
+SECONDS_BETWEEN_LOOKS = 0.01
 OWNER = "owner"  # the key of the user who holds the store: on one machine, several may use the default port
 SECONDS_OF_A_START = 5.0  # other processes usually join within this time; after it, print which one is missing
 
@@ -163,7 +163,7 @@ class SharedStore:
             if now > deadline + self.timeout_seconds:
                 hint = hint or "is it running? --timeout sets how long"
                 raise InputError(f"waited {self.timeout_seconds:g} s for {what}: {hint}")
-            _sleep_before_next_look(now - started)
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def work(self, busy: str, work: Callable[[], ResultT]) -> ResultT:
         """Return the result of `work()`; until then, count up `busy`, for processes that wait for this one."""
@@ -227,14 +227,9 @@ def listens(address: str, port: int, unless_refused: bool = False) -> bool:
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Poll a condition; return whether it became true in time. (torch's own waits cannot be interrupted.)"""
-    started = time.monotonic()
+    deadline = time.monotonic() + seconds
     while not condition():
-        if (waited := time.monotonic() - started) > seconds:
+        if time.monotonic() > deadline:
             return False
-        _sleep_before_next_look(waited)
+        time.sleep(SECONDS_BETWEEN_LOOKS)
     return True
-
-
-def _sleep_before_next_look(waited_seconds: float) -> None:
-    """Sleep a fifth of the time that a process has waited, so that short waits end soon and long ones cost little."""
-    time.sleep(min(LONGEST_BETWEEN_LOOKS, max(SHORTEST_BETWEEN_LOOKS, waited_seconds / 5)))

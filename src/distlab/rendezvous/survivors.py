@@ -20,12 +20,11 @@ import torch.distributed as dist
 from distlab.comm.waits import TrafficError, list_ranks
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import name_process
-from distlab.rendezvous.store import SharedStore
+from distlab.rendezvous.store import SECONDS_BETWEEN_LOOKS, SharedStore
 
 NEWS, READY, PLACE = "repair/news", "repair/ready", "repair/place"
 TAKE, EVALUATE, SAVE, MEET = range(4)  # phases of a step; the last one only after the last step
 FINISHED = "has finished"  # why a rank has ended that did not fail
-SECONDS_BETWEEN_LOOKS = 0.01
 SECONDS_FOR_NEWS = 10.0  # from a lost connection until the launcher has noticed the death
 
 
