@@ -17,7 +17,7 @@ from distlab.machine.processes import leave, started_by_torchrun
 from distlab.rendezvous.groups import world_group
 from distlab.run.handing_over import ChangedError, LostError
 from distlab.run.logs import human_bytes
-from distlab.run.loss_sum import NotFiniteError
+from distlab.run.steps import NotFiniteError
 from distlab.run.terminal import RankOutput, say
 from simplellm.errors import InputError, tell
 from simplellm.exit_status import about_system

@@ -18,10 +18,9 @@ from distlab.machine.processes import started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import NOTE_OF_FOLDER, next_commands
 from distlab.run.logs import LEDGER, RunLog, remove_records_of_the_end
-from distlab.run.loss_sum import LossSum, NotFiniteError
 from distlab.run.provenance import provenance
 from distlab.run.starting import Joined, identity, start_alone
-from distlab.run.steps import Steps
+from distlab.run.steps import LossSum, NotFiniteError, Steps
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import write_config
@@ -170,7 +169,7 @@ class Run(Generic[SettingsT]):
             dist.all_reduce(torch.zeros((), device=self.device))
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
-        """Return the loss of the global batch, on every rank, and record it; `losses` are those of `LossSum.begin`."""
+        """Return the loss of the global batch, on every rank, and record it; `losses` are those of `LossSum`."""
         return self._wait_for_loss(self.sum_loss(step, losses))
 
     def _wait_for_loss(self, under_way: LossSum) -> float:
@@ -193,8 +192,8 @@ class Run(Generic[SettingsT]):
         return f" (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else ""
 
     def sum_loss(self, step: int, losses: Iterable[Tensor]) -> LossSum:
-        """Start to add up the loss of the global batch (`LossSum.begin`)."""
-        return LossSum.begin(step, losses, self.grid.layout, self.device)
+        """Start to add up the loss of the global batch."""
+        return LossSum(step, losses, self.grid.layout, self.device)
 
     def close(self) -> None:
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""

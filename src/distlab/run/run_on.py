@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 from distlab.parallel.clipping import NormSum, is_too_long
 from distlab.run.earlier_records import keep_records
 from distlab.run.logs import METRICS, RunLog
-from distlab.run.loss_sum import LossSum
 from distlab.run.state_copy import StateCopy, parameters_of
-from distlab.run.steps import BatchT, Steps
+from distlab.run.steps import BatchT, LossSum, Steps
 from distlab.run.training import TrainingRun, TrainSettingsT
 from simplellm.errors import require
 
@@ -112,9 +111,7 @@ class RunningOn:
 
     def keep_arrived(self) -> None:
         """Record the loss of the open step if it has arrived: for a run that ends early, when no rank may wait."""
-        if self._open is None or self._open.late is None:
-            return
-        if self._open.late.has_arrived() and (self._open_norm is None or self._open_norm.has_arrived()):
+        if all(number is None or number.has_arrived() for number in (self._open, self._open_norm)):
             with contextlib.suppress(RuntimeError):  # the transfer failed because another rank has exited
                 self.settle()
 

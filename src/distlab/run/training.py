@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from distlab.axes.layout import replicas_in
 from distlab.reports.memory import MemoryReport
-from distlab.run.loss_sum import LossSum, NotFiniteError
 from distlab.run.model import Loss, ModelParts, build_optimizer, own_parameters
 from distlab.run.run import Run
+from distlab.run.steps import LossSum, NotFiniteError
 from distlab.run.terminal import RankOutput, counted, say
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories

@@ -12,7 +12,7 @@ from support.processes import free_port, run_ranks
 
 from distlab.parallel import clipping
 from distlab.parallel.clipping import NormSum
-from distlab.run.loss_sum import LossSum, NotFiniteError
+from distlab.run.steps import LossSum, NotFiniteError
 from distlab.run.training import TrainingRun
 
 ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81, 0.81, 0.83 and 1.02
@@ -83,7 +83,7 @@ def order_of_a_step(_: int, flags: list[str]) -> list[str]:
         return noted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LossSum, "begin", noting("loss begun", LossSum.begin))
+        patch.setattr(LossSum, "__init__", noting("loss begun", LossSum.__init__))
         patch.setattr(LossSum, "wait", noting("loss read", LossSum.wait))
         patch.setattr(clipping, "sum_norm", noting("norm begun", clipping.sum_norm))
         patch.setattr(NormSum, "wait", noting("norm read", NormSum.wait))

@@ -63,7 +63,7 @@ def test_a_third_start_is_of_a_new_interpreter_if_restarts_are_not_used_up(resta
 FAILING = """
 '''A script whose rank 0 fails.'''
 from distlab.run.main import main
-from distlab.run.loss_sum import NotFiniteError
+from distlab.run.steps import NotFiniteError
 from distlab.settings.replicas import DataParallelSettings
 from simplellm.errors import InputError
 DEFAULTS = DataParallelSettings()

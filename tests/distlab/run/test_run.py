@@ -1,5 +1,6 @@
 """A run owns its parts: what a script has not handed over is missed at the start, and what it has is used."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
 from distlab.run.failure import Failure, refused_by_gpu
-from distlab.run.loss_sum import LossSum
 from distlab.run.main import warn_of_other_checkout
+from distlab.run.steps import LossSum
 from distlab.settings.common import parse
 from distlab.settings.folders import new_folder
 from distlab.settings.hybrid import HybridSettings
@@ -181,10 +182,14 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
 
 def test_a_ranks_share_of_a_loss_stays_beside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the shares, the first rank is found whose loss is not finite."""
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, async_op: tensor.fill_(torch.nan))
-    loss = LossSum.begin(0, [torch.tensor(2.0)], {"dp": 2}, torch.device("cpu"))
+
+    def make_not_finite(total: torch.Tensor, async_op: bool) -> None:
+        total.fill_(torch.nan)
+
+    monkeypatch.setattr("torch.distributed.all_reduce", make_not_finite)
+    loss = LossSum(0, [torch.tensor(2.0)], {"dp": 2}, torch.device("cpu"))
     assert loss.own == 2
-    assert loss.total.isnan()
+    assert math.isnan(loss.wait())
 
 
 def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from distlab.checkpoints.format import latest_valid
 from distlab.comm.context import context_of
 from distlab.comm.recorder import StepTime
 from distlab.pipeline.executor import Pipeline
-from distlab.run.loss_sum import NotFiniteError
 from distlab.run.run_on import Arrived, LossSum, RunningOn, UndoableLog, UndoableRun
 from distlab.run.state_copy import StateCopy
+from distlab.run.steps import NotFiniteError
 from distlab.run.training import TrainingRun
 
 PIPELINE = "PP/schedules/intro_PP_schedules.py"
@@ -187,6 +187,18 @@ class Arrives:
             raise RuntimeError(self._error)
 
 
+def loss_of_step_3(transfer: Any) -> LossSum:
+    """The loss of two replicas whose sum is 4 when the transfer arrives."""
+
+    def begin(total: Tensor, async_op: bool) -> Any:
+        total.fill_(4.0)
+        return transfer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.all_reduce", begin)
+        return LossSum(3, [torch.tensor(1.0)], {"dp": 2}, torch.device("cpu"))
+
+
 def running_on(tell: Callable[[int, float, float | None], None], **options: float) -> RunningOn:
     return RunningOn(StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), tell, **options)
 
@@ -199,7 +211,7 @@ def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, to
     found: list[tuple[int, float]] = []
     late = running_on(lambda step, loss, _: found.append((step, loss)))
     late.keep_arrived()
-    late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), transfer, counted=2))
+    late.leave_open(loss_of_step_3(transfer))
     run: Any = UndoableRun.__new__(UndoableRun)
     run.records = SimpleNamespace(late=late)
     run.end_early(RuntimeError("another rank has exited"))
@@ -210,7 +222,7 @@ def test_after_a_death_the_loss_of_the_open_step_is_that_which_a_rank_knows_of_i
     """Others may know only that of the step before."""
     found: list[tuple[int, float]] = []
     late = running_on(lambda step, loss, _: found.append((step, loss)))
-    late.leave_open(LossSum(3, torch.tensor(1.0), torch.tensor(4.0), Arrives(False), counted=2))  # type: ignore[arg-type]
+    late.leave_open(loss_of_step_3(Arrives(False)))
     late.go_on_with(4, [Arrived(2, 9.0, None), Arrived(3, 2.0, None)])
     assert found == [(3, 2.0)]
     assert late.waits_in == 4
