@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from distlab.axes.layout import EXPERTS, REPLICAS, Layout, layout_size, replicas_in
+from distlab.axes.layout import EXPERTS, REPLICAS, Layout, layout_size
 from distlab.checkpoints.format import (
     PER_RANK_OPTIMIZER_STATE,
     UNFINISHED,
@@ -29,8 +29,8 @@ from distlab.checkpoints.saving import make_room, read_into, restore, save, stat
 from distlab.comm.context import context_of
 from distlab.comm.together import texts_of_all, together
 from distlab.run.terminal import counted, say
-from distlab.settings.common import ResumableSettings, as_flag, as_json
-from distlab.settings.resuming import check_data, per_step
+from distlab.settings.common import ResumableSettings, as_json
+from distlab.settings.resuming import check_data, remarks
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -155,19 +155,11 @@ class Checkpointer:
         shutil.rmtree(place_of(self._out, steps, UNFINISHED), ignore_errors=True)
 
     def introduce(self) -> None:
-        """Print where the run resumes, and report a changed global batch."""
-        if self.resumed is None:
-            return
-        say(f"resuming from {self.resumed.folder}, after {counted(self.resumed.step, 'steps')}")
-        data = self.resumed.record.get("data") or {}
-        if "bytes" in data and data["source"] == getattr(self._settings, "data", None):
-            say(f"its data is in {data['source']}, a file of this machine that the checkpoint names")
-        for name, before in per_step(self.resumed, self._settings).items():
-            now = getattr(self._settings, name) * replicas_in(self._settings.layout)
-            if now != before:
-                say(f"the global batch is now {now} and was {before}: {as_flag(name)} sets it")
-        for remark in self._settings.remarks_on_resuming(self.resumed):
-            say(remark)
+        """Print where the run resumes, and with which changes."""
+        if self.resumed is not None:
+            say(f"resuming from {self.resumed.folder}, after {counted(self.resumed.step, 'steps')}")
+            for remark in remarks(self._settings, self.resumed):
+                say(remark)
 
 
 def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -183,16 +183,6 @@ class ResumableSettings(RunSettings):
     def decide(self) -> dict[str, Any]:
         return {"data_identity": self.data_identity}
 
-    def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
-        """Return the settings whose defaults come from the checkpoint, by name; `InputError` for a wrong type."""
-        from distlab.settings.resuming import saved_values
-
-        return saved_values(self, checkpoint)
-
-    def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
-        """Return lines to print about settings that change the course of the resumed run."""
-        return []
-
     def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
         """Raise `InputError` if a run with these settings would not continue the run that wrote the checkpoint."""
         from distlab.settings.resuming import check_checkpoint
@@ -268,9 +258,10 @@ def parse(
     try:
         if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
             from distlab.checkpoints.format import latest_valid
+            from distlab.settings.resuming import saved_values
 
             checkpoint = latest_valid(settings.resume, at_a_glance=True)
-            settings = read(replace(settings, **settings.saved_values(checkpoint)))
+            settings = read(replace(settings, **saved_values(settings, checkpoint)))
         settings.check()
         if isinstance(settings, ResumableSettings):
             settings.check_folders()

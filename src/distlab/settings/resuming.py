@@ -2,14 +2,14 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from distlab.axes.layout import layout_flags, layout_size, replicas_in
-from distlab.checkpoints import FOLDER
+from distlab.checkpoints import FOLDER, LLAMA
 from distlab.checkpoints.format import Checkpoint, has_checkpoints, in_the_way, latest_valid, numbered
 from distlab.machine.processes import NEWCOMER
 from distlab.settings.resume_policy import ResumePolicy, marked
@@ -43,7 +43,8 @@ def saved_values(settings: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     for name, value in values.items():
         sentence = f"{checkpoint.folder}: its record has {value!r:.50} for {as_flag(name)}"
         require(fits(value, kinds[name]), sentence)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return _saved_of_llama(settings, values, checkpoint) if settings.architecture == LLAMA else values
 
 
 def check_checkpoint(settings: Any, checkpoint: Checkpoint) -> None:
@@ -67,11 +68,13 @@ def check_checkpoint(settings: Any, checkpoint: Checkpoint) -> None:
     given = "the one that comes with the lab" if tokenizer == SHIPPED_MODEL else given
     require(is_same, f"{flag}: it was trained with another tokenizer than {given}")
     check_data(checkpoint, settings.data_identity)
+    if settings.architecture == LLAMA:
+        _check_llama(settings, checkpoint)
 
 
-def saved_of_llama(settings: Any, saved: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+def _saved_of_llama(settings: Any, values: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """Complete `saved_values` for a run that trains the lab's Llama."""
-    values, model = dict(saved), checkpoint.record["model"]
+    model = checkpoint.record["model"]
     values.setdefault("seq_len", min(settings.seq_len, model["ctx_size"]))  # an imported model has no settings
     values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
     if values.get("batch_size", 0) % max(1, values.get("micro_batches", settings.micro_batches)):
@@ -81,7 +84,7 @@ def saved_of_llama(settings: Any, saved: dict[str, Any], checkpoint: Checkpoint)
     return values
 
 
-def check_llama(settings: Any, checkpoint: Checkpoint) -> None:
+def _check_llama(settings: Any, checkpoint: Checkpoint) -> None:
     """Complete `check_checkpoint` for a run that trains the lab's Llama."""
     flag, model = f"--resume {settings.resume}", checkpoint.record["model"]
     can_have = hasattr(settings, "experts") or not model.get("experts")
@@ -102,14 +105,24 @@ def check_llama(settings: Any, checkpoint: Checkpoint) -> None:
     require(same_ranks or not checkpoint.per_rank_optimizer_state, f"{flag}: {sentence}")
 
 
-def lr_remarks(settings: Any, checkpoint: Checkpoint) -> list[str]:
-    """Return the line to print if the resumed run has another length and the learning rate falls until its end."""
-    before = checkpoint.record["settings"].get("steps", settings.steps)
-    if settings.lr_schedule == "constant" or before == settings.steps:
-        return []
-    lrs = [replace(settings, steps=steps).learning_rate(checkpoint.step) for steps in (before, settings.steps)]
-    sentence = f"the learning rate now falls until step {settings.steps:,}, not {before:,}"
-    return [f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"]
+def remarks(settings: Any, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield lines to print on the data of a resumed run, and on settings that change its course."""
+    saved, data = checkpoint.record["settings"], checkpoint.record.get("data") or {}
+    if "bytes" in data and data["source"] == getattr(settings, "data", None):
+        yield f"its data is in {data['source']}, a file of this machine that the checkpoint names"
+    for name, before in per_step(checkpoint, settings).items():
+        now = getattr(settings, name) * replicas_in(settings.layout)
+        if now != before:
+            yield f"the global batch is now {now} and was {before}: {as_flag(name)} sets it"
+    if settings.architecture == LLAMA:
+        length = saved.get("steps", settings.steps)
+        if settings.lr_schedule != "constant" and length != settings.steps:
+            lrs = [replace(settings, steps=steps).learning_rate(checkpoint.step) for steps in (length, settings.steps)]
+            sentence = f"the learning rate now falls until step {settings.steps:,}, not {length:,}"
+            yield f"{sentence}: it is now {lrs[1]:.3g} instead of {lrs[0]:.3g}; --steps sets it"
+    if hasattr(settings, "schedule") and chooses_program(settings, saved):
+        followed = f"the checkpoint's run followed --schedule {saved['schedule']}; this one follows {settings.schedule}"
+        yield f"{followed}: a file is a program, so no checkpoint chooses it"
 
 
 def chooses_program(settings: Any, saved: Mapping[str, Any]) -> bool:
@@ -120,17 +133,6 @@ def chooses_program(settings: Any, saved: Mapping[str, Any]) -> bool:
     from distlab.pipeline.schedules import is_file
 
     return is_file(str(saved.get("schedule"))) and not is_file(getattr(settings, "schedule", ""))
-
-
-def schedule_remarks(settings: Any, checkpoint: Checkpoint) -> list[str]:
-    """Return the line to print if the run does not follow the schedule in a file that the checkpoint names."""
-    saved = checkpoint.record["settings"]
-    if not chooses_program(settings, saved):
-        return []
-    return [
-        f"the checkpoint's run followed --schedule {saved['schedule']}; this one follows {settings.schedule}: "
-        "a file is a program, so no checkpoint chooses it"
-    ]
 
 
 def check_folders(settings: Any) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import tyro
 
@@ -26,9 +26,6 @@ from distlab.settings.training import TrainSettings
 from simplellm.errors import require
 from simplellm.options import BLOCK_BY_BLOCK
 from simplellm.tokenizers import SPTokenizer
-
-if TYPE_CHECKING:
-    from distlab.checkpoints.format import Checkpoint
 
 
 @dataclass
@@ -129,11 +126,6 @@ class WrittenScheduleSettings(StageSettings):
     def files(self) -> dict[str, Path]:
         own = {f"--schedule {self.schedule}": Path(self.schedule)} if is_file(self.schedule) else {}
         return super().files | own
-
-    def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
-        from distlab.settings.resuming import schedule_remarks
-
-        return [*super().remarks_on_resuming(checkpoint), *schedule_remarks(self, checkpoint)]
 
     def programs(self) -> list[list[Action]]:
         """Return each worker's actions, in order."""

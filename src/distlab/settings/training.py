@@ -23,7 +23,6 @@ from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 if TYPE_CHECKING:
-    from distlab.checkpoints.format import Checkpoint
     from distlab.comm.recorder import StepTime
 
 LRSchedule = Literal["constant", "cosine", "linear"]
@@ -166,29 +165,13 @@ class TrainSettings(ResumableSettings):
             parts.append(f"falls from {self.lr:g} to {self.min_lr:g} along {curve}, until step {self.steps:,}")
         return [f"the learning rate {' and then '.join(parts)}"] if parts else []
 
-    def remarks_on_resuming(self, checkpoint: "Checkpoint") -> list[str]:
-        from distlab.settings.resuming import lr_remarks
-
-        return lr_remarks(self, checkpoint)
-
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         return learning_rate(step, self.steps, self.lr, self.warmup_steps, self.lr_schedule, self.min_lr)
 
-    def saved_values(self, checkpoint: "Checkpoint") -> dict[str, Any]:
-        from distlab.settings.resuming import saved_of_llama
-
-        return saved_of_llama(self, super().saved_values(checkpoint), checkpoint)
-
     def mixture_options(self) -> dict[str, Any]:
         """Return the keyword arguments of models in `simplellm.llama` that a mixture of experts adds."""
         return {}
-
-    def check_checkpoint(self, checkpoint: "Checkpoint") -> None:
-        from distlab.settings.resuming import check_llama
-
-        super().check_checkpoint(checkpoint)
-        check_llama(self, checkpoint)
 
     def check(self) -> None:
         super().check()

@@ -18,6 +18,7 @@ from support.terminals import fork_launcher
 from distlab.checkpoints.format import latest_valid
 from distlab.settings.common import parse
 from distlab.settings.replicas import DataParallelSettings
+from distlab.settings.resuming import remarks
 from distlab.settings.training import TrainSettings, learning_rate
 from simplellm.errors import InputError
 
@@ -144,11 +145,11 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
     checkpoint = latest_valid(half_way(folder))
     settings = parse(TrainSettings(), "", ["--resume", str(half_way(folder)), "--steps", str(2 * STEPS)])
     assert (settings.lr_schedule, settings.betas, settings.weight_decay) == ("cosine", (0.8, 0.95), 0.1)
-    [remark] = settings.remarks_on_resuming(checkpoint)
+    [remark] = remarks(settings, checkpoint)
     lrs = [f"{learning_rate(HALF, steps, 1e-2, 1, 'cosine', 1e-3):.3g}" for steps in (2 * STEPS, STEPS)]
     assert "it is now {} instead of {}; --steps sets it".format(*lrs) in remark
-    assert not replace(settings, steps=STEPS).remarks_on_resuming(checkpoint)
-    assert not replace(settings, lr_schedule="constant").remarks_on_resuming(checkpoint)
+    assert not [*remarks(replace(settings, steps=STEPS), checkpoint)]
+    assert not [*remarks(replace(settings, lr_schedule="constant"), checkpoint)]
 
 
 def test_a_batch_that_replicas_cannot_share_is_not_taken(saved: Any) -> None:
