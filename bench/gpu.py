@@ -200,7 +200,8 @@ def compare_memory(name: str, size: Size, settings: Settings) -> list[str]:
     report = MemoryReport(optimizer)
     with report.counting():
         step(ids)
-    counts = report.counts(context_of().recorder)[: len(MEMORY_KINDS)]
+    counted = report.counts(context_of().recorder)
+    counts = [counted[kind] for kind in MEMORY_KINDS]
     if device.type == "cpu":
         return [memory_row(name, counts, None)]
     torch.cuda.reset_peak_memory_stats(device)

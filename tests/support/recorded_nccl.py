@@ -193,8 +193,9 @@ def zeros(read: Callable[[Tensor], Any], calls: list[Call]) -> Callable[[Tensor]
 def store_with_accounts(size: int) -> dist.HashStore:
     """Return a store with the account of each rank, for which rank 0 waits at the end of a run."""
     store = dist.HashStore()
+    kinds = *memory.MEMORY_KINDS, memory.WITHOUT_RECOMPUTE, memory.ROWS
     for rank in range(size):
-        store.set(f"account/{rank}", json.dumps({"rank": rank, "memory": [0] * (len(memory.MEMORY_KINDS) + 2)}))
+        store.set(f"account/{rank}", json.dumps({"rank": rank, "memory": dict.fromkeys(kinds, 0)}))
     return store
 
 

@@ -209,7 +209,7 @@ class Run(Generic[SettingsT]):
         held = [account.pop("memory") for account in accounts]
         if held and all(held):  # every rank has taken a step
             memory.keep(self.out / "memory.json", held)
-            for line in memory.as_table(held, sorted(self.grid.alive)):
+            for line in memory.as_table(dict(zip(sorted(self.grid.alive), held, strict=True))):
                 say(line)
         if accounts and self.records.steps:
             self._keep_ledger(accounts)
@@ -226,7 +226,7 @@ class Run(Generic[SettingsT]):
 
     def _end_together(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Wait for all ranks; on the first rank, return the account and the memory of each, and their traces."""
-        account = self.records.account() | {"memory": self.memory.counts(self.recorder) if self.memory else []}
+        account = self.records.account() | {"memory": self.memory.counts(self.recorder) if self.memory else {}}
         traces = []
         if self.recorder.enabled:
             from distlab.run.tracing import gather_traces

@@ -131,12 +131,11 @@ class TrainingRun(Run[TrainSettingsT]):
             remark_on_weight_gradients(parts.stages.values(), self.recorder.programs)
         whole = [p for stage in parts.stages.values() for p in stage.parameters()] if shards else None
         held = [state.held_bytes for state in (outer, compressor) if state is not None]
-        rows_bytes = None
+        self.memory = MemoryReport(optimizer, parts.sharded.values(), held, whole)
         if getattr(args, "experts", 0):
             from distlab.parallel.expert_parallel import most_rows_bytes
 
-            rows_bytes = partial(most_rows_bytes, parts.stages.values())
-        self.memory = MemoryReport(optimizer, parts.sharded.values(), held, whole, rows_bytes)
+            self.memory.rows_bytes = partial(most_rows_bytes, parts.stages.values())
         if args.eval_every:
             from distlab.run.validation import Validator
 

@@ -8,7 +8,6 @@ import torch
 from support.chapters import train_on
 
 from distlab.comm.recorder import Recorder
-from distlab.machine.saved_activations import SavedActivations
 from distlab.reports import memory
 from simplellm.errors import InputError
 
@@ -18,51 +17,60 @@ SCRIPT = "PP/schedules/intro_PP_schedules.py"
 def test_every_kind_is_counted() -> None:
     weight, frozen = torch.zeros(10, 10, requires_grad=True), torch.zeros(3)
     optimizer = torch.optim.Adam([weight, frozen])
-    saved = SavedActivations([weight, frozen])
+    report, recorder = memory.MemoryReport(optimizer), Recorder()
+    assert not report.counts(recorder), "no step was taken"
     x = torch.ones(7, 10)
-    with saved.counting():
+    with report.counting():
         loss = (x @ weight).exp().sum()
     loss.backward()
     optimizer.step()
-    parameters, gradients, state, copied, gathered, activations = memory.count_bytes(optimizer, saved.peak_bytes)
+    parameters, gradients, state, copied, gathered, activations, *_ = report.counts(recorder).values()
     assert (parameters, gradients) == (400 + 12, 400)
     assert copied == gathered == 0
     assert state == 2 * 400 + 4  # two moments, and the number of steps
     assert activations == 2 * 280  # the input, and the result of exp()
-    report, recorder = memory.MemoryReport(optimizer), Recorder()
-    with report.counting():
-        pass
-    recorder.kept_bytes.append((0.0, 500))  # by a pipeline, in a later step
-    assert report.counts(recorder)[5:7] == [500, 500], "without recomputation, no less than with it"
+    recorder.kept_bytes.append((0.0, 5000))  # by a pipeline, in a later step
+    for kind in ("activations", memory.WITHOUT_RECOMPUTE):
+        assert report.counts(recorder)[kind] == 5000, "without recomputation, no less than with it"
+
+
+def counts(*sizes: int) -> dict[str, int]:
+    """The bytes of a rank, of the kinds in their order."""
+    return dict(zip((*memory.MEMORY_KINDS, memory.WITHOUT_RECOMPUTE, memory.ROWS), sizes, strict=True))
 
 
 def test_ranks_that_hold_the_same_share_a_line() -> None:
     sizes = 1_000_000, 2_000_000, 1_000_004  # the last is shown like the first
-    by_rank = [[size, 0, 0, 0, 0, 5, 5] for size in sizes]
-    head, *lines = memory.as_table(by_rank)
+    by_rank = [counts(size, 0, 0, 0, 0, 5, 5, 0) for size in sizes]
+    head, *lines = memory.as_table(dict(enumerate(by_rank)))
     assert head.split() == "memory, MB parameters gradients optimizer state activations".split()
     assert [line.split() for line in lines] == [
         "ranks 0, 2 1.00 0.00 0.00 0.00".split(),
         "rank 1 2.00 0.00 0.00 0.00".split(),
     ]
-    assert memory.as_table(by_rank, [0, 3, 5])[1].startswith("ranks 0, 5 "), "of those that are left"
-    many = memory.as_table([*([by_rank[0]] * 9), by_rank[1]])
+    assert memory.as_table(dict(zip((0, 3, 5), by_rank, strict=True)))[1].startswith("ranks 0, 5 "), (
+        "of those that are left"
+    )
+    many = memory.as_table(dict(enumerate([*([by_rank[0]] * 9), by_rank[1]])))
     assert len({len(line) for line in many}) == 1, "numbers stand below their heads, however many ranks share a line"
 
 
 def test_a_column_is_there_for_any_rank_that_has_such_bytes() -> None:
     """In the order: the copy to undo, what is gathered, activations with and without recomputation, rows of experts."""
-    nothing, all_kinds = [0] * 8, [0, 0, 0, 1_000_000, 2_000_000, 3_000_000, 4_000_000, 5_000_000]
-    head, *lines = memory.as_table([nothing, all_kinds])
+    nothing, all_kinds = counts(*[0] * 8), counts(0, 0, 0, 1_000_000, 2_000_000, 3_000_000, 4_000_000, 5_000_000)
+    head, *lines = memory.as_table({0: nothing, 1: all_kinds})
     further = "copy to undo gathered activations without --recompute rows of experts"
     assert head.split() == f"memory, MB parameters gradients optimizer state {further}".split()
     assert lines[1].split()[2:] == "0.00 0.00 0.00 1.00 2.00 3.00 4.00 5.00".split()
-    head, _ = memory.as_table([nothing])
+    head, _ = memory.as_table({0: nothing})
     assert head.split() == "memory, MB parameters gradients optimizer state activations".split()
 
 
 def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_path: Path) -> None:
-    memory.keep(tmp_path / "memory.json", [[9, 9, 0, 0, 0, 1, 1], [8, 8, 0, 0, 0, 4, 4], [7, 7, 0, 0, 0, 5, 5]])
+    memory.keep(
+        tmp_path / "memory.json",
+        [counts(9, 9, 0, 0, 0, 1, 1, 0), counts(8, 8, 0, 0, 0, 4, 4, 0), counts(7, 7, 0, 0, 0, 5, 5, 0)],
+    )
     assert memory.read_largest(tmp_path) == [8, 8, 0, 0, 0, 4]
     earlier = {"parameters": 1, "gradients": 2, "optimizer state": 3, "activations": 4}
     (tmp_path / "memory.json").write_text(json.dumps([earlier]))
@@ -72,7 +80,7 @@ def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_p
 
 
 def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
-    head, line = memory.as_table([[0, 0, 0, 0, 0, 2_000_000, 9_000_000]])
+    head, line = memory.as_table({0: counts(0, 0, 0, 0, 0, 2_000_000, 9_000_000, 0)})
     assert head.split() == "memory, MB parameters gradients optimizer state activations without --recompute".split()
     assert line.split() == "rank 0 0.00 0.00 0.00 2.00 9.00".split()
 
