@@ -2,16 +2,14 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from distlab.axes.layout import EXPERTS, REPLICAS, Layout, layout_size
@@ -28,14 +26,13 @@ from distlab.checkpoints.format import (
 from distlab.checkpoints.saving import make_room, read_into, restore, save, state_of, tensors_in
 from distlab.comm.context import context_of
 from distlab.comm.together import texts_of_all, together
+from distlab.run.model import ModelParts
 from distlab.run.terminal import counted, say
 from distlab.settings.common import ResumableSettings, as_json
 from distlab.settings.resuming import check_data, remarks
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
-    from distlab.parallel.gradient_compression import Compressor
-    from distlab.parallel.outer import OuterState
     from distlab.run.logs import RunLog
 
 CANDIDATES = "candidates"  # the key among rank 0's decisions
@@ -48,18 +45,6 @@ class Batches(Protocol[BatchT]):
     def __iter__(self) -> Iterator[BatchT]: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state: dict[str, int]) -> None: ...
-
-
-@dataclass
-class TrainingState:
-    """The state that a script registers with `Run.track`: everything that changes during training."""
-
-    parameters: dict[str, nn.Parameter]  # of this rank, by their names in the whole model
-    model: dict[str, Any]  # the description of the model in a checkpoint's record
-    optimizer: Optimizer  # of all parameters
-    changing: Callable[[], AbstractContextManager[object]] = nullcontext  # a context in which parameters are restored
-    outer: "OuterState | None" = None  # of replicas that train independently; its model is the checkpoint's
-    compressor: "Compressor | None" = None  # of the gradients
 
 
 class Checkpointer:
@@ -81,41 +66,38 @@ class Checkpointer:
         self.saved = self.first_step if self.continues else None  # number of steps at the last checkpoint
         tokenizer = settings.tokenizer_model  # read now: it may be in a checkpoint that the run will delete
         self._tokenizer = None if tokenizer is None else tokenizer.read_bytes()
-        self.state: TrainingState | None = None  # set by the script through `Run.track`
-
-    def register(self, *state: Any) -> None:
-        """Register the state that changes during training: the fields of a `TrainingState`."""
-        self.state = TrainingState(*state)
+        # Set by the script through `Run.track`:
+        self.parts: ModelParts | None = None
+        self.optimizer: Optimizer
 
     def restore(self, batches: Batches[Any]) -> int:
         """Load the checkpoint's state; return how many tokens (or inputs, …) its steps consumed, 0 for a new run."""
         sentence = "--save-every and --resume need a script that calls run.track before its first step"
-        require(self.state is not None, sentence)
-        if self.resumed is None or self.state is None:
+        require(self.parts is not None, sentence)
+        if self.resumed is None or self.parts is None:
             return 0
-        resumed, state, layout = self.resumed, self.state, self._settings.layout
-        what = f"all ranks to read the checkpoint of step {resumed.step}"
-        with state.changing():
-            together(what, lambda: restore(resumed, state.parameters, state.optimizer, self._rank, layout))
-        if self.state.outer is not None:
-            saved, own = tensors_in(self.resumed.folder), self.state.outer.state()
-            before = _of_a_replica(self.resumed.layout, self.resumed.record["settings"])
-            is_same = before == _of_a_replica(self._settings.layout, as_json(self._settings))
-            own = {name: tensor for name, tensor in own.items() if is_same and name in saved}
+        resumed, parts, layout = self.resumed, self.parts, self._settings.layout
+        what, parameters = f"all ranks to read the checkpoint of step {resumed.step}", parts.parameters()
+        with parts.changing_shards():
+            together(what, lambda: restore(resumed, parameters, self.optimizer, self._rank, layout))
+        saved = tensors_in(resumed.folder) if parts.outer or parts.compressor else {}
+        if parts.outer is not None:
+            before = _of_a_replica(resumed.layout, resumed.record["settings"])
+            is_same = before == _of_a_replica(layout, as_json(self._settings))
+            own = {name: tensor for name, tensor in parts.outer.state().items() if is_same and name in saved}
             together(what, lambda: read_into(own, resumed))
-            self.state.outer.load_state(own)
-        if self.state.compressor is not None and self.resumed.layout == self._settings.layout:
-            saved, device = tensors_in(self.resumed.folder), next(iter(self.state.parameters.values())).device
-            names = self.state.compressor.names_in(saved)
-            kept = {name: torch.empty(saved[name].size, device=device) for name in names}
+            parts.outer.load_state(own)
+        if parts.compressor is not None and resumed.layout == layout:
+            device = next(iter(parameters.values())).device
+            kept = {name: torch.empty(saved[name].size, device=device) for name in parts.compressor.names_in(saved)}
             together(what, lambda: read_into(kept, resumed))
-            self.state.compressor.load_state(kept)
-        if self.resumed.record.get("position"):
+            parts.compressor.load_state(kept)
+        if resumed.record.get("position"):
             try:
-                batches.load_state_dict(self.resumed.record["position"])
+                batches.load_state_dict(resumed.record["position"])
             except InputError as error:
-                raise InputError(f"--resume {self.resumed.folder}: {error.with_flags()}") from error
-        return self.resumed.count
+                raise InputError(f"--resume {resumed.folder}: {error.with_flags()}") from error
+        return resumed.count
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether to save after `step`, in a run of `steps` steps."""
@@ -124,15 +106,15 @@ class Checkpointer:
 
     def save(self, steps: int, position: dict[str, int], log: "RunLog") -> None:
         """Write a checkpoint after `steps` steps, at this position in the data; all ranks must call this method."""
-        args, state = self._settings, self.state
-        assert state is not None
+        args, parts = self._settings, self.parts
+        assert parts is not None
         record = {
             "architecture": args.architecture,
             "step": steps,
             "unit": log.unit,
             log.unit: log.count,
             "position": position,
-            "model": state.model,
+            "model": parts.sizes,
             "data": self._data_identity,
             "settings": as_json(args),
             "layout": args.layout,
@@ -140,10 +122,12 @@ class Checkpointer:
             PER_RANK_OPTIMIZER_STATE: args.per_rank_optimizer_state,
             "torch": torch.__version__,
         }
-        further = (state.outer.state() if state.outer else {}) | (state.compressor.state() if state.compressor else {})
-        with state.outer.as_model() if state.outer else nullcontext():
-            tensors = state_of(state.parameters, state.optimizer, self._rank, args.per_rank_optimizer_state)
-            save(self._out, tensors | further, record, self._tokenizer, args.keep)
+        tensors: dict[str, Any] = {}
+        for state in (parts.outer, parts.compressor):
+            tensors |= {} if state is None else state.state()
+        with parts.outer.as_model() if parts.outer else nullcontext():
+            tensors |= state_of(parts.parameters(), self.optimizer, self._rank, args.per_rank_optimizer_state)
+            save(self._out, tensors, record, self._tokenizer, args.keep)
         self.saved = steps
 
     def has(self, steps: int) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -14,6 +14,10 @@ from distlab.axes.shards import ReplicaShards
 from distlab.machine.torch_patches import without_compiler
 from simplellm.llama import LLamaPart
 from simplellm.losses import causalLLMLoss
+
+if TYPE_CHECKING:
+    from distlab.parallel.gradient_compression import Compressor
+    from distlab.parallel.outer import OuterState
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}  # by the names of `--optimizer`
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits of the whole model, token ids (batch, seq)) -> mean loss
@@ -40,16 +44,18 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The stages of the model that this rank holds, and the loss function."""
+    """The stages of the model that this rank holds, the loss, and the state that changes with the weights."""
 
     stages: Mapping[int, nn.Module]  # by their index in the model
-    sizes: Mapping[str, Any]  # of the model: the arguments that build it, except its number of layers
+    sizes: Mapping[str, Any]  # of the model
     owners: Sequence[int]  # by stage, the rank in the pipeline that holds it
     grid: Grid  # this rank's position in the layout
     loss: Loss
     sharded: Mapping[int, ReplicaShards] = field(default_factory=dict)  # around stages that the replicas shard
     shards: Mapping[str, nn.Parameter] = field(default_factory=dict)  # of parameters; only this rank updates them
     gather: Callable[[], object] = lambda: None  # gives all ranks all shards
+    outer: "OuterState | None" = None  # of replicas that train independently; its model is the checkpoint's
+    compressor: "Compressor | None" = None  # of the gradients
 
     @classmethod
     def of(
@@ -58,22 +64,23 @@ class ModelParts:
         grid: Grid,
         owners: Sequence[int] | None = None,
         loss: Loss | None = None,
-        shards: Mapping[str, nn.Parameter] | None = None,
-        gather: Callable[[], object] = lambda: None,
         sizes: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> "ModelParts":
         """Make it from a model or one of its stages, wrapped or not; or from several stages by index and `owners`.
 
-        `sizes` are for a model that is not the lab's Llama, which has an attribute with its sizes.
+        `sizes` are of the whole model; of the lab's Llama, only the number of layers is needed.
         """
         parts = model if isinstance(model, Mapping) else {grid.axis("pp").rank: model}
         stages = {stage: _without_wrappers(part) for stage, part in parts.items()}
         first = next(iter(stages.values()))
-        sizes = first.options if isinstance(first, LLamaPart) else sizes or {}
+        sizes = sizes or {}
+        if isinstance(first, LLamaPart):  # which may have only some of the layers
+            sizes = {**first.options, "n_layers": sizes.get("n_layers", first.options["n_layers"])}
         loss = loss or partial(causalLLMLoss, vocab_size=sizes["vocab_size"])
         sharded = {stage: part for stage, part in parts.items() if isinstance(part, ReplicaShards)}
         owners = range(grid.axis("pp").size) if owners is None else owners
-        return cls(stages, sizes, owners, grid, loss, sharded, shards or {}, gather)
+        return cls(stages, sizes, owners, grid, loss, sharded, **options)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this rank updates, or its shards of them, by their names in the whole model."""

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from distlab.machine.processes import started_by_torchrun
 from distlab.reports import memory
 from distlab.run.commands import NOTE_OF_FOLDER, next_commands
 from distlab.run.logs import LEDGER, RunLog, remove_records_of_the_end
+from distlab.run.model import ModelParts
 from distlab.run.provenance import provenance
 from distlab.run.starting import Joined, identity, start_alone
 from distlab.run.steps import LossSum, NotFiniteError, Steps
@@ -134,23 +135,21 @@ class Run(Generic[SettingsT]):
 
     def track(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Register the state that changes during training, for checkpoints; `model` is this rank's part, unwrapped."""
+        sizes = {name: getattr(self.settings, name) for name in marked(self.settings, ResumePolicy.MODEL)}
+        self._track(ModelParts({0: model}, sizes, [0], self.grid, nn.functional.cross_entropy), optimizer)
+
+    def _track(self, parts: ModelParts, optimizer: Optimizer) -> None:
+        """Give the state to the components that keep it."""
         if self.checkpointer is not None:
-            sizes = {name: getattr(self.settings, name) for name in marked(self.settings, ResumePolicy.MODEL)}
-            self.checkpointer.register(dict(model.named_parameters()), sizes, optimizer)
-        self._record(dict(model.named_parameters()), dict(model.named_parameters()), optimizer)
-
-    def _record(
-        self, updated: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter], optimizer: Optimizer
-    ) -> None:
-        """With `--record-gradients`, record the first steps; the arguments are those of `Recording`."""
+            self.checkpointer.parts, self.checkpointer.optimizer = parts, optimizer
         steps = getattr(self.settings, "record_gradients", None)
-        if steps is None:
-            return
-        from distlab.run.recording import Recording
+        if steps is not None:
+            from distlab.run.recording import Recording
 
-        shares = getattr(self.settings, "micro_batches", 1) if self.world_size == 1 else 0
-        recorded = range(self.first_step, self.first_step + steps)
-        self.recording = Recording(self.out, self.rank, recorded, updated, held, optimizer, shares)
+            shares = getattr(self.settings, "micro_batches", 1) if self.world_size == 1 else 0
+            recorded = range(self.first_step, self.first_step + steps)
+            held = parts.parameters(), parts.held()
+            self.recording = Recording(self.out, self.rank, recorded, *held, optimizer, shares)
 
     def count_steps(
         self,

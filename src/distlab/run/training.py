@@ -41,7 +41,6 @@ class TrainingRun(Run[TrainSettingsT]):
     sums_exactly = False  # whether a norm is the same bit for bit, however many replicas add it up
     _optimizer: Optimizer | None = None
     _parts: ModelParts
-    _outer: "OuterState | None" = None
     _step: int  # the current one
     _loss_under_way: LossSum | None = None  # with `--clip-norm`, between `log` and `clip` or the update
     _batch: Tensor  # its token ids
@@ -115,14 +114,10 @@ class TrainingRun(Run[TrainSettingsT]):
             shards: if this rank updates only parts of the parameters: these parts, by the parameters' names.
             gather: called when shards have been restored: gives all ranks all shards.
         """
-        args, self._outer = self.settings, outer
-        parts = self._parts = ModelParts.of(model, self.grid, owners, loss, shards or {}, gather, self._sizes())
-        if self.checkpointer is not None:
-            sizes = {**parts.sizes, "n_layers": args.n_layers}
-            parameters = parts.parameters()
-            self.checkpointer.register(parameters, sizes, optimizer, parts.changing_shards, outer, compressor)
-        self._record(parts.parameters(), parts.held(), optimizer)
-        self._optimizer = optimizer
+        args, self._optimizer = self.settings, optimizer
+        state: dict[str, Any] = {"shards": shards or {}, "gather": gather, "outer": outer, "compressor": compressor}
+        parts = self._parts = ModelParts.of(model, self.grid, owners, loss, self._sizes(), **state)
+        self._track(parts, optimizer)
         if args.clip_norm is not None:  # before an update, if the script does not call `clip`
             optimizer.register_step_pre_hook(lambda *_: self._print_loss_under_way())
         if self.rank == 0 and self.recorder.programs:
@@ -144,7 +139,7 @@ class TrainingRun(Run[TrainSettingsT]):
             self.validator = Validator(parts, sequences, rows=args.batch_size // args.micro_batches)
 
     def _sizes(self) -> dict[str, Any]:
-        """Return the sizes of a model that is not the lab's Llama, as a checkpoint records them."""
+        """Return the sizes of the model by the flags, as a checkpoint records them."""
         args, resumed = self.settings, self.checkpointer.resumed if self.checkpointer else None
         sizes = {name: getattr(args, name) for name in ("dmodel", "num_heads", "n_layers")}
         sizes |= {"num_kv_heads": args.num_kv_heads or args.num_heads, "hidden_dim": args.hidden_dim or 4 * args.dmodel}
@@ -197,7 +192,7 @@ class TrainingRun(Run[TrainSettingsT]):
     def _validate(self, step: int) -> None:
         """With `--eval-every`, evaluate on the validation split."""
         if self.validator is not None and self._is_validation_due(step):
-            model = self._outer.as_model() if self._outer else contextlib.nullcontext()
+            model = self._parts.outer.as_model() if self._parts.outer else contextlib.nullcontext()
             with self.records.timing_apart("validation", f"validation after {counted(step + 1, 'steps')}"), model:
                 loss = self.records.validation_loss = self.validator.loss(step)
             if self.is_first:
