@@ -23,7 +23,7 @@ from distlab.machine.supervision import name_process
 from distlab.rendezvous.store import SECONDS_BETWEEN_LOOKS, SharedStore
 
 NEWS, READY, PLACE = "repair/news", "repair/ready", "repair/place"
-TAKE, EVALUATE, SAVE, MEET = range(4)  # phases of a step; the last one only after the last step
+TAKE, KEEP, MEET = range(3)  # phases of a step: taken; evaluated, recorded and saved; after the last one, the end
 FINISHED = "has finished"  # why a rank has ended that did not fail
 SECONDS_FOR_NEWS = 10.0  # from a lost connection until the launcher has noticed the death
 

@@ -18,7 +18,7 @@ those that hold the same weights; it has no code.)
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -48,7 +48,7 @@ from distlab.rendezvous.survivors import (
     describe_change,
     ended_since,
 )
-from distlab.run.handing_over import ChangedError, HandedOver, LostError
+from distlab.run.handing_over import ChangedError, LostError, checksum_of, receive_state, send_state
 from distlab.run.run_on import Arrived, RunningOn
 from distlab.run.starting import Joined
 from distlab.run.state_copy import StateCopy
@@ -76,8 +76,8 @@ class Repair:
     # Set by the run before its first step:
     copy: StateCopy  # of the state before the last update
     late: RunningOn
-    state: HandedOver  # what a newcomer gets
-    received: dict[str, Any] | None = None  # by a newcomer, beside the state
+    describe: Callable[[Position], dict[str, Any]]  # returns the record that a newcomer gets beside the state
+    received: dict[str, Any] | None = None  # by a newcomer: this record
 
     def __init__(self, joined: Joined, timeout_seconds: float, first_step: int) -> None:
         self._joined, self._timeout_seconds, self._rank = joined, timeout_seconds, joined.grid.rank
@@ -149,7 +149,7 @@ class Repair:
             ChangedError: it differs from that of most of them, or nobody knows which is right.
         """
         sums = torch.zeros(len(self.alive), dtype=torch.int64)
-        sums[self.alive.index(self._rank)] = self.state.checksum()
+        sums[self.alive.index(self._rank)] = checksum_of(self.copy.optimizer)
         with named("the checksums of the replicas", CONTROL):
             dist.all_reduce(sums)
         of_same = {rank: int(sums[self.alive.index(rank)]) for rank in self._same(self._rank) if rank in self.alive}
@@ -181,9 +181,9 @@ class Repair:
             if source is None:
                 raise LostError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
             if self._rank == source:
-                self.state.send(news.alive.index(rank), position)
+                send_state(self.copy.optimizer, self.describe(position), news.alive.index(rank))
             elif self._rank == rank:
-                self.received = self.state.receive(news.alive.index(source))
+                self.received = receive_state(self.copy.optimizer, news.alive.index(source))
 
     def _make_groups(self, news: News) -> None:
         joined, timeout = self._joined, timedelta(seconds=self._timeout_seconds)

@@ -18,8 +18,7 @@ from distlab.axes.layout import layout_size
 from distlab.machine.devices import cores
 from distlab.machine.processes import NEWCOMER
 from distlab.rendezvous import ranks, survivors
-from distlab.rendezvous.survivors import EVALUATE, MEET, SAVE, TAKE, NewsError, Position
-from distlab.run.handing_over import HandedOver
+from distlab.rendezvous.survivors import KEEP, MEET, TAKE, NewsError, Position
 from distlab.run.joining import join_late
 from distlab.run.repair import Repair
 from distlab.run.run_on import UndoableRun, UndoableSteps
@@ -65,15 +64,12 @@ class RepairableSteps(UndoableSteps[BatchT]):
                 else:
                     timed = step
                 is_undone = repair.done is None and self._has_undone()
-                following = Position(step - 1, TAKE) if is_undone else Position(step, EVALUATE)
-            elif phase == EVALUATE:
+                following = Position(step - 1, TAKE) if is_undone else Position(step, KEEP)
+            elif phase == KEEP:
                 with run.surviving():
                     if (step + 1) % getattr(run.settings, "compare_every", 1) == 0:
                         repair.compare()
                     self._evaluate(step)
-                following = Position(step, SAVE)
-            elif phase == SAVE:
-                with run.surviving():
                     if not (is_again and self._is_saved(step)):
                         self._save(step)
                 if repair.done is None:
@@ -94,7 +90,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
         self._positions: dict[int, dict[str, int]] = {}  # in the data, before the batch of a step that was taken
         self._origin = run.records.count - run.first_step * self._per_step
         self._repair.survivor.begin()
-        self._repair.state.describe = self._state_at
+        self._repair.describe = self._state_at
         if not self._repair.is_newcomer:
             return Position(self._run.first_step, TAKE)
         at = self._take_place()
@@ -141,7 +137,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
             self._usual_seconds = self._usual_seconds or self._seconds()
         self._alive = self._repair.alive
         self._to_measure = STEPS_TO_MEASURE + 1  # the first one also sets up connections
-        self._run.records.continue_at(at.step + (at.phase > EVALUATE), self._run.is_first)
+        self._run.records.continue_at(at.step + (at.phase == MEET), self._run.is_first)
         return at
 
     def _seconds(self) -> float | None:
@@ -193,7 +189,7 @@ class RepairableRun(UndoableRun[RepairFlagT]):
 
     def track(self, model: Any, optimizer: Optimizer, *further: Any, **options: Any) -> None:
         super().track(model, optimizer, *further, **options)
-        self.repair.copy, self.repair.late, self.repair.state = self.copy, self.late, HandedOver(optimizer)
+        self.repair.copy, self.repair.late = self.copy, self.late
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[Sequence[int]]:

@@ -14,13 +14,13 @@ class StateCopy:
     def __init__(
         self, optimizer: Optimizer, changing: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        self._optimizer, self._changing = optimizer, changing
+        self.optimizer, self._changing = optimizer, changing
         self._kept: list[Tensor] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Copy the state as it is now."""
-        now = tensors_of(self._optimizer)
+        now = tensors_of(self.optimizer)
         if len(self._kept) != len(now):  # an optimizer has no state before its first update
             self._kept = [tensor.detach().clone() for tensor in now]
         for kept, tensor in zip(self._kept, now, strict=True):
@@ -29,10 +29,10 @@ class StateCopy:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state from the copy."""
-        if len(self._kept) != len(tensors_of(self._optimizer)):
-            self._optimizer.state.clear()
+        if len(self._kept) != len(tensors_of(self.optimizer)):
+            self.optimizer.state.clear()
         with self._changing():
-            for tensor, kept in zip(tensors_of(self._optimizer), self._kept, strict=True):
+            for tensor, kept in zip(tensors_of(self.optimizer), self._kept, strict=True):
                 tensor.copy_(kept)
 
     @property

@@ -9,8 +9,8 @@ import pytest
 
 from distlab.launching.repairs import Repairs
 from distlab.rendezvous.survivors import (
-    EVALUATE,
     FINISHED,
+    KEEP,
     NEWS,
     PLACE,
     READY,
@@ -192,8 +192,8 @@ def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
     ("answers", "position"),
     [
         ([((3, TAKE), 3), ((3, TAKE), 3)], (3, TAKE)),
-        ([((3, EVALUATE), 4), ((3, TAKE), 3)], (3, TAKE)),  # the second has yet to take the update of step 3
-        ([((3, EVALUATE), 4), ((4, TAKE), 4)], (3, EVALUATE)),
+        ([((3, KEEP), 4), ((3, TAKE), 3)], (3, TAKE)),  # the second has yet to take the update of step 3
+        ([((3, KEEP), 4), ((4, TAKE), 4)], (3, KEEP)),
         ([((4, TAKE), 3), ((4, TAKE), 4)], (4, TAKE)),  # with `--run-on`: only the second knows the loss of step 3
         ([((4, TAKE), 3), ((4, TAKE), 3)], (3, TAKE)),
     ],

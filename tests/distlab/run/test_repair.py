@@ -16,8 +16,9 @@ from distlab.comm.context import context_of
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.store import SharedStore
 from distlab.rendezvous.survivors import TAKE, Answer, Arbiter, Position, Survivor
-from distlab.run.handing_over import ChangedError, HandedOver
+from distlab.run.handing_over import ChangedError, receive_state, send_state
 from distlab.run.repair import Repair, is_death
+from distlab.run.state_copy import StateCopy
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
@@ -27,7 +28,7 @@ def compare(rank: int, checksums: list[int]) -> str:
     """What a rank with one of these checksums finds."""
     joined: Any = SimpleNamespace(grid=Grid(rank, {"dp": len(checksums)}), store=dist.HashStore(), context=context_of())
     repair = Repair(joined, timeout_seconds=20, first_step=0)
-    repair.state = SimpleNamespace(checksum=lambda: checksums[rank])  # type: ignore[assignment]
+    repair.copy = StateCopy(SGD([nn.Parameter(torch.tensor(float(checksums[rank])))]))
     try:
         repair.compare()
     except ChangedError as error:
@@ -60,17 +61,15 @@ def test_the_rank_that_differs_from_most_has_changed(checksums: list[int], found
 def hand_over(rank: int, is_changed: bool) -> tuple[list[float], str]:
     """Give rank 1 the weight of rank 0; what it has then, and the error."""
     weight = nn.Parameter(torch.tensor([1.0, 2.0]) if rank == 0 else torch.zeros(2))
-    state = HandedOver(SGD([weight], lr=0.1))
-    state.describe = lambda position: {"step": position.step}
-    send = dist.send
+    optimizer, send = SGD([weight], lr=0.1), dist.send
     try:
         if rank == 1:
-            assert state.receive(0)["step"] == 3
+            assert receive_state(optimizer, 0)["step"] == 3
         else:
             with pytest.MonkeyPatch.context() as patch:  # after the checksum has been computed
                 if is_changed:
                     patch.setattr(dist, "send", lambda x, to: send(x + (x.dtype == torch.float32), to))
-                state.send(1, Position(3, TAKE))
+                send_state(optimizer, {"step": 3}, 1)
     except ChangedError as error:
         return weight.tolist(), str(error)
     return weight.tolist(), ""
