@@ -1,6 +1,6 @@
 """A run's checkpoints: the one it resumes from, their contents, and when they are written."""
 
-import re
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -185,13 +185,14 @@ def _choose(
     reasons = []
     for folder in map(Path, folders):
         what = f"all ranks to check {folder.name}"
-        told = texts_of_all(together(what, partial(_verdict, folder)), what)
-        problems = [problem for problem in told if problem != told[0] or not _is_intact(problem)]
-        if not problems:
+        told = [json.loads(text) for text in texts_of_all(together(what, partial(_verdict, folder)), what)]
+        problem = next((problem for problem, _ in told if problem is not None), None)
+        if problem is None and any(record != told[0] for record in told):
+            problem = "its record differs between hosts"
+        if problem is None:
             checkpoint = latest_valid(folder, at_a_glance=True)
             _check(settings, checkpoint, out, data_identity)
             return checkpoint
-        problem = next((problem for problem in problems if not _is_intact(problem)), "its record differs between hosts")
         reasons.append(f"{folder.name}: {problem}")
         if not dist.get_rank():
             say(f"skipped a checkpoint: {reasons[-1]}")
@@ -199,17 +200,14 @@ def _choose(
 
 
 def _verdict(folder: Path) -> str:
-    """Return the checksum of a checkpoint's record if this rank's share of the files is intact, else the error."""
+    """Return as JSON the damage of this rank's share of a checkpoint's files, if any, and the record's checksum."""
     here = context_of().here(range(dist.get_world_size()))
     try:
         checkpoint = latest_valid(folder, at_a_glance=True)
     except InputError as error:
-        return str(error)
-    return checkpoint.problem(share=(here.index(dist.get_rank()), len(here))) or checksum_of(checkpoint.record)
-
-
-def _is_intact(verdict: str) -> bool:
-    return re.fullmatch("[0-9a-f]{64}", verdict) is not None
+        return json.dumps((str(error), ""))
+    share = here.index(dist.get_rank()), len(here)
+    return json.dumps((checkpoint.problem(share=share), checksum_of(checkpoint.record)))
 
 
 def _check(
