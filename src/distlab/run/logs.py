@@ -30,6 +30,8 @@ SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long 
 class RunLog:
     """The records of a run's steps: `metrics.jsonl`, written by one rank, and the summary at the end."""
 
+    _tensorboard: "SummaryWriter | None" = None
+
     def __init__(
         self,
         out: Path,
@@ -47,12 +49,7 @@ class RunLog:
             context.waits.waited_so_far,
             status or StatusLine(None),
         )
-        self._new_tensorboard: type[SummaryWriter] | None = None
-        if tensorboard and self._rank == 0:  # a missing one is an error now; its file is opened in `begin`
-            from distlab.run.tensorboard import tensorboard_writer
-
-            self._new_tensorboard = tensorboard_writer()
-        self._tensorboard: SummaryWriter | None = None
+        self._has_tensorboard = tensorboard
         self._writes = self._rank == 0 if writes is None else writes
         self._metrics: TextIO | None = None
         self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far
@@ -77,8 +74,10 @@ class RunLog:
 
                 keep_records(path, before=continue_at)
             self._metrics = path.open("w" if continue_at is None else "a")
-            if self._new_tensorboard is not None:  # `purge_step` drops the records of steps that will be repeated
-                self._tensorboard = self._new_tensorboard(self._out, purge_step=continue_at, flush_secs=10)
+            if self._has_tensorboard:
+                from distlab.run.tensorboard import open_tensorboard
+
+                self._tensorboard = open_tensorboard(self._out, purge_step=continue_at)
 
     def average_speed(self, steps_per_second: float) -> str:
         """Return a speed, given in steps per second, as a text in units per second."""

@@ -1,20 +1,17 @@
 """The writer of records for TensorBoard."""
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-from simplellm.errors import InputError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def tensorboard_writer() -> "type[SummaryWriter]":
-    """Return the class that writes event files for `tensorboard --logdir runs`; `InputError` if it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError("--tensorboard needs TensorBoard: pip install tensorboard") from error
+def open_tensorboard(out: Path, purge_step: int | None) -> "SummaryWriter":
+    """Return a writer of event files for `tensorboard --logdir runs`; it drops the records from `purge_step` on."""
+    from torch.utils.tensorboard import SummaryWriter
+
     show = threading.excepthook
 
     def show_if_unknown(about: threading.ExceptHookArgs) -> None:
@@ -23,4 +20,4 @@ def tensorboard_writer() -> "type[SummaryWriter]":
             show(about)
 
     threading.excepthook = show_if_unknown
-    return SummaryWriter
+    return SummaryWriter(out, purge_step=purge_step, flush_secs=10)

@@ -17,7 +17,7 @@ import tyro
 from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
 from distlab.settings.resume_policy import ResumePolicy
-from simplellm.errors import require
+from simplellm.errors import require, require_package
 from simplellm.options import Recompute, check_heads
 from simplellm.sources import choose_source, open_source
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -123,6 +123,8 @@ class TrainSettings(ResumableSettings):
         return self.seq_len
 
     def decide(self) -> dict[str, Any]:
+        if self.tensorboard:
+            require_package("tensorboard", "--tensorboard")
         source, why = choose_source(self.data)
         why += f" (--data {self.data})" * (self.data in ("sample", "tinystories"))
         if self.prediction is not None:

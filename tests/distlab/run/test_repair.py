@@ -16,7 +16,7 @@ from distlab.comm.context import context_of
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.store import SharedStore
 from distlab.rendezvous.survivors import TAKE, Answer, Arbiter, Position, Survivor
-from distlab.run.handing_over import ChangedError, receive_state, send_state
+from distlab.run.handing_over import ChangedError, checksum_of, receive_state, send_state
 from distlab.run.repair import Repair, is_death
 from distlab.run.state_copy import StateCopy
 from simplellm.errors import InputError
@@ -91,13 +91,11 @@ def test_a_newcomer_has_what_the_last_of_several_ranks_has_sent(monkeypatch: pyt
     weights[0].grad = torch.ones(2)
     sources[0].step()
     for source, weight in zip(sources, weights, strict=False):
-        state, received = HandedOver(source), HandedOver(newcomer)
-        state.describe = lambda position: {"step": position.step}
-        state.send(1, Position(3, TAKE))
-        assert received.receive(0)["step"] == 3
+        send_state(source, {"step": 3}, 1)
+        assert receive_state(newcomer, 0)["step"] == 3
         assert torch.equal(weights[2], weight)
         assert newcomer.state[weights[2]].keys() == source.state[weight].keys()
-        assert received.checksum() == state.checksum()
+        assert checksum_of(newcomer) == checksum_of(source)
 
 
 def test_a_rank_that_does_not_take_part_in_a_repair_is_named() -> None:

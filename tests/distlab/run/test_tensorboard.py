@@ -12,6 +12,7 @@ from support.chapters import records, train_on
 
 from distlab.comm.context import context_of
 from distlab.run.logs import RunLog
+from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 
 
@@ -48,13 +49,10 @@ def test_steps_that_are_taken_again_are_there_once(tmp_path: Path) -> None:
     assert [record["step"] for record in records(tmp_path)] == [*range(8)]
 
 
-def test_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, module)
+def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(InputError, match="pip install tensorboard"):
-        RunLog(tmp_path, context_of(), tensorboard=True)
-    RunLog(tmp_path, context_of(), rank=1, tensorboard=True)  # which writes nothing
+        TrainSettings(data="sample", tensorboard=True).decide()
 
 
 def test_a_full_disk_shows_no_traceback_of_the_thread_that_writes(
@@ -62,7 +60,7 @@ def test_a_full_disk_shows_no_traceback_of_the_thread_that_writes(
 ) -> None:
     shown: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", shown.append)
-    RunLog(tmp_path, context_of(), tensorboard=True)
+    RunLog(tmp_path, context_of(), tensorboard=True).begin(10, "tokens")
 
     def fail(error: Exception) -> None:
         raise error
