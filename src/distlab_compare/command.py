@@ -21,8 +21,8 @@ import tyro
 from distlab.axes.layout import layout_flags, replicas_in
 from distlab.checkpoints import LLAMA
 from distlab.launching.command import lab_command
+from distlab.reports.records import read_steps
 from distlab.run.commands import LAB
-from distlab.run.logs import METRICS
 from distlab.run.steps import STOP_AFTER
 from distlab.settings.common import RunSettings, as_flag, as_json, shown_as
 from distlab.settings.experts import ExpertSettings
@@ -34,7 +34,7 @@ from distlab_compare.records import Recordings
 from distlab_compare.runs import Pair
 from distlab_compare.saved import Saved, by_step, first_divergence
 from simplellm import command_line
-from simplellm.errors import InputError, require
+from simplellm.errors import require
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # relative errors of a right tensor; sums are rounded in other orders
 RECORD = "--record-gradients 3"  # to suggest
@@ -82,14 +82,9 @@ class RecordedRun:
 
     @property
     def losses(self) -> dict[int, float]:
-        """The losses by step; the last line of a run that was killed may not be complete."""
-        path = self.folder / METRICS
-        try:
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            records = [json.loads(line) for line in lines if line.endswith("\n")]
-            return {record["step"]: record["loss"] for record in records if record.get("loss") is not None}
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InputError(f"{path}: these are not the metrics of a run ({error})") from error
+        """The losses by step."""
+        records = read_steps(self.folder, "step", "loss")
+        return {record["step"]: record["loss"] for record in records if record["loss"] is not None}
 
     @property
     def tolerance(self) -> float:

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from distlab.reports.newest import newest_run
+from distlab.reports import METRICS
+from distlab.reports.records import newest_run, read_steps
 from distlab.reports.trace import Trace, read_chrome
 from simplellm.errors import InputError, require
 
@@ -44,17 +45,17 @@ def _read_trace(run: Path) -> Trace:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Return the records of a run, one per step; `InputError` if they cannot be read."""
-    path = run / "metrics.jsonl"
+    path, give = run / METRICS, "give NAME=RUN with a run's folder"
+    require(path.exists(), f"{path}: there is no such file; {give}")
+    records = read_steps(run, "loss")
     try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records:
-            for name in ("loss", "validation_loss") if "validation_loss" in record else ("loss",):
+            for name in {"loss", "validation_loss"} & record.keys():
                 record[name] = math.nan if record[name] is None else float(record[name])
         require(bool(records), "no step has been recorded")
-        return records
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "there is no such file" if isinstance(error, FileNotFoundError) else "these are not the metrics of a run"
-        raise InputError(f"{path}: {what}; give NAME=RUN with a run's folder") from error
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path}: these are not the metrics of a run; {give}") from error
+    return records
 
 
 def places(records: list[dict[str, Any]], against: Against, run: Path) -> list[float]:
@@ -72,7 +73,7 @@ def column(records: list[dict[str, Any]], name: str, flag: str, run: Path) -> li
     except (KeyError, TypeError, ValueError) as error:
         needed = "; the run needs --clip-norm" if name == "grad_norm" else ""
         told = f"its records have no {name}, which {flag} asks for{needed}"
-        raise InputError(f"{run / 'metrics.jsonl'}: {told}") from error
+        raise InputError(f"{run / METRICS}: {told}") from error
 
 
 def read_collectives(run: Path) -> list[dict[str, Any]]:

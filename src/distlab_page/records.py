@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from distlab.axes.layout import Layout, describe_rank, layout_size
-from distlab.reports.newest import newest_run
+from distlab.reports.records import newest_run, read_steps
 from distlab.reports.trace import Trace, read_chrome
 from distlab.settings.folders import CONFIG, is_run
 from simplellm.errors import InputError, require
 
 NOT_COMPLETE = "this is not a complete record of a run; remove it, or wait until the run has written it"
-STEP = {"step", "loss", "seconds"}  # what each line of metrics.jsonl has at least
 GOES_ON = re.compile(r"ranks? (\d[\d, and]*) goe?s? on with step (\d+)")  # after a repair, in the log of each rank
 FAILED = re.compile(r"rank (\d+)(?: \(.*?\))? (?:failed|has exited|was terminated)")
 ACCOUNT = {"name", "rank", "steps", "seconds", "waited_seconds", "collective_seconds", "sent"}  # each of ledger.json
@@ -131,7 +130,7 @@ def read(folder: Path, has_ended: bool = False) -> Records:
         folder=folder,
         is_running=not has_ended and is_claimed(folder),
         config=config,
-        metrics=_of_steps(folder / "metrics.jsonl"),
+        metrics=read_steps(folder, "step", "loss", "seconds"),
         trace=trace if trace and trace.steps() else None,
         ledger=ledger,
         memory=memory,
@@ -155,17 +154,6 @@ def _of_ranks(path: Path, keys: Collection[str]) -> list[dict[str, Any]]:
     are_right = isinstance(records, list) and all(isinstance(r, dict) and r.keys() >= {*keys} for r in records)
     require(are_right, f"{path}: {NOT_COMPLETE}")
     return cast(list[dict[str, Any]], records)
-
-
-def _of_steps(path: Path) -> list[dict[str, Any]]:
-    """Return the records of the steps; the last one may not be complete yet."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    try:
-        records = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    except ValueError as error:
-        raise InputError(f"{path}: {NOT_COMPLETE} ({error})") from error
-    require(all(isinstance(r, dict) and r.keys() >= STEP for r in records), f"{path}: {NOT_COMPLETE}")
-    return records
 
 
 def _remarks(path: Path) -> list[str]:

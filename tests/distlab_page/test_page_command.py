@@ -48,9 +48,12 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) ->
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
             command(list(map(str, args)))
     (tmp_path / "config.json").write_text((alone / "config.json").read_text())
-    for name, text in (("memory.json", '[{"parameters"'), ("metrics.jsonl", '{"step"\n')):
+    for name, text, sentence in (
+        ("memory.json", '[{"parameters"', "this is not a complete record of a run"),
+        ("metrics.jsonl", '{"step"\n', "these are not the metrics of a run"),
+    ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(InputError, match=rf"{name}: this is not a complete record of a run"):
+        with pytest.raises(InputError, match=rf"{name}: {sentence}"):
             read(tmp_path)
         (tmp_path / name).unlink()
     with socket.create_server(("127.0.0.1", 0)) as taken:

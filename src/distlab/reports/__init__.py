@@ -2,3 +2,5 @@
 
 May import all packages below `distlab.settings`.
 """
+
+METRICS = "metrics.jsonl"  # in a run's folder, a line for each step

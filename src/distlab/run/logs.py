@@ -16,13 +16,14 @@ import torch
 
 from distlab.comm.context import Context
 from distlab.comm.recorder import Ledger, StepTime
+from distlab.reports import METRICS
 from distlab.run.terminal import StatusLine, counted, say
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS, LEDGER, LAUNCHER_LOG = "metrics.jsonl", "ledger.json", "launcher.log"
+LEDGER, LAUNCHER_LOG = "ledger.json", "launcher.log"
 AT_THE_END = LEDGER, LAUNCHER_LOG, "memory.json", "trace.json"  # of the steps since a run began or was resumed
 SECONDS_TO_MENTION = 10  # work between two steps that takes at least this long gets a separate line
 
@@ -70,7 +71,7 @@ class RunLog:
         if self._writes:
             path = self._out / METRICS
             if continue_at is not None:
-                from distlab.run.earlier_records import keep_records
+                from distlab.reports.records import keep_records
 
                 keep_records(path, before=continue_at)
             self._metrics = path.open("w" if continue_at is None else "a")

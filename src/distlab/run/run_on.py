@@ -6,7 +6,6 @@ Parallelism", arXiv 2401.10241, §4, undo the update by inverting it; restoring 
 """
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.parallel.clipping import NormSum, is_too_long
-from distlab.run.earlier_records import keep_records
-from distlab.run.logs import METRICS, RunLog
+from distlab.reports import METRICS
+from distlab.reports.records import keep_records, read_steps
+from distlab.run.logs import RunLog
 from distlab.run.state_copy import StateCopy, parameters_of
 from distlab.run.steps import BatchT, LossSum, Steps
 from distlab.run.training import TrainingRun, TrainSettingsT
@@ -151,7 +151,7 @@ class UndoableLog(RunLog):
                 self._metrics.close()
             path = self._out / METRICS
             keep_records(path, before=step)
-            last = max((json.loads(line)["step"] for line in path.read_bytes().splitlines()[-1:]), default=-1)
+            last = max((record["step"] for record in read_steps(self._out, "step")), default=-1)
             self._metrics = path.open("a")
             for record in self._recent:  # those that the rank before this one has not written
                 if record["step"] > last:

@@ -14,7 +14,7 @@ from support.chapters import records
 
 from distlab.comm.context import context_of
 from distlab.comm.recorder import Ledger, StepTime
-from distlab.run.earlier_records import keep_records
+from distlab.reports.records import keep_records
 from distlab.run.logs import RunLog, human_bytes
 from distlab.run.terminal import RankOutput
 

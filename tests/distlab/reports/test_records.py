@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.reports.newest import newest_run
+from distlab.reports.records import newest_run
 
 pytestmark = pytest.mark.quick
 
