@@ -42,6 +42,7 @@ class Run(Generic[SettingsT]):
 
     checkpointer: "Checkpointer | None" = None  # of a run that saves checkpoints, or resumes from one
     recording: "Recording | None" = None  # with `--record-gradients`
+    _parts: ModelParts  # set by `track`
     kind_of_steps: type[Steps[Any]] = Steps
     kind_of_log: type[RunLog] = RunLog
     joins_late = False  # whether the other ranks have begun without this process
@@ -140,6 +141,7 @@ class Run(Generic[SettingsT]):
 
     def _track(self, parts: ModelParts, optimizer: Optimizer) -> None:
         """Give the state to the components that keep it."""
+        self._parts = parts
         if self.checkpointer is not None:
             self.checkpointer.parts, self.checkpointer.optimizer = parts, optimizer
         steps = getattr(self.settings, "record_gradients", None)
@@ -197,7 +199,7 @@ class Run(Generic[SettingsT]):
     def close(self) -> None:
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""
         if self.recording is not None:
-            self.recording.end(self._wait_for_weights)
+            self.recording.end(self._parts.wait_for_weights)
         accounts, traces = self._end_together()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
@@ -219,9 +221,6 @@ class Run(Generic[SettingsT]):
         self.terminal.give_back()
         if self.joined.claim is not None:
             self.joined.claim.release()
-
-    def _wait_for_weights(self) -> None:
-        """Wait until this rank has all the weights with which it computes."""
 
     def _end_together(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Wait for all ranks; on the first rank, return the account and the memory of each, and their traces."""

@@ -40,7 +40,6 @@ class TrainingRun(Run[TrainSettingsT]):
     validator: "Validator | None" = None  # with `--eval-every`
     sums_exactly = False  # whether a norm is the same bit for bit, however many replicas add it up
     _optimizer: Optimizer | None = None
-    _parts: ModelParts
     _step: int  # the current one
     _loss_under_way: LossSum | None = None  # with `--clip-norm`, between `log` and `clip` or the update
     _batch: Tensor  # its token ids
@@ -116,7 +115,7 @@ class TrainingRun(Run[TrainSettingsT]):
         """
         args, self._optimizer = self.settings, optimizer
         state: dict[str, Any] = {"shards": shards or {}, "gather": gather, "outer": outer, "compressor": compressor}
-        parts = self._parts = ModelParts.of(model, self.grid, owners, loss, self._sizes(), **state)
+        parts = ModelParts.of(model, self.grid, owners, loss, self._sizes(), **state)
         self._track(parts, optimizer)
         if args.clip_norm is not None:  # before an update, if the script does not call `clip`
             optimizer.register_step_pre_hook(lambda *_: self._print_loss_under_way())
@@ -197,9 +196,6 @@ class TrainingRun(Run[TrainSettingsT]):
                 loss = self.records.validation_loss = self.validator.loss(step)
             if self.is_first:
                 say(f"validation after {counted(step + 1, 'steps')}: {self.validator.described(loss)}")
-
-    def _wait_for_weights(self) -> None:
-        self._parts.wait_for_weights()
 
     def surviving(self) -> contextlib.AbstractContextManager[Sequence[int]]:
         """Return a context for a step, and its ranks: all; in a `RepairableRun`, those that are left."""
