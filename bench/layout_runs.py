@@ -34,7 +34,7 @@ from distlab.machine.heap import set_up_heap
 from distlab.machine.processes import end_with_parent
 from distlab.parallel.expert_parallel import equal_loads
 from distlab.pipeline.actions import ACTION_KINDS, Action
-from distlab.reports.memory import read_largest
+from distlab.reports.records import read_largest
 from distlab.run.logs import peak_memory_bytes
 from distlab.run.main import training_run
 from distlab.run.training import TrainingRun

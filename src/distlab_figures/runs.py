@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from distlab.reports import style
-from distlab.reports.memory import MEMORY_KINDS, ONLY_SOME, read_largest
+from distlab.reports.memory import MEMORY_KINDS, ONLY_SOME
+from distlab.reports.records import read_largest
 from distlab.reports.timeline import draw, draw_schedules, measured_panel
 from distlab_figures.diagrams import Png
 from distlab_figures.records import (

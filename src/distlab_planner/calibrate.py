@@ -8,7 +8,6 @@ The file can be read and edited. The times of passes are those of a model's size
 the file keeps those of both.
 """
 
-import json
 import os
 import platform
 import subprocess
@@ -27,6 +26,7 @@ from distlab.launching.command import lab_command
 from distlab.machine import devices
 from distlab.machine.compilers import require_compiler
 from distlab.machine.memory_limits import memory_bytes
+from distlab.reports.records import read_steps
 from distlab.reports.trace import read_chrome
 from distlab.run.main import main
 from distlab.run.model import build_optimizer
@@ -177,10 +177,10 @@ def with_tiny_run(machine: Machine, device: torch.device, *more: str) -> Machine
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
         require(done.returncode == 0, f"the run of a tiny model failed: {done.stderr.strip()[-300:]}")
         trace = read_chrome(Path(folder) / "trace.json")
-        *_, last = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        *_, last = read_steps(Path(folder), "peak_memory_bytes")
     [rank] = trace.ranks
     besides = [step.seconds - sum(one.seconds for one in rank.within(step, COMPUTE)) for [step] in trace.steps()]
-    process_bytes = float(json.loads(last)["peak_memory_bytes"])
+    process_bytes = float(last["peak_memory_bytes"])
     return replace(machine, step_seconds=measuring.lower_quartile(besides), process_bytes=process_bytes)
 
 

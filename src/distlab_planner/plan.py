@@ -1,6 +1,5 @@
 """Plan a run: which layout is fastest on a machine, what it takes, and the commands to start it."""
 
-import json
 import math
 import re
 import shlex
@@ -16,6 +15,7 @@ from distlab.launching.command import lab_command
 from distlab.machine.cores import asked_threads
 from distlab.parallel.options import CPKind
 from distlab.pipeline.schedules import AUTO, schedule_names
+from distlab.reports.records import read_largest, read_steps
 from distlab.run.commands import launcher
 from distlab.run.terminal import counted
 from distlab.settings.common import as_flag, require_positive, shown_as
@@ -252,8 +252,6 @@ def check_computer(machine: Machine, request: PlanRequest) -> None:
 
 def verify(rows: Sequence[Row], request: PlanRequest, model: Model, machine: Machine) -> None:
     """Run layouts, and print measurements beside predictions."""
-    from distlab.reports.memory import read_largest  # imports torch, which a plan alone does not need
-
     memory = f"{'held MB, predicted':>19} {'counted':>10} {'off':>6}"
     print(f"\n{'':<3} {'step, predicted':>16} {'measured':>12} {'off':>6} {memory}")
     for number, row in enumerate(rows, start=1):
@@ -262,7 +260,7 @@ def verify(rows: Sequence[Row], request: PlanRequest, model: Model, machine: Mac
             flags += ["--data", "sample", "--out", folder, "--device", machine.device]
             done = subprocess.run(lab_command(*flags), check=False, capture_output=True, text=True)
             require(done.returncode == 0, f"{shlex.join(flags)} failed: {done.stderr.strip()[-300:]}")
-            records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+            records = read_steps(Path(folder), "seconds")
             counted = sum(read_largest(Path(folder)))
         seconds = statistics.median(record["seconds"] for record in records[WARM_UP:])
         print(

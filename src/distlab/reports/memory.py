@@ -10,7 +10,6 @@ import torch
 from distlab.axes.shards import ReplicaShards
 from distlab.comm.recorder import Recorder
 from distlab.machine.saved_activations import SavedActivations
-from simplellm.errors import InputError
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered", "activations")
 # The kinds that only some runs have: the copy that `--run-on` keeps; at the peak, blocks that are temporarily whole
@@ -101,12 +100,3 @@ def as_table(by_rank: Mapping[int, Counts]) -> list[str]:
     first = max(14, *map(len, rows))
     head = "".join(f"{head:>{widths[kind]}}" for kind, head in heads.items())
     return [f"{who:<{first}}{shares}" for who, shares in {"memory, MB": head, **rows}.items()]
-
-
-def read_largest(run: Path) -> list[int]:
-    """Return the counts of the rank that holds the most; `InputError` if they cannot be read."""
-    try:
-        by_rank = json.loads((run / "memory.json").read_text())
-        return max(([(dict.fromkeys(ONLY_SOME, 0) | rank)[kind] for kind in MEMORY_KINDS] for rank in by_rank), key=sum)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{run}: there are no memory counts of a run ({error})") from error

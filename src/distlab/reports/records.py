@@ -47,3 +47,14 @@ def _is_before(line: bytes, step: int) -> bool:
         return bool(json.loads(line)["step"] < step)
     except (ValueError, LookupError, TypeError, RecursionError):
         return False
+
+
+def read_largest(run: Path) -> list[int]:
+    """Return the counts of the rank that holds the most; `InputError` if they cannot be read."""
+    from distlab.reports.memory import MEMORY_KINDS, ONLY_SOME
+
+    try:
+        by_rank = json.loads((run / "memory.json").read_text())
+        return max(([(dict.fromkeys(ONLY_SOME, 0) | rank)[kind] for kind in MEMORY_KINDS] for rank in by_rank), key=sum)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{run}: there are no memory counts of a run ({error})") from error

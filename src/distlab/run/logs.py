@@ -150,17 +150,12 @@ class RunLog:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    @property
-    def steps(self) -> int:
-        """Number of steps timed."""
-        return len(self.times)
-
     def account(self) -> dict[str, Any]:
         """Return this rank's part of `ledger.json`: the seconds of its steps, and the bytes that it sent, by way."""
         messages = self._ledger.messages_to
         return {
             "rank": self._rank,
-            "steps": self.steps,
+            "steps": len(self.times),
             "seconds": round(sum(time.seconds for time in self.times), 6),
             "waited_seconds": round(sum(time.waited for time in self.times), 6),
             "collective_seconds": round(sum(time.in_collectives for time in self.times), 6),

@@ -212,7 +212,7 @@ class Run(Generic[SettingsT]):
             memory.keep(self.out / "memory.json", held)
             for line in memory.as_table(dict(zip(sorted(self.grid.alive), held, strict=True))):
                 say(line)
-        if accounts and self.records.steps:
+        if accounts and self.records.times:
             self._keep_ledger(accounts)
         self.summarize()
         self.records.close()
@@ -258,7 +258,7 @@ class Run(Generic[SettingsT]):
             say(f"logs and metrics are in {self.out}")
             for what, seconds in self.records.seconds_apart.items():
                 say(f"{what} took {seconds:.2f} s (not counted in step times)")
-            if isinstance(self.settings, ResumableSettings) and self.records.steps:
+            if isinstance(self.settings, ResumableSettings) and self.records.times:
                 saved = self.checkpointer.saved if self.checkpointer else None
                 for command in next_commands(self.settings, self.out, saved):
                     say(command)

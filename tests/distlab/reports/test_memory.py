@@ -9,6 +9,7 @@ from support.chapters import train_on
 
 from distlab.comm.recorder import Recorder
 from distlab.reports import memory
+from distlab.reports.records import read_largest
 from simplellm.errors import InputError
 
 SCRIPT = "PP/schedules/intro_PP_schedules.py"
@@ -71,12 +72,12 @@ def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_p
         tmp_path / "memory.json",
         [counts(9, 9, 0, 0, 0, 1, 1, 0), counts(8, 8, 0, 0, 0, 4, 4, 0), counts(7, 7, 0, 0, 0, 5, 5, 0)],
     )
-    assert memory.read_largest(tmp_path) == [8, 8, 0, 0, 0, 4]
+    assert read_largest(tmp_path) == [8, 8, 0, 0, 0, 4]
     earlier = {"parameters": 1, "gradients": 2, "optimizer state": 3, "activations": 4}
     (tmp_path / "memory.json").write_text(json.dumps([earlier]))
-    assert memory.read_largest(tmp_path) == [1, 2, 3, 0, 0, 4], "of a run before there were further kinds"
+    assert read_largest(tmp_path) == [1, 2, 3, 0, 0, 4], "of a run before there were further kinds"
     with pytest.raises(InputError, match="there are no memory counts of a run"):
-        memory.read_largest(tmp_path / "nothing")
+        read_largest(tmp_path / "nothing")
 
 
 def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
