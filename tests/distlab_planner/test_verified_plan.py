@@ -45,7 +45,7 @@ def test_the_first_steps_of_a_run_do_not_count(
     def run(command: list[str], **_: Any) -> Any:
         out = Path(command[command.index("--out") + 1])
         records = [json.dumps({"seconds": seconds}) for seconds in (*[9.0] * WARM_UP, 0.5, 0.25, 0.5)]
-        (out / "metrics.jsonl").write_text("\n".join(records))
+        (out / "metrics.jsonl").write_text("".join(f"{record}\n" for record in records))
         (out / "memory.json").write_text(json.dumps([dict.fromkeys(MEMORY_KINDS, 10**6)]))
         return SimpleNamespace(returncode=0, stderr="")
 

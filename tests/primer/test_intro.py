@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.processes import LAB
 
-MOST_FILES, MOST_LINES = 61, 6471
+MOST_FILES, MOST_LINES = 61, 6475
 
 COUNT = """
 import os, runpy, sys

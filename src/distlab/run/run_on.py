@@ -183,17 +183,8 @@ class UndoableSteps(Steps[BatchT]):
         super().__init__(*arguments)
         self._taken: dict[int, BatchT] = {}  # the last batches, by step
 
-    def __iter__(self) -> Iterator[tuple[int, BatchT]]:
-        step = self._run.first_step
-        while step < self._steps:
-            yield from self._take(step)
-            if self._has_undone():
-                step -= 1
-                continue
-            self._evaluate(step)
-            self._save(step)
-            step += 1
-            self._progress.advance(step)
+    def _finish(self, step: int) -> int:
+        return step - 1 if self._has_undone() else super()._finish(step)
 
     def _batch(self, step: int) -> BatchT:
         if step not in self._taken:

@@ -65,11 +65,17 @@ class Steps(Generic[BatchT]):
         self._progress = Progress(steps, tell, done=run.first_step, speed=speed, status=status)
 
     def __iter__(self) -> Iterator[tuple[int, BatchT]]:
-        for step in range(self._run.first_step, self._steps):
+        step = self._run.first_step
+        while step < self._steps:
             yield from self._take(step)
-            self._evaluate(step)
-            self._save(step)
-            self._progress.advance(step + 1)
+            step = self._finish(step)
+
+    def _finish(self, step: int) -> int:
+        """Evaluate, record and save after a step; return the number of the step to take next."""
+        self._evaluate(step)
+        self._save(step)
+        self._progress.advance(step + 1)
+        return step + 1
 
     def _take(self, step: int) -> Iterator[tuple[int, BatchT]]:
         """Yield a step and its batch, once, and time what the script does with it."""
