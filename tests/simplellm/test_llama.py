@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.small_models import enliven
 from torch import Tensor, nn
 
 from simplellm import attention, blocks, layers, mixed_precision
@@ -22,17 +23,6 @@ SIZES: dict[str, Any] = {"dmodel": 24, "num_heads": 4, "n_layers": 4, "ctx_size"
 
 def tokens(batch: int = 3, seq: int = 11) -> Tensor:
     return torch.randint(VOCAB_SIZE, (batch, seq), generator=torch.Generator().manual_seed(5))
-
-
-@torch.no_grad()
-def enliven(model: nn.Module) -> None:
-    """Weights as after training: fresh ones give almost uniform predictions and gains of one, which hide mistakes."""
-    generator = torch.Generator().manual_seed(7)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
-        else:
-            parameter.mul_(8)
 
 
 def whole(**options: Any) -> CausalLLama:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from distlab.checkpoints.models import SavedModel
 from simplellm import command_line
@@ -27,16 +28,20 @@ SIZES: dict[str, Any] = {
 
 
 @torch.no_grad()
-def saved_model(**options: Any) -> SavedModel:
-    """A model with weights as after training: fresh ones predict almost the same of every token."""
-    options = {**SIZES, **options}
-    model = LLama(CausalLLama, **options, seed=4)
+def enliven(model: nn.Module) -> None:
+    """Weights as after training: fresh ones give almost uniform predictions and gains of one, which hide mistakes."""
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
         else:
             parameter.mul_(8)
+
+
+def saved_model(**options: Any) -> SavedModel:
+    options = {**SIZES, **options}
+    model = LLama(CausalLLama, **options, seed=4)
+    enliven(model)
     return SavedModel(options, {name: p.detach() for name, p in model.named_parameters()}, SHIPPED_MODEL)
 
 
