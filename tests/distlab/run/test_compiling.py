@@ -1,7 +1,6 @@
 """--compile: the run of one process, by gradients and parameters, and the parts that it cannot compile."""
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -44,13 +43,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty cache of torch's compiler, which the tests of this file share, unless the environment names one."""
-    with pytest.MonkeyPatch.context() as patch:
-        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        import_compiler()  # once, instead of in each rank, as the launcher does
-        yield
+def _compiler_is_imported() -> None:
+    """Once, instead of in each rank, as the launcher does."""
+    import_compiler()
 
 
 def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
