@@ -1,10 +1,9 @@
 """Context parallelism gives the training run of one process: losses, gradients, parameters, under plain SGD."""
 
-import json
 from pathlib import Path
 
 import pytest
-from support.chapters import OneProcess, assert_same_run, train_on
+from support.chapters import OneProcess, assert_same_run, records, train_on, validation_losses
 from support.processes import LAB
 from support.terminals import terminals
 
@@ -42,7 +41,7 @@ def test_is_the_run_of_one_process(
     assert_same_run(train_on(ranks, script, tmp_path, *all_flags), expected, rtol=ROUNDING)
     for rank in range(ranks):
         if script == PLAIN and ranks > 1:
-            sent = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
+            sent = records(tmp_path)[-1]["sent_bytes"]
             assert {*sent} == {"keys and values", "gradients of keys and values", "gradients", "loss"}
         if "--trace" in flags:
             steps = rank + 1 if "contiguous" in flags else ranks  # queries see no keys of later ranks
@@ -85,11 +84,8 @@ def test_clipping_validation_and_another_number_of_ranks(one_process: OneProcess
     third = train_on(1, "primer/intro.py", tmp_path / "third", *recipe, *more, "4", "--save-every", "1")[2]
     assert [*first, *second, *third] == pytest.approx(alone, rel=1e-6)
 
-    def validated(run: str) -> list[float]:
-        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
-        return [record["validation_loss"] for record in map(json.loads, lines) if "validation_loss" in record]
-
-    assert validated("run") + validated("third") == pytest.approx(validated("alone"), rel=1e-6)
+    whole, before, after = (validation_losses(tmp_path / run) for run in ("alone", "run", "third"))
+    assert before + after == pytest.approx(whole, rel=1e-6)
     assert read_saved(tmp_path / "third").document_mask
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import OneProcess, assert_equal, train_on
+from support.chapters import OneProcess, assert_equal, records, train_on
 
 from distlab.checkpoints.models import read_model
 from distlab.parallel.gradient_compression import Compressor
@@ -29,7 +29,7 @@ def test_powersgd_sends_little_and_learns(tmp_path: Path) -> None:
     parameters, _, losses = train_on(2, SCRIPT, tmp_path, *flags)
     assert_equal(parameters[1], parameters[0])
     assert losses[-1] < losses[0] - 0.05
-    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    record = records(tmp_path)[-1]
     whole = sum(weight.nbytes for weight in parameters[0].values())
     thin = sum(2 * 4 * sum(w.shape) if w.dim() > 1 else w.nbytes for w in parameters[0].values())
     assert record["sent_bytes"]["gradients"] == thin < whole / 10

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.chapters import MODEL, TRAINING, State, assert_equal, initial_weights, load, train_on
+from support.chapters import MODEL, TRAINING, State, assert_equal, initial_weights, load, records, train_on
+from support.chapters import validation_losses as validation
 from support.processes import run_ranks
 from torch import Tensor, nn
 
@@ -156,8 +157,7 @@ def is_run_of_reference(script: str, ranks: int, flags: str, tmp_path: Path) -> 
 
     elements = sum(weight.numel() for weight in start.values())
     bounds = [elements * part // args.fragments for part in range(args.fragments + 1)]
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    sent_bytes = {record["step"]: record["sent_bytes"].get("outer gradients", 0) for record in records}
+    sent_bytes = {record["step"]: record["sent_bytes"].get("outer gradients", 0) for record in records(tmp_path)}
     interval = args.sync_every // args.fragments
     for step, sent in sent_bytes.items():
         rounds, rest = divmod(step + 1, interval)
@@ -213,11 +213,6 @@ def test_replicas_may_share_their_layers(tmp_path: Path) -> None:
     assert validation(tmp_path / "hybrid") == pytest.approx(validation(tmp_path / "diloco"), rel=1e-4)
     _, second, third, fourth, fifth, _ = validation(tmp_path / "diloco")
     assert second == third != fourth == fifth, "of the outer weights, which change in every second step"
-
-
-def validation(out: Path) -> list[float]:
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [record["validation_loss"] for record in records if "validation_loss" in record]
 
 
 def goes_on_bit_for_bit(ranks: int, script: str, layout: str, own: str, out: Path, compress: str = "int8") -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import OneProcess, Ranks, assert_equal, assert_same_run, train_on
+from support.chapters import OneProcess, Ranks, assert_equal, assert_same_run, records, train_on
 from support.processes import LAB
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
@@ -62,7 +62,7 @@ def test_ranks_with_other_weights_start_with_those_of_rank_0(
 def test_our_own_all_reduce_gives_the_same_run(topology: str, one_process: OneProcess, tmp_path: Path) -> None:
     expected, flags = one_process(3), ["--batch-size", "1", "--all-reduce", topology]
     assert_same_run(many_processes(BUCKETS, tmp_path, 3, *flags), expected)
-    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    first = records(tmp_path)[0]
     size_bytes = sum(weight.nbytes for weight in expected[0].values())
     sent_by_rank_0 = {"naive": 2, "ring": 2 * 2 / 3}[topology]  # times the gradients
     assert first["sent_bytes"]["gradients"] == pytest.approx(sent_by_rank_0 * size_bytes, rel=1e-4)
@@ -77,7 +77,6 @@ def test_weights_that_are_averaged_rarely_drift_and_are_the_same_again_after_eac
             assert torch.equal(other[name], weight), f"{name}: the last average leaves all ranks with the same weights"
     assert any(not torch.allclose(every_step[0][name], weight, atol=1e-5) for name, weight in rarely[0].items())
     assert "moments" not in (tmp_path / "h3" / "rank0.log").read_text(), "plain SGD has none"
-    records = [json.loads(line) for line in (tmp_path / "h3" / "metrics.jsonl").read_text().splitlines()]
-    sent = {r["step"]: r["sent_bytes"]["weights"] for r in records if r["sent_bytes"].get("weights")}
+    sent = {r["step"]: r["sent_bytes"]["weights"] for r in records(tmp_path / "h3") if r["sent_bytes"].get("weights")}
     assert list(sent) == [2, 5, 7], "after every third step, and at the end; nothing in between"
     assert len(set(sent.values())) == 1

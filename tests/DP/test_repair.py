@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from support.chapters import losses, train_on
+from support.chapters import losses, records, train_on
 from support.processes import LAB
 from support.repairs import DIES_IN, SHAPE, STEPS, run_dying, run_with
 from support.terminals import fork_python
@@ -82,7 +82,7 @@ def test_a_loss_that_arrives_before_the_record_of_its_step_is_in_it(expected: li
     flags = [*FLAGS, *"--run-on --clip-norm 1000 --compare-every 1 --transport gloo".split()]
     printed = run_with([(1, DIES_IN, 8, "late")], tmp_path / "run", LESSON, *flags)
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
-    assert "grad_norm" in json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[DIES_IN])
+    assert "grad_norm" in records(tmp_path / "run")[DIES_IN]
     assert "steps that were taken again" not in printed
 
 
@@ -104,8 +104,7 @@ def test_those_that_are_left_divide_the_validation_split_among_them(tmp_path: Pa
     printed = run_with([(0, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LESSON, *flags)
     held = printed.partition("# memory, MB")[2].splitlines()[1]
     assert held.startswith(("# rank 1 ", "# ranks 1, 2 "))
-    records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "run")]
-    expected, own = (json.loads(of_run[3])["validation_loss"] for of_run in records)
+    expected, own = (records(tmp_path / name)[3]["validation_loss"] for name in ("one", "run"))
     assert own == pytest.approx(expected, rel=1e-6)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import MODEL, STEPS, OneProcess, assert_equal, assert_same_run, train_on
+from support.chapters import MODEL, STEPS, OneProcess, assert_equal, assert_same_run, records, train_on
 from torch import nn
 
 from distlab.parallel.sharded import Sharded
@@ -27,7 +27,7 @@ def test_is_the_run_of_one_process(shard: Sharded, world_size: int, one_process:
 
     weights = sum(weight.numel() for weight in expected[0].values())
     all_reduced_bytes = 2 * (world_size - 1) * 4 * weights // world_size  # what averaging gradients sends
-    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[STEPS - 1])
+    record = records(tmp_path)[STEPS - 1]
     sent_bytes = record["sent_bytes"].get("weights", 0) + record["sent_bytes"].get("gradients", 0)
     expected_bytes = all_reduced_bytes * (1.5 if shard == "weights" else 1)
     # Two ranks divide every bucket. Otherwise the last shards are filled up, by less than an element for each rank.
@@ -52,7 +52,7 @@ def test_in_bfloat16_weights_travel_as_the_passes_use_them(
             assert own[rank][name].dtype == torch.float32
             assert own[rank][name].equal(tensor), f"{name} on rank {rank}"
 
-    sent_bytes = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
+    sent_bytes = records(tmp_path)[-1]["sent_bytes"]
     numbers = {name: weight.numel() for name, weight in expected_parameters.items()}
     gathered_bytes = sum(n * (2 if "proj" in name or "head" in name else 4) for name, n in numbers.items())
     assert sent_bytes["weights"] == gathered_bytes / 2 * (2 if shard == "weights" else 1)
@@ -80,7 +80,7 @@ def test_by_hand_it_is_the_run_of_one_process(
     mean = torch.cat([own[rank * length : (rank + 1) * length] for rank, own in enumerate(flat)])
     torch.testing.assert_close(mean, nn.utils.parameters_to_vector(expected_gradients.values()), rtol=0, atol=1e-6)
 
-    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[STEPS - 1])
+    record = records(tmp_path)[STEPS - 1]
     sent_bytes = record["sent_bytes"].get("weights", 0) + record["sent_bytes"].get("gradients", 0)
     assert sent_bytes == 2 * (world_size - 1) * 4 * length, "what one all-reduce sends"
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chapters import State, merged, train_on
+from support.chapters import State, merged, records, train_on
 from torch import Tensor
 
 from distlab.axes.grid import Axis
@@ -50,7 +50,7 @@ class Run:
         self.parameters, self.gradients = merged(parameters), merged(gradients)
         lines = (out / "rank0.log").read_text().splitlines()
         self.table = [line for line in lines if line.startswith(("# memory, MB", "# rank"))]  # the first two
-        self.records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        self.records = records(out)
 
     def of(self, name: str) -> list[Any]:
         return [record[name] for record in self.records]

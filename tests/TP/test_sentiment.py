@@ -1,6 +1,5 @@
 """The sentiment classifier's whole run: the same whatever shares it, and it learns."""
 
-import json
 import re
 import time
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.chapters import losses, records
 from support.processes import free_port, run_ranks
 from support.sentiment_ranks import in_a_fork, load, split_dim
 from support.terminals import fork_launcher
@@ -56,10 +56,9 @@ def train(out: Path, world_size: int, tp: int, *flags: str, deadline: float = 60
         return gradients, right
 
     ended = run_ranks(world_size, rank_work, deadline=deadline)
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     said = [int(right) for right in SAYS_ACCURACY.findall((out / "rank0.log").read_text())]
     assert [right for _, right in ended] == [said[-1]] * world_size
-    return [record["loss"] for record in records], [gradients for gradients, _ in ended], said
+    return losses(out), [gradients for gradients, _ in ended], said
 
 
 SGD = "--optimizer sgd --lr 0.1 --bsz 14 --samples 36".split()  # 14 rows and 9 to validate do not divide by 4
@@ -115,8 +114,7 @@ def test_the_time_of_validation_is_no_steps_and_training_goes_on_as_before(tmp_p
         flags += ["--master-port", str(free_port())]
         current: Run[Any] = Run(parse(script.DEFAULTS, "", ["0", *flags]), Path(script.__file__))
         script.train(current)
-        records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-        return [record["seconds"] for record in records], while_validating, drops
+        return [record["seconds"] for record in records(tmp_path)], while_validating, drops
 
     seconds, while_validating, drops = in_a_fork(work)()
     assert len(seconds) == 8
@@ -135,5 +133,5 @@ def test_launch_prints_losses_and_accuracy(tmp_path: Path) -> None:
         (str(epoch), f"{int(right) / 16:.4f}") for epoch, (_, _, right) in enumerate(accuracies, start=1)
     ]
     assert len(accuracies) == 2
-    sent = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["sent_bytes"]
+    sent = records(tmp_path)[0]["sent_bytes"]
     assert {"tp activations", "tp gradients", "gradients"} <= sent.keys()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chapters import records
 from support.processes import (
     LAB,
     alive,
@@ -57,8 +58,7 @@ def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> No
     steps = [line.split() for line in lines if not line.startswith("#")]
     assert [step[0] for step in steps] == ["0", "1", "2"]
     assert any("the generator" in line for line in lines[:4]), "the first lines say where the stories come from"
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for number, (step, record) in enumerate(zip(steps, records, strict=True)):
+    for number, (step, record) in enumerate(zip(steps, records(tmp_path), strict=True)):
         assert record["step"] == number
         assert float(step[1]) == pytest.approx(record["loss"], abs=1e-7)
         assert record["tokens"] == (number + 1) * 2 * 16

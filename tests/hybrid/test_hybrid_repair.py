@@ -1,13 +1,12 @@
 """`--repair` in pipelines: a rank dies at a given action of a step, and the run goes on with the same losses."""
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chapters import losses, prepared, train, train_on
+from support.chapters import losses, prepared, records, train, train_on
 from support.processes import free_port, run_ranks
 from support.repairs import DIES_IN, SHAPE, STEPS, Death, run_dying, run_with
 
@@ -30,7 +29,7 @@ FEW = "2"
 
 
 def norms(out: Path) -> list[float]:
-    return [json.loads(line)["grad_norm"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [record["grad_norm"] for record in records(out)]
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,13 @@ fault. The runs have most pairs of the options' values, because what tests of si
 """
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chapters import State, load, merged, train_on
+from support.chapters import State, load, merged, records, train_on
 
 from distlab.axes.layout import layout_size
 from distlab.settings.common import parse
@@ -102,8 +101,7 @@ def run(training: str, flags: str, out: Path) -> Run:
     arguments = [*MODEL.split(), *TRAINING[training].split(), *flags.split(), *shape]
     ranks = layout_size(parse(load(SCRIPT).DEFAULTS, "", ["0", *arguments]).layout)
     parameters, gradients, _ = train_on(ranks, SCRIPT, out, *arguments, exact=True)
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return Run(records, merged(parameters), merged(gradients))
+    return Run(records(out), merged(parameters), merged(gradients))
 
 
 @pytest.fixture(scope="module")

@@ -152,6 +152,10 @@ def losses(out: Path) -> list[float]:
     return [record["loss"] for record in records(out)]
 
 
+def validation_losses(out: Path) -> list[float]:
+    return [record["validation_loss"] for record in records(out) if "validation_loss" in record]
+
+
 def train_alone(folder: Path) -> OneProcess:
     """The run of `primer/intro.py` that the others have to equal, by the size of its batch and other flags."""
 

@@ -7,7 +7,6 @@ A rehearsal (LAB_GPU_REHEARSAL=n) runs the same tests on the CPU, as on a machin
 NCCL. It shows that the tests themselves work, and proves nothing about GPUs.
 """
 
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ import torch
 
 from distlab.checkpoints.models import read_model
 from distlab.machine.devices import SHARE_GPUS
-from support.chapters import State, initial_weights
+from support.chapters import State, initial_weights, losses, records, validation_losses
 from support.processes import Ended, run
 
 REHEARSAL = int(os.environ.get("LAB_GPU_REHEARSAL", "0"))  # how many GPUs to pretend
@@ -54,15 +53,15 @@ class GPURun:
 
     @property
     def losses(self) -> list[float]:
-        return [record["loss"] for record in self.records]
+        return losses(self.out)
 
     @property
     def validation_losses(self) -> list[float]:
-        return [record["validation_loss"] for record in self.records if "validation_loss" in record]
+        return validation_losses(self.out)
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        return records(self.out)
 
     @property
     def weights(self) -> State:

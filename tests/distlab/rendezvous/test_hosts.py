@@ -1,6 +1,5 @@
 """A run on two hosts, which are network namespaces here: the training run of one machine, and how it ends."""
 
-import json
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
-from support.chapters import losses, train_on
+from support.chapters import losses, records, train_on
 from support.hosts import Host, two_hosts, two_hosts_with_a_link, why_no_tun, why_not
 from support.processes import (
     Ended,
@@ -113,7 +112,7 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
 
     own = losses(tmp_path / "two")
     assert len(own) == steps
-    sent = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[-1])["sent_bytes"]
+    sent = records(tmp_path / "two")[-1]["sent_bytes"]
     assert sent[sent_as] > 250_000, "of the embedding: over gloo"
     model = [*MODEL, "--steps", str(steps)]
     one_host = train_on(6, f"hybrid/intro_{name}.py", tmp_path / "alone", *model, *shape)[-1]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.chapters import LAYOUTS, STEPS, records, train_on
+from support.chapters import LAYOUTS, STEPS, records, train_on, validation_losses
 from support.terminals import fork_python
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ def validate(layout: str, out: Path, *flags: str) -> list[float]:
     ranks, script, own = LAYOUTS[layout]
     train_on(ranks, script, out, *FLAGS, *own.split(), "--eval-every", "2", "--eval-sequences", "7", *flags)
     assert ["validation_loss" in record for record in records(out)] == [False, True, False, True]
-    return [record["validation_loss"] for record in records(out) if "validation_loss" in record]
+    return validation_losses(out)
 
 
 @pytest.fixture(scope="module")
