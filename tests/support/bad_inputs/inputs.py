@@ -43,6 +43,6 @@ def defaults_of(script: str) -> Any:
     return chapters.load(script).DEFAULTS
 
 
-def command_of(script: str, flags: Sequence[str], rank: str = "0") -> list[str]:
+def command_of(script: str, flags: Sequence[str]) -> list[str]:
     """A script in a terminal of its own."""
-    return [PYTHON, str(LAB / script), *([rank] if defaults_of(script).layout else []), *flags]
+    return [PYTHON, str(LAB / script), *(["0"] if defaults_of(script).layout else []), *flags]
