@@ -81,7 +81,8 @@ def hint(args: Sequence[str], prog: str) -> int:
     given = parser.parse_args(args)
     hints = _find(given.name).hints
     require(1 <= given.number <= len(hints), f"hint {given.number}: {given.name} has the hints 1 to {len(hints)}")
-    print(textwrap.fill(f"{given.number} of {len(hints)}: {hints[given.number - 1]}", 100))
+    shown = f"{given.number} of {len(hints)}: {hints[given.number - 1]}"
+    print(textwrap.fill(shown, 100, break_on_hyphens=False))
     if given.number < len(hints):
         print(f"# the next one: {prog} {given.name} {given.number + 1}")
     return 0

@@ -51,6 +51,8 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
         for number, told in enumerate(hints[:-1], 2):
             assert f"the next one: {launcher()} hint {name} {number}\n" in told
         assert "the next one" not in hints[-1]
+        for number, (own, told) in enumerate(zip(exercise.hints, hints, strict=True), 1):
+            assert " ".join(told.split()).startswith(f"{number} of {len(hints)}: {' '.join(own.split())}")
 
 
 @pytest.mark.parametrize("folder", ["my work", r"C:\new\users", 'three""" quotes', "it's"])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,11 @@ def test_the_rank_that_does_too_much_is_named_though_others_do_not(tmp_path: Pat
         Comparison(Trial({"tp": 2}, 2), run, one, facts, 0.5, reports).expect_no_logits_sent(3)
     for report, counts in zip(reports, ((0, 0, 8), (0, 8, 8)), strict=True):
         report.facts["sent"] = [{"weights": count} for count in counts]
+    for overlaps in (False, True):  # on one of the ranks
+        for report in reports:
+            report.facts |= {"overlaps": overlaps and report.rank == 0}
+        sent_late = [replace(report, facts=report.facts | {"sent": [{}, {"gradients": 1}, {}]}) for report in reports]
+        assert len(Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, sent_late).remarks({})) == 1 - overlaps
     trial = Trial({"dp": 2}, 2, settings={"sync_every": 2})
     with pytest.raises(Wrong, match="after step 0 of 2: rank 1 sends weights"):
         Comparison(trial, run, one, facts, 0.5, reports).expect_average_when_due(2)

@@ -97,7 +97,9 @@ def test_only_the_all_reduce_has_arrows_between_ranks(drawn: list[Any], arrows: 
 
 def test_the_messages_of_a_topology_go_down_in_time_from_sender_to_receiver(drawn: list[Any], arrows: Any) -> None:
     diagrams.topologies(Path("a.png"), world_size=4)
-    naive, tree, ring = drawn[0].axes[:3]
+    naive, tree, ring, _, reduce_naive, *_, reduce_ring = drawn[0].axes
+    wide, thin = ({patch.get_linewidth() for patch in axes.patches} for axes in (reduce_naive, reduce_ring))
+    assert min(wide) > max(thin), "messages of a ring are chunks of the tensor"
     for axes in (naive, tree, ring):
         sent = arrows(axes)
         assert {round(end[0]) for _, end, _ in sent} == {1, 2, 3}, "of a broadcast from rank 0"
@@ -134,11 +136,15 @@ def test_the_last_stages_have_the_layers_that_do_not_divide(drawn: list[Any]) ->
 
 
 def test_schedules_are_drawn_where_their_worker_is_that_keeps_most(drawn: list[Any]) -> None:
-    diagrams.schedules(Path("a.png"), stages=2, micro_batches=2)
+    """And where `auto` may keep more, it idles less."""
+    diagrams.schedules(Path("a.png"), stages=3, micro_batches=3)
     for axes in drawn[0].axes:
+        for curve in axes.lines[:2]:
+            limits, idle = curve.get_data()
+            assert ([*limits], [*idle]) == ([2, 2.5, 3], sorted({*idle}, reverse=True))
         kept = {text.get_text(): text.xy[0] for text in axes.texts}
-        assert (kept["dapple"], kept["gpipe"], kept["zb-h1"]) == (2, 2, 2)
-        zb_v = simulate(all_stages("zb-v", 2, 2), ActionCosts(0.5, 1.0, activation_bytes=0.5))
+        assert (kept["dapple"], kept["gpipe"], kept["zb-h1"]) == (3, 3, 3)
+        zb_v = simulate(all_stages("zb-v", 3, 3), ActionCosts(0.5, 1.0, activation_bytes=0.5))
         assert kept["zb-v"] == max(zb_v.peak_bytes)
     equal, other = ({text.get_text(): text.xy[1] for text in axes.texts} for axes in drawn[0].axes)
     assert (equal["dapple"] == other["dapple"], equal["zb-h1"] == other["zb-h1"]) == (True, False)

@@ -23,7 +23,7 @@ from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.memory import MEMORY_KINDS
 from distlab.reports.style import SERIES
-from distlab.reports.timeline import Bar, Panel, draw, draw_schedules, planned_panel
+from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures import diagrams
 from distlab_figures import runs as figures
@@ -100,7 +100,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "partings": lambda png, run: figures.partings(png, [f"one={run}", f"ep={run}"]),
     "ring_steps": lambda png, run: figures.ring_steps(png, [f"zigzag={run}", f"contiguous={run}"]),
     "sharding": lambda png, run: figures.sharding(png, [f"{kind}-8={run}" for kind in ("optimizer", "weights")]),
-    "schedules": lambda png, run: diagrams.schedules(png, stages=2, micro_batches=4),
+    "schedules": lambda png, run: diagrams.schedules(png, stages=2, micro_batches=2),
     "layout": lambda png, run: diagrams.layout(png),
     "splits": lambda png, run: diagrams.splits(png),
     "replicas": lambda png, run: diagrams.replicas(png, ranks=4),
@@ -236,12 +236,37 @@ def test_the_parts_of_a_diagram_fill_its_width(recorded: Path, drawn: list[Any])
             assert parts.width > 0.75 * axes.get_window_extent().width, name
 
 
-def test_the_curves_of_a_collective_are_its_own(recorded: Path, drawn: list[Any]) -> None:
-    figures.collectives(Path("a.png"), recorded)
-    figures.shared_memory(Path("a.png"), recorded)
+def by_name(figure: Any) -> dict[str, Any]:
+    """The solid curve of the first axes that has the color of each name in the legend."""
+    [shown] = figure.legends
+    entries = zip(shown.get_texts(), shown.legend_handles, strict=True)
+    names = {handle.get_color(): text.get_text() for text, handle in entries}
+    solid = [line for line in figure.axes[0].lines if line.get_linestyle() != ":" and len(line.get_xdata()) > 1]
+    return {names[line.get_color()]: line for line in solid}
+
+
+def test_the_curves_of_a_collective_are_its_own(recorded: Path, drawn: list[Any], tmp_path: Path) -> None:
+    """Measured seconds differ by topology, and predictions are half of them."""
+    rows = [json.loads(line) for line in (recorded / "collectives.jsonl").read_text().splitlines()]
+    topologies = [*dict.fromkeys(row["topology"] for row in rows)]
+    for row in rows:
+        row["measured_seconds"] = row["size_bytes"] / 1e8 * (1 + topologies.index(row["topology"]))
+        row["predicted_seconds"] = row["measured_seconds"] / 2
+    lines(tmp_path / "collectives.jsonl", rows)
+    figures.collectives(Path("a.png"), tmp_path)
+    figures.shared_memory(Path("a.png"), tmp_path)
     for axes in (*drawn[0].axes[:3], drawn[1].axes[0]):
         shown = [line.get_xdata() for line in axes.lines if len(line.get_xdata())]
         assert [[*sizes] for sizes in shown] == [[10**3, 10**7]] * len(shown)
+    for name, line in by_name(drawn[0]).items():
+        assert line.get_ydata()[-1] == pytest.approx(0.1 * (1 + topologies.index(name)))
+    dotted = [
+        line.get_ydata()[-1] for line in drawn[0].axes[0].lines if line.get_linestyle() == ":" and len(line.get_ydata())
+    ]
+    assert dotted == pytest.approx([0.05 * (1 + number) for number in range(len(topologies))])
+    names = {"sockets, the library's": "library", "sockets, the lab's ring": "ring", "shared memory": "shared"}
+    for name, line in by_name(drawn[1]).items():
+        assert line.get_ydata()[-1] == pytest.approx(0.1 * (1 + topologies.index(names[name])))
 
 
 def test_steps_of_a_ring_are_side_by_side_and_the_busiest_rank_is_relative_to_the_mean(
@@ -254,42 +279,6 @@ def test_steps_of_a_ring_are_side_by_side_and_the_busiest_rank_is_relative_to_th
     axes = drawn[0].axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 250), (250, 250), (0, 125)]
     assert "busiest rank 1.60 " in axes.get_title()
-
-
-def test_each_kind_of_bar_has_a_color_of_its_own_that_the_legend_explains(drawn: list[Any]) -> None:
-    labels = "F0|F0'|F0''|F0'''|F0*|B0|W0|ring step 0|ring step 1|ring step 2|wait|repair".split("|")
-    bars = [Bar(0, place, place + 1, label) for place, label in enumerate(labels)]
-    draw(Path("a.png"), [Panel("", ["rank 0"], bars, "ms")])
-    colors = dict(zip(labels, (bar.get_facecolor() for bar in drawn[0].axes[0].patches), strict=True))
-    assert len({*colors.values()}) == len(labels), "also the stages of a worker, and the steps of a ring"
-    [shown] = drawn[0].legends
-    entries = zip(shown.get_texts(), shown.get_patches(), strict=True)
-    told = {text.get_text().partition(":")[0]: swatch.get_facecolor() for text, swatch in entries}
-    first = {"F": "F0", "B": "B0", "W": "W0", "ring step": "ring step 0", "*": "F0*"}
-    assert told == {kind: colors[first.get(kind, kind)] for kind in (*first, "wait", "repair")}
-
-
-def test_a_dead_rank_has_its_name_though_it_has_no_bars(drawn: list[Any]) -> None:
-    draw(Path("a.png"), [Panel("", ["rank 0", "rank 1"], [Bar(0, 0, 1, "compute")], "ms", deaths=[(1, 0.5)])])
-    assert sorted(label.get_text() for label in drawn[0].axes[0].get_yticklabels()) == ["rank 0", "rank 1"]
-
-
-@pytest.mark.parametrize(("schedule", "several"), [("dapple", False), ("zb-v", True)])
-def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, several: bool, drawn: list[Any]) -> None:
-    """And a step of median length is drawn: the longest, with a pause, is not."""
-    plan = simulate(programs := all_stages(schedule, 2, 4))
-    ranks, at = [RankTrace([]) for _ in plan.spans], 0.0
-    for pause in (0.0, 0.0, 0.0, plan.makespan):
-        for rank, spans in zip(ranks, plan.spans, strict=True):
-            rank.events.append(Event(STEP, "step", at, at + plan.makespan + pause))
-            for span in spans:
-                begin = at + pause * (span.start > plan.makespan / 2)
-                rank.events.append(Event(COMPUTE, plan.labels[span.action], begin + span.start, begin + span.end))
-        at += plan.makespan + pause
-    draw_schedules(Path("a.png"), [(schedule, Trace(ranks, {"pp": 2}, programs))])
-    assert ("lighter" in drawn[0].axes[0].get_xlabel()) == several
-    idle = re.findall(r"[\d.]+(?=%)", drawn[0].axes[0].get_title(loc="left"))
-    assert idle == 2 * [f"{50 * sum(plan.bubble):.1f}"], "of both workers; as measured in this step, just the same"
 
 
 def test_the_load_of_an_expert_is_relative_to_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
@@ -313,6 +302,10 @@ def test_runs_are_told_apart(tmp_path: Path, drawn: list[Any]) -> None:
     assert labels == [str(folders[0]), str(folders[1]), "c"]
     totals = [int(text.get_text()) for text in drawn[0].axes[0].texts]
     assert totals == [len(MEMORY_KINDS) * megabytes for megabytes in (1, 2, 3)]
+    for number, megabytes in enumerate((1, 2, 3)):
+        own = [bar for bar in drawn[0].axes[0].patches if abs(bar.get_x() + bar.get_width() / 2 - number) < 0.1]
+        below = [bar.get_y() / megabytes for bar in own if bar.get_height() == megabytes]
+        assert below == [*range(len(MEMORY_KINDS))], "the parts of a run stand on each other"
     for figure in (losses, holdings, figures.timelines, figures.memory):
         with pytest.raises(InputError, match="give one or more runs"):
             figure(tmp_path / "a.png", [])
@@ -325,6 +318,11 @@ def test_the_bytes_per_weight_are_those_of_all_weights(tmp_path: Path, drawn: li
     )
     figures.sharding(tmp_path / "a.png", [f"weights-4={tmp_path}"])
     assert [points for points in curves(drawn[0]) if points[0] == [4]] == [([4], [4.0]), ([4], [6.0])]
+    theory = {name.partition(":")[0]: line for name, line in by_name(drawn[0]).items()}
+    for name, of_four in {"optimizer": 10, "gradients": 7, "weights": 4}.items():
+        ranks, each = theory[name].get_data()
+        assert (ranks[0], each[0]) == (1, 16), "alone, a rank holds all"
+        assert (ranks[-1], each[-1]) == pytest.approx((4, of_four)), name
 
 
 def test_names_are_drawn_as_they_are(tmp_path: Path, drawn: list[Any]) -> None:

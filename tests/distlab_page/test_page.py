@@ -42,6 +42,8 @@ def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: 
     machine = facts["machine"].split(", ")
     assert f"{own['machine']['cores']} cores" in machine
     assert own["machine"]["torch"] not in machine
+    colors = [kind["color"] for kind in page["timeline"]["kinds"]]
+    assert len({*colors}) == len(colors) > 2, "of the passes, and of waits"
     page["timeline"] = named(page["timeline"])
     for panel in ("layout", "timeline", "time"):
         shown = numbers(page.pop(panel))

@@ -1,7 +1,9 @@
 import json
 import math
+from collections.abc import Callable
 from dataclasses import MISSING, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from support.planner_machines import CLUSTER, SIZES, cluster
 from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.link import Link
-from distlab_planner import measuring
+from distlab.machine.devices import Place
+from distlab_planner import calibrate, measuring
 from distlab_planner.calibrate import (
     CalibrateSettings,
     command,
@@ -114,7 +117,7 @@ def test_what_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
 def test_numbers_between_and_beyond_those_that_were_measured() -> None:
     assert interpolate(1.5, (1, 2, 4), (1.0, 3.0, 4.0)) == 2
     assert interpolate(6, (1, 2, 4), (1.0, 3.0, 4.0)) == 5
-    assert interpolate(0.5, (1, 2, 4), (1.0, 3.0, 4.0)) == 0
+    assert interpolate(0.5, (1, 2, 4), (1.0, 3.0, 4.0)) == interpolate(0.25, (1, 2, 4), (1.0, 3.0, 4.0)) == 0
     assert interpolate(3, (2,), (4.0,)) == 6
 
 
@@ -304,6 +307,70 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
         for part in (found.embedding, found.block, found.head):
             assert part == PassSeconds(*[(1.0, 2.0)] * 4)
         assert found.again == (1.0, 2.0)
+
+
+def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two hosts with four ranks each: a pair of ranks on a host, one on two hosts, and two on a host at once."""
+    latencies = {((0, 1),): 1.0, ((0, 4),): 2.0, ((0, 1), (2, 3)): 3.0}
+    instead: dict[str, Callable[..., Any]] = {
+        "measure_messages": lambda _, pairs, __: Messages(Link(latencies[tuple(pairs)], 1e9), 0.25),
+        "measure_slowdown": lambda *_: (1.0, 1.25),
+        "measure_all_reduces": lambda *_: (),
+        "measure_passes": lambda sizes, *_: [Measured(sizes, 1, 1, (1, 2), PASSES, PASSES, PASSES)],
+        "measure_optimizer": lambda optimizer, _: 2.0 if isinstance(optimizer, torch.optim.Adam) else 1.0,
+        "measure_waking": lambda _: (),
+        "build": lambda *_: torch.nn.Linear(1, 1),
+    }
+    for name, function in instead.items():
+        monkeypatch.setattr(measuring, name, function)
+    monkeypatch.setattr(calibrate, "with_tiny_run", lambda machine, *_: machine)
+    joined = SimpleNamespace(local_ranks=4, places=[*4 * [Place("A")], *4 * [Place("B")]])
+    settings = replace(calibrate.DEFAULTS, machine_file=tmp_path / "machine.json", world_size=8)
+    run: Any = SimpleNamespace(settings=settings, device=torch.device("cpu"), rank=0, world_size=8, joined=joined)
+    calibrate.calibrate(run)
+    found = read_machine(settings.machine_file)
+    links = found.inside, found.between, *found.inside_together
+    assert [link.latency_seconds for link in links] == [0.75, 1.75, 2.75], "without the time of the call that sends"
+    assert (found.hosts, found.ranks_per_host, found.message_seconds) == (2, 4, 0.25)
+    assert (found.optimizer_seconds, found.sgd_seconds, found.slowdown) == (2.0, 1.0, (1.0, 1.25))
+
+
+def test_a_message_takes_half_of_the_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own; the other rank pauses, too, before it sends."""
+    link, clock = Link(1e-3, 1e8), [0.0]
+
+    def spend(seconds: float) -> None:
+        clock[0] += seconds
+
+    def receive(tensor: torch.Tensor, _: int) -> None:
+        spend(measuring.PAUSE + 2 * link.seconds(tensor.nbytes))
+
+    def nothing(*_: object) -> None: ...
+
+    sent = SimpleNamespace(wait=nothing)
+    for name, instead in (
+        ("isend", lambda *_: sent),
+        ("recv", receive),
+        ("all_reduce", nothing),
+        ("broadcast", nothing),
+    ):
+        monkeypatch.setattr(f"torch.distributed.{name}", instead)
+    monkeypatch.setattr(measuring, "open_queues", lambda *_: None)
+    monkeypatch.setattr(measuring, "now", lambda _: clock[0])
+    monkeypatch.setattr("time.sleep", spend)
+    found = measuring.measure_messages(0, [(0, 1)], torch.device("cpu")).link
+    assert (found.latency_seconds, found.bytes_per_second) == pytest.approx((1e-3, 1e8), rel=1e-3)
+
+
+def test_the_pass_at_the_end_counts_as_far_as_it_is_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def take_a_second(_: str) -> None:
+        clock[0] += 1
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    passes: Any = SimpleNamespace(run=take_a_second)
+    assert [measuring.passes_per_second(passes, seconds) for seconds in (2.5, 2.0, 0.25)] == [1, 1, 1]
 
 
 def test_what_is_measured_is_of_one_weight_and_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:

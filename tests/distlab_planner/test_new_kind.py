@@ -112,9 +112,10 @@ def test_the_planner_costs_them_by_what_they_say(monkeypatch: pytest.MonkeyPatch
         for name in ("lean", "dapple")
     )
     for stage in (0, 1):
-        forward, backward = usual.seconds(Forward(stage, 0)), usual.seconds(Backward(stage, 0))
-        assert lean_one.seconds(Glance(stage, 0)) == forward
-        assert lean_one.seconds(Redo(stage, 0)) == forward + backward
+        for threads in (1, 2):
+            forward, backward = (usual.seconds(kind(stage, 0), threads) for kind in (Forward, Backward))
+            assert lean_one.seconds(Glance(stage, 0), threads) == forward
+            assert lean_one.seconds(Redo(stage, 0), threads) == forward + backward
         assert lean_one.kept_bytes(Glance(stage, 0)) == round(0.1 * usual.kept_bytes(Forward(stage, 0)))
     own = predict(lean_one)
     assert own.computing == pytest.approx(predict(usual).computing * 4 / 3, rel=0.2)

@@ -244,7 +244,7 @@ ATTEMPTS = {
         ),
         Attempt(
             "no-share",
-            "rank 1 sends 0 bytes",
+            "rank 1 sends 0 bytes, and its product, a term of the sum, has 120",
             changes={
                 '    part = scatter(A, 1, "A") @ scatter(B, 0, "B")\n': (
                     "    C = A @ B\n    dist.broadcast(C, 0)\n    return C\n    part = C\n"
@@ -260,7 +260,7 @@ ATTEMPTS = {
         ),
         Attempt(
             "no-share",
-            "rank 2 sends 0 bytes",  # the others do their share
+            "rank 2 sends 0 bytes, and its rows of the product has 40",  # the others do their share
             changes={
                 '    return gather_rows(rows_of_A @ B, len(A), "C")': (
                     "    if dist.get_rank() == 1:\n        dist.send(rows_of_A @ B, 0)\n"

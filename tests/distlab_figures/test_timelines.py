@@ -1,0 +1,76 @@
+"""Timelines as they are drawn: each bar in its row, at its time, in the color of its kind."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.colors import to_hex
+
+from distlab.comm.recorder import COMPUTE, STEP, Event
+from distlab.pipeline.actions import ACTION_KINDS
+from distlab.pipeline.plan import simulate
+from distlab.pipeline.schedules import all_stages
+from distlab.reports.timeline import MEASURED, PLANNED, Bar, Panel, draw, draw_schedules
+from distlab.reports.trace import RankTrace, Trace
+
+
+def test_each_kind_of_bar_has_a_color_of_its_own_that_the_legend_explains(drawn: list[Any]) -> None:
+    labels = "F0|F0'|F0''|F0'''|F0*|B0|W0|ring step 0|ring step 1|ring step 2|wait|repair".split("|")
+    bars = [Bar(0, place, place + 1, label) for place, label in enumerate(labels)]
+    draw(Path("a.png"), [Panel("", ["rank 0"], bars, "ms")])
+    colors = dict(zip(labels, (bar.get_facecolor() for bar in drawn[0].axes[0].patches), strict=True))
+    assert len({*colors.values()}) == len(labels), "also the stages of a worker, and the steps of a ring"
+    for one, lighter in (
+        ("F0", "F0'"),
+        ("F0'", "F0''"),
+        ("ring step 0", "ring step 1"),
+        ("ring step 1", "ring step 2"),
+    ):
+        assert all(before <= part for before, part in zip(colors[one], colors[lighter], strict=True)), lighter
+    assert [to_hex(colors[f"{letter}0"]) for letter in "FBW"] == [ACTION_KINDS[letter].color for letter in "FBW"]
+    [shown] = drawn[0].legends
+    entries = zip(shown.get_texts(), shown.get_patches(), strict=True)
+    told = {text.get_text().partition(":")[0]: swatch.get_facecolor() for text, swatch in entries}
+    first = {"F": "F0", "B": "B0", "W": "W0", "ring step": "ring step 0", "*": "F0*"}
+    assert told == {kind: colors[first.get(kind, kind)] for kind in (*first, "wait", "repair")}
+
+
+def test_bars_have_the_names_of_their_rows_from_the_top_also_a_dead_rank_that_has_none(drawn: list[Any]) -> None:
+    bars = [Bar(0, 0, 2, "F0", PLANNED), Bar(0, 1, 3, "F0", MEASURED), Bar(2, 0, 1, "compute")]
+    draw(Path("a.png"), [Panel("", ["rank 0", "rank 1", "rank 2"], bars, "ms", deaths=[(1, 0.5)])])
+    [axes] = drawn[0].axes
+    names = dict(zip(axes.get_yticks(), (label.get_text() for label in axes.get_yticklabels()), strict=True))
+    heights = [bar.get_y() + bar.get_height() / 2 for bar in axes.patches]
+    assert [names[height] for height in heights] == ["plan", "rank 0", "rank 2"]
+    assert sorted(heights) == heights
+    assert axes.yaxis_inverted(), "rank 0 is at the top"
+    [death] = axes.lines
+    assert ([*death.get_xdata()], names[death.get_ydata()[0]]) == ([0.5], "rank 1")
+    assert {round(low) for low in (*axes.get_xlim(), *axes.get_ylim())} == {0, 3}
+
+
+@pytest.mark.parametrize(("schedule", "several"), [("dapple", False), ("zb-v", True)])
+def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, several: bool, drawn: list[Any]) -> None:
+    """And a step of median length is drawn: the longest, with a pause, is not."""
+    plan = simulate(programs := all_stages(schedule, 2, 4))
+    ranks, at = [RankTrace([]) for _ in plan.spans], 0.0
+    for pause in (0.0, 0.0, 0.0, plan.makespan):
+        for rank, spans in zip(ranks, plan.spans, strict=True):
+            rank.events.append(Event(STEP, "step", at, at + plan.makespan + pause))
+            for span in spans:
+                begin = at + pause * (span.start > plan.makespan / 2)
+                rank.events.append(Event(COMPUTE, plan.labels[span.action], begin + span.start, begin + span.end))
+        at += plan.makespan + pause
+    draw_schedules(Path("a.png"), [(schedule, Trace(ranks, {"pp": 2}, programs))])
+    assert ("lighter" in drawn[0].axes[0].get_xlabel()) == several
+    idle = re.findall(r"[\d.]+(?=%)", drawn[0].axes[0].get_title(loc="left"))
+    assert idle == 2 * [f"{50 * sum(plan.bubble):.1f}"], "of both workers; as measured in this step, just the same"
+    shown = [(round(bar.get_x()), round(bar.get_width())) for bar in drawn[0].axes[0].patches]
+    spans = [
+        (round(1e3 * span.start), round(1e3 * (span.end - span.start))) for line in plan.spans for span in 2 * line
+    ]
+    in_order = [[span.action.micro_batch for span in line] for line in plan.spans]
+    assert sorted(shown) == sorted(spans), "each worker's passes twice: by the plan, and as measured"
+    assert [int(text.get_text()) for text in drawn[0].axes[0].texts] == [*itertools.chain(*in_order)]
