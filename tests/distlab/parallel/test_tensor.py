@@ -147,7 +147,7 @@ def test_no_rank_holds_whole_logits() -> None:
 
 def block(num_heads: int, num_kv_heads: int, hidden_dim: int) -> Block:
     attention = Attention(48, num_heads, num_kv_heads, 48 // num_heads)
-    return Block(attention, MLP(48, hidden_dim), partial(RMSNorm, 48, 1e-6, torch.float32))
+    return Block(attention, MLP(48, hidden_dim), partial(RMSNorm, 48, 1e-6, torch.get_default_dtype()))
 
 
 class Written(nn.Module):
@@ -174,6 +174,7 @@ class Written(nn.Module):
 
 
 def train_written(rank: int, style: str) -> None:
+    torch.set_default_dtype(torch.float64)
     whole, sliced = Written(), Written()
     shard(sliced, "naive" if style == "naive" else "megatron", sequence_parallel=STYLES[style])
     train_both(whole, sliced, style)
