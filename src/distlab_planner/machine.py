@@ -7,8 +7,8 @@ rank's multiplications and the cost of a message. A file needs only these number
 import bisect
 import itertools
 import json
-import math
 import re
+import sys
 import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
@@ -284,7 +284,7 @@ def _read_object(kind: Any, value: Any, given: str, where: str) -> Any:
 
 def _read_number(kind: type[float], value: Any, given: str, key: str) -> float:
     """Read the number of a key, finite and not negative; `given` is the value in words."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:
         least = 0 if key in MAY_BE_0 else 1
         is_right = is_number and value == int(value) and value >= least

@@ -81,6 +81,7 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["measured", 0, "again"], [1], "measured: again: give a number for each of its rows, or none"),
         (["measured"], 3, "measured is 3; give a list"),
         (["between", "latency_seconds"], math.inf, "between.latency_seconds is Infinity; give a number that is not"),
+        (["between", "latency_seconds"], 10**400, "between.latency_seconds is 1000"),
         (["waking", 1, "idle_seconds"], 0, "waking: idle_seconds: give numbers in ascending order, at least one"),
         (["waking", 0, "idle_seconds"], 1e-3, "waking[0].idle_seconds is 0.001; give 0: a message that was there"),
         (["waking", 1, "seconds"], -1, "waking[1].seconds is -1; give a number that is not negative"),
