@@ -68,9 +68,7 @@ def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, sever
     idle = re.findall(r"[\d.]+(?=%)", drawn[0].axes[0].get_title(loc="left"))
     assert idle == 2 * [f"{50 * sum(plan.bubble):.1f}"], "of both workers; as measured in this step, just the same"
     shown = [(round(bar.get_x()), round(bar.get_width())) for bar in drawn[0].axes[0].patches]
-    spans = [
-        (round(1e3 * span.start), round(1e3 * (span.end - span.start))) for line in plan.spans for span in 2 * line
-    ]
+    bars = [(round(1e3 * span.start), round(1e3 * (span.end - span.start))) for line in plan.spans for span in 2 * line]
     in_order = [[span.action.micro_batch for span in line] for line in plan.spans]
-    assert sorted(shown) == sorted(spans), "each worker's passes twice: by the plan, and as measured"
+    assert sorted(shown) == sorted(bars), "each worker's passes twice: by the plan, and as measured"
     assert [int(text.get_text()) for text in drawn[0].axes[0].texts] == [*itertools.chain(*in_order)]
