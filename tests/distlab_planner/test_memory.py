@@ -96,11 +96,17 @@ def test_activations_of_a_head_alone(schedule: str, recompute: str, dtype: Dtype
 
 
 def test_weights_are_those_of_the_model() -> None:
-    net = build_stage(0, (MODEL.n_layers,), SIZES.vocab_size, dmodel=32, num_heads=4, num_kv_heads=2, hidden_dim=96)
     layout = RunLayout({}, 1, 1, "dapple", "none", "none", (MODEL.n_layers,))
-    counts = held(Costs(CLUSTER, MODEL, layout), 0)
-    assert counts.parameters == counts.gradients == sum(p.nbytes for p in net.parameters())
-    assert counts.optimizer_state == 2 * counts.parameters
+    options: dict[str, Any] = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 2, "hidden_dim": 96}
+    mixture = {"experts": 3, "experts_per_token": 2, "qk_norm": True}
+    for more, shared in ((dict[str, Any](), 0), (mixture, 0), (mixture, 1)):
+        flags = {"shared_expert": bool(shared)} if more else {}
+        net = build_stage(0, layout.split, SIZES.vocab_size, **options, **more, **flags)
+        model = replace(MODEL, sizes=replace(SIZES, shared_experts=shared, **more))
+        counts = held(Costs(CLUSTER, model, layout), 0)
+        assert counts.parameters == sum(p.nbytes for p in net.parameters()), "with the corrections of scores"
+        assert counts.gradients == sum(p.nbytes for p in net.parameters() if p.requires_grad)
+        assert counts.optimizer_state == 2 * counts.gradients
 
 
 def test_without_shared_memory_the_last_bucket_of_a_pass_is_whole_beside_the_first_of_the_next() -> None:

@@ -29,7 +29,9 @@ def test_the_memory_is_that_of_the_optimizer(machine: list[str], capsys: pytest.
     for optimizer in ("adam", "sgd"):
         plan.command([*SMALL, *machine, *flags, optimizer])
         columns = r"^1 +2 dp .* ([\d,.]+) ms +([\d,]+) +- +([\d,]+) +([\d,.]+) "
-        [row] = re.findall(columns, capsys.readouterr().out, re.MULTILINE)
+        shown = capsys.readouterr().out
+        assert "with 320,000 MB for each" in shown, "of two ranks on a host with 640 GB"
+        [row] = re.findall(columns, shown, re.MULTILINE)
         milliseconds, tokens_per_second, memory, sent = (float(number.replace(",", "")) for number in row)
         assert milliseconds / 1e3 * tokens_per_second == pytest.approx(8 * 16, rel=0.01), "of the global batch"
         assert sent == pytest.approx(4 * WEIGHTS / 1e6, abs=0.05), "of two ranks, each sends a half twice"

@@ -15,7 +15,11 @@ from distlab_playground import drawing, runs
 def test_what_is_drawn_is_within_the_drawing_and_legible() -> None:
     drawn = drawing.kept([[(1.0, 2.0)]], ["worker 0"], end=2.0, limit=4.0)
     assert f"M{drawing.LEFT} 0.00H" in drawn, "the limit is the highest"
+    [(at, level)] = re.findall(r'd="M[\d.]+ 120H([\d.]+)V([\d.]+)"', drawn)
+    assert float(at) - drawing.LEFT == pytest.approx((drawing.WIDTH - drawing.LEFT - 12) / 2), "from then on"
+    assert float(level) == 60, "half of the limit"
     message = Passed(0, 1, 4, 0.25, 0.5)
+    assert drawing.message_words([message], 1).endswith(", 4 bytes, 250 to 500 ms.")
     assert f"L{drawing.WIDTH - 12:.2f} " in drawing.messages(2, [message], makespan=0.5), "at the end of the axis"
     assert drawing.messages(2, [message] * 3, makespan=0.5, shown=2).count('class="bar"') == 2
     [line] = re.findall(r'd="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', drawing.messages(2, [message], makespan=0.5))
@@ -35,6 +39,7 @@ def test_what_is_drawn_is_within_the_drawing_and_legible() -> None:
         assert widths == pytest.approx([(drawing.WIDTH - drawing.LEFT - 12) / 2] * 2, abs=0.01)
         inks = [re.search(f'fill="([^"]*)">{label}<', drawn) for label in ("F0", "F1")]
         assert [ink and ink[1] for ink in inks] == [style.BACKGROUND, style.INK]
+    assert re.findall(r">(\d+)</text>", drawn) == ["0", "20", "40", "60", "80", "100", "120"], "the marks up to 123"
     assert ">10<" in drawing.rows(["worker 0"], [[drawing.Bar(0, 10, "#000000", "", "")]], "", "ticks")
     assert "<b>" not in drawing.table(["<b>"], [["<b>"]], "<b>") + drawing.legend({"<b>": style.INK})
     shares = runs.table(table("", ("run", "busy", "idle"), [("a", 0.25, 0.5)], ("busy", "idle")))
