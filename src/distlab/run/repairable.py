@@ -137,7 +137,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
             self._usual_seconds = self._usual_seconds or self._seconds()
         self._alive = self._repair.alive
         self._to_measure = STEPS_TO_MEASURE + 1  # the first one also sets up connections
-        self._run.records.continue_at(at.step + (at.phase == MEET), self._run.is_first)
+        self._run.records.continue_at(at.updates, self._run.is_first)
         return at
 
     def _seconds(self) -> float | None:

@@ -158,7 +158,9 @@ class UndoableLog(RunLog):
                     super()._write(record)
 
     def record(self, step: int) -> None:
-        if not self.times:  # this rank has just taken the place of another
+        is_recorded = bool(self._recent) and self._recent[-1]["step"] == step  # before a repair
+        if is_recorded or not self.times:  # or this rank has just taken the place of another
+            self.validation_loss = None
             return
         last = None if self.late is None else self.late.last
         if last is not None and last.step == step:  # it has arrived already, in a repair

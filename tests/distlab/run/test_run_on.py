@@ -247,6 +247,25 @@ def test_steps_that_are_taken_back_count_apart(tmp_path: Path) -> None:
     assert ([time.seconds for time in log.times], log.count) == ([1], 60)
 
 
+def test_a_rank_that_is_ahead_keeps_its_record_of_a_step_that_is_evaluated_again(tmp_path: Path) -> None:
+    log = UndoableLog(tmp_path, context_of())
+    log.begin(10, "tokens")
+    with log.timing_a_step():
+        log.loss, log.validation_loss = 3.0, 5.0
+    log.record(0)
+    with log.timing_a_step():  # of which the rank is taken back, after a death
+        pass
+    log.take_back(1)
+    log.continue_at(1, writes=True)
+    log.validation_loss = 5.0
+    log.record(0)
+    with log.timing_a_step():
+        log.loss = 2.0
+    log.record(1)
+    found = [(record["step"], record["loss"], record.get("validation_loss")) for record in records(tmp_path)]
+    assert found == [(0, 3.0, 5.0), (1, 2.0, None)]
+
+
 def test_a_script_without_track_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UndoableRun, "track", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"--run-on and --repair need a script that calls run\.track before"):
