@@ -112,8 +112,9 @@ def _sentence(step: int, what: str, wrong: Sequence[str], keys: Mapping[str, str
     """Return a sentence about the first of some wrong parameters; `keys` are the names of their tensors."""
     key = keys.get(wrong[0], wrong[0])
     mine, others = own[key], right[key]
-    away = distance(mine, others)
-    parts = own.writers(key, (mine - others).abs() > 1e-3 * away * others.abs().max())
+    away, error = distance(mine, others), (mine - others).abs()
+    are_wrong = error > 1e-3 * away * others.abs().max() if math.isfinite(away) else ~error.isfinite()
+    parts = own.writers(key, are_wrong)
     ranks = f", as rank {' and '.join(map(str, parts))} wrote them," if parts else ""
     scale = shares.scale_of(mine, others)
     told = "differ" if scale is None else f"are {scale:.4g} times what they should be"

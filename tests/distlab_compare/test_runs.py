@@ -304,7 +304,7 @@ class Kept(Saved):
         return self._kept[name]
 
     def writers(self, name: str, wrong: Tensor) -> list[int]:
-        return [0]
+        return [rank for rank in (0, 1) if wrong[2 * rank : 2 * rank + 2].any()]  # each has written two rows
 
 
 CHANGED = "% away); since step 4, weight has changed by 3 times as much as it should"
@@ -325,8 +325,14 @@ def test_how_much_too_much_a_weight_has_changed_since_the_checkpoint_before(
 ) -> None:
     own, right = ({2: Kept(2, 0.5), 4: Kept(4, 1.0), 6: Kept(6, weight)} for weight in weights)
     [told] = first_divergence(own, right, [2, 4, 6], tolerance=1e-4)
-    assert told.startswith(f"after 6 steps: the weights weight, as rank 0 wrote them, {how}")
+    assert told.startswith(f"after 6 steps: the weights weight, as rank 0 and 1 wrote them, {how}")
     assert told.endswith(end)
+
+
+@pytest.mark.parametrize("wrong", [2.0, torch.nan])
+def test_the_rank_that_has_written_what_is_wrong_is_told(wrong: float) -> None:
+    own = Kept(6, torch.tensor([[1.0, 1.0]] * 3 + [[1.0, wrong]]))
+    assert "weight, as rank 1 wrote them, differ" in first_divergence({6: own}, {6: Kept(6, 1.0)}, [6], 1e-4)[0]
 
 
 def test_with_adam_an_element_whose_mean_gradient_was_rounding_once_may_have_any_weight_from_then_on() -> None:
