@@ -38,9 +38,14 @@ def _create(group: Any, options: Any) -> Any:
         from distlab.launching import programs
 
         programs.explain_failures(group.group_rank)
-    from distlab.rendezvous import groups
+    if group.group_size == 1:
+        from distlab.comm import alone
 
-    made = groups.create(group, options)
+        made: Any = alone.create(group, options)
+    else:
+        from distlab.rendezvous import groups
+
+        made = groups.create(group, options)
     if is_of_program:
         programs.summarize_at_exit(made.context)
     return made

@@ -7,16 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from distlab.comm.recorder import Ledger, Recorder
-from distlab.comm.waits import Wait, Waits
 from distlab.machine import devices
 from distlab.machine.devices import Place, cores
 from simplellm.errors import say
+
+if TYPE_CHECKING:
+    from distlab.comm.waits import Wait, Waits
 
 Group = dist.ProcessGroup | None  # None: all ranks
 TransportName = Literal["auto", "shared", "gloo"]
@@ -64,11 +67,22 @@ class Context:
             self.ledger, self.recorder = previous.ledger, previous.recorder
             self.options = replace(self.options, previous=None)  # or all earlier ones would stay
         self.describe = self.options.describe
-        self.waits = Waits(self.rank, self.world_size, self.ledger, lambda rank: self.describe(rank))
-        if self.options.timeout_seconds is not None:
-            self.waits.timeout_seconds = self.options.timeout_seconds
-        self.waits.timeout_name = self.options.timeout_name
         self.recorder.is_over_nccl = self.is_over_nccl
+
+    @cached_property
+    def waits(self) -> "Waits":
+        """This rank's waits for other ranks; a rank that is alone has none."""
+        from distlab.comm.waits import Waits
+
+        waits = Waits(self.rank, self.world_size, self.ledger, lambda rank: self.describe(rank))
+        if self.options.timeout_seconds is not None:
+            waits.timeout_seconds = self.options.timeout_seconds
+        waits.timeout_name = self.options.timeout_name
+        return waits
+
+    def waited_so_far(self) -> float:
+        """Return the seconds that this rank has waited for others."""
+        return self.waits.waited_so_far() if self.world_size > 1 else 0.0
 
     @property
     def is_over_nccl(self) -> bool:
@@ -113,13 +127,20 @@ class ContextGroup(dist.ProcessGroup):
     context: Context
     key: str
 
-    def held_back(self) -> list[Wait]:
+    def held_back(self) -> "list[Wait]":
         """Return the collectives in shared memory of which this rank has yet to compute its part."""
         raise NotImplementedError
 
     def abandon(self) -> None:
         """Close the connections, whatever is under way: waits in this group fail at once, also those of other ranks."""
         raise NotImplementedError
+
+
+def require_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise `ValueError` for tensors of several dtypes in one collective."""
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"tensors of one collective have two dtypes, {tensors[0].dtype} and {tensor.dtype}")
 
 
 def first_context(made: Any, options: Options | None) -> Context:

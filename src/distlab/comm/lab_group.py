@@ -11,7 +11,7 @@ The first of these transports that accepts a collective or message carries it:
     queues         messages, where `open_queues` has made a queue
     one host       tensors that `empty` has made, in place; others from `SMALLEST_SHARED_BYTES` on, in pieces
     several hosts  all-reduces of tensors that `empty` has made
-    library        everything else: gloo or NCCL; a rank that is alone copies
+    library        everything else: gloo or NCCL
 
 Functional collectives, which DTensor uses, call the same methods through torch's C++ interface, and for all-gather and
 reduce-scatter the coalesced ones. A method that this class does not override would go to gloo or NCCL uncounted.
@@ -38,7 +38,6 @@ from distlab.comm.context import Context, ContextGroup, TransportName
 from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND, Destination
-from distlab.comm.transports.alone import Alone
 from distlab.comm.transports.library import Library
 from distlab.comm.transports.memory import MemoryTransport
 from distlab.comm.transports.one_host import OneHost
@@ -78,8 +77,7 @@ class LabGroup(ContextGroup):
         """Meet the other ranks, and prepare the transports; memory and queues are made on request."""
         self._messages.clear()  # a rank that failed may have sent what no other has received
         members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.first_of_hosts)
-        store = dist.PrefixStore(f"epoch{self._epoch}", self._store)
-        self._plain = Library(members, store, self._timeout) if members.size > 1 else Alone()
+        self._plain = Library(members, dist.PrefixStore(f"epoch{self._epoch}", self._store), self._timeout)
         # torch asks for the group's devices to know where the tensors of its object collectives must be.
         for device in self._plain.devices:
             self._register_backend(torch.device(device), self._plain.kind, self._plain.group)
@@ -321,7 +319,7 @@ class LabGroup(ContextGroup):
         """
         with self.context.waits.during(wait):
             carried = next(answer for by in self.transports if (answer := ask(by)) is not None)
-        if sent_bytes is not None and self.size() > 1:
+        if sent_bytes is not None:
             columns: Mapping[str, int] = carried.sent_bytes or {"": sent_bytes}
             for column, count in columns.items():
                 self.context.ledger.count(Destination(f"{wait.kind}{column}", wait.way, wait.peers), count)

@@ -28,8 +28,6 @@ class LateNumber:
         from distlab.machine.streams import copied_to_host, passed, side_stream
 
         transfer = self._transfer
-        if isinstance(transfer, Pending) and transfer.is_over:  # as on a rank that is alone
-            transfer = None
         if isinstance(transfer, Pending) and not transfer.is_on_stream:  # the host brings the sum
             return
         side = side_stream(self._number.device)

@@ -74,11 +74,6 @@ class Pending(dist.Work):
         """Its name, and the ranks that take part."""
         return self._wait
 
-    @property
-    def is_over(self) -> bool:
-        """True if nothing is left to wait for, on the host or on the stream."""
-        return self._carrier is None and not self._finish
-
     def then(self, finish: Callable[[], object]) -> "Pending":
         """Call `finish` at the end of `wait`, in the order of these calls; returns this object.
 

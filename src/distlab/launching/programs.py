@@ -47,7 +47,7 @@ def summarize_at_exit(context: Context) -> None:
     """Print how long rank 0 has waited and what it has sent when the process exits."""
 
     def summarize() -> None:
-        say(f"rank 0 waited {context.waits.waited_so_far():.1f} s for other ranks")
+        say(f"rank 0 waited {context.waited_so_far():.1f} s for other ranks")
         for line in sent_by_kind(0, context.ledger):
             say(line)
 

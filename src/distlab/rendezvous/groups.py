@@ -1,4 +1,4 @@
-"""Creates the process groups of the lab's backend."""
+"""Creates the process groups of several ranks of the lab's backend."""
 
 from typing import Any
 
@@ -54,10 +54,7 @@ def create(made: Any, options: Options | None) -> LabGroup:
     try:
         number = made.store.add(f"worlds/{made.group_rank}", 1) - 1 if options is None else 0
         made.store = _own_keys(made.store, number)
-        context = first_context(made, options)
-        if context.world_size == 1:
-            return LabGroup(context, made.store, [context.rank], context.group_timeout)
-        return WorldGroup(context, made.store, number)
+        return WorldGroup(first_context(made, options), made.store, number)
     except TrafficError:
         raise
     except RuntimeError as error:  # of torch's store, gloo or NCCL

@@ -45,11 +45,7 @@ class RunLog:
     ) -> None:
         self._rank = context.rank if rank is None else rank
         self._out, self._device = out, context.device
-        self._ledger, self._waited, self._status = (
-            context.ledger,
-            context.waits.waited_so_far,
-            status or StatusLine(None),
-        )
+        self._ledger, self._waited, self._status = context.ledger, context.waited_so_far, status or StatusLine(None)
         self._has_tensorboard = tensorboard
         self._writes = self._rank == 0 if writes is None else writes
         self._metrics: TextIO | None = None

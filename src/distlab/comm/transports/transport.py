@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Context
+from distlab.comm.context import Context, require_one_dtype
 from distlab.comm.pending import Carrier
 
 Op = ReduceOp.RedOpType
@@ -135,9 +135,8 @@ def ring_bytes(tensor: Tensor, ranks: int) -> int:
 
 def require_plain(*tensors: Tensor) -> None:
     """Raise `ValueError` for tensors of several dtypes, sparse ones, or with gaps, whose content gloo would send."""
+    require_one_dtype(tensors)
     for tensor in tensors:
-        if tensor.dtype != tensors[0].dtype:
-            raise ValueError(f"tensors of one collective have two dtypes, {tensors[0].dtype} and {tensor.dtype}")
         if tensor.layout != torch.strided:
             raise ValueError(f"a tensor of layout {tensor.layout}: only an all-reduce takes sparse tensors (COO)")
         if not tensor.is_contiguous():

@@ -1,0 +1,110 @@
+"""The process group of a rank that is alone: what it would send to itself, torch copies."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm.context import Context, ContextGroup, Options, first_context, require_one_dtype
+from distlab.machine.torch_patches import group_of_one
+
+if TYPE_CHECKING:
+    from distlab.comm.waits import Wait
+
+
+class GroupOfOne(ContextGroup):
+    """A group of one rank; its operations end before their calls return, and count as nothing sent."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self.context, self.key = context, str(context.rank)
+        library = group_of_one()
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, library)
+
+    def held_back(self) -> "list[Wait]":
+        return []
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Leave the tensors as they are. torch's group has no result for a future, which torch's DDP asks for."""
+        return _Done(list(tensors))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return _copied([output], [input])
+
+    def all_gather_single_coalesced(
+        self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return _copied(output, input)
+
+    def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return _copied(output[0], input)
+
+    def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        return _copied(output, input[0])
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, *sizes: Any) -> dist.Work:
+        return _copied([output], [input])
+
+    # With one rank, other operations do the same. torch 2.11, whose own group of one copies nothing, has other names.
+    _single: Any = all_gather_single
+    _several: Any = all_gather_single_coalesced
+    reduce_scatter_single = _allgather_base = _reduce_scatter_base = _single
+    reduce_scatter_single_coalesced = alltoall = _several
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _several
+    gather: Any = allgather
+    allgather_coalesced: Any = allgather
+    reduce_scatter: Any = scatter
+    alltoall_base: Any = all_to_all_single
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> dist.Work:
+        raise ValueError("a message to oneself: this group has one rank")
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> dist.Work:
+        raise ValueError("a message from oneself: this group has one rank")
+
+
+class _Done(dist.Work):
+    """An operation that is complete, with the interface of `distlab.comm.pending.Pending`."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors, self._finish = tensors, list[Callable[[], object]]()
+
+    def then(self, finish: Callable[[], object]) -> "_Done":
+        """Call `finish` at the end of `wait`; if it returns an operation, `wait` also waits for that operation."""
+        self._finish.append(finish)
+        return self
+
+    def wait(self, timeout: Any = None) -> bool:
+        while self._finish:
+            started = self._finish.pop(0)()
+            if isinstance(started, dist.Work):
+                started.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+@torch.inference_mode()  # as in torch's own groups
+def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Done:
+    """Copy tensors of equal sizes; one may be the other, as in a reduce-scatter in place."""
+    for output, input in zip(outputs, inputs, strict=True):
+        require_one_dtype([output, input])
+        if output.data_ptr() != input.data_ptr():
+            output.view_as(input).copy_(input)
+    return _Done(list(outputs))
+
+
+def create(made: Any, options: Options | None) -> GroupOfOne:
+    """Return the group that torch asks for: the default group, or a group of `new_group`, which shares its context."""
+    world = dist.group.WORLD
+    return GroupOfOne(world.context if isinstance(world, ContextGroup) else first_context(made, options))
