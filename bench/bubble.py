@@ -73,12 +73,11 @@ class SleepingStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 2:  # token ids (batch, seq)
             x = torch.zeros(*x.shape, WIDTH, requires_grad=True)
-        now = current()
-        later = now if isinstance(now, DeferredWeightGradients) else None
+        later = current()
         y: Tensor = _Sleep.apply(x, self.weight if later is None else self.weight.detach(), self, later)
         return y
 
-    def gradient(self, weight: Tensor, x: Tensor, grad: Tensor) -> Tensor:
+    def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of the weight, from that of the outputs (batch, seq, width)."""
         time.sleep(self.seconds)
         return grad.sum((0, 1))
@@ -99,7 +98,7 @@ class _Sleep(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         time.sleep(ctx.stage.seconds)
         if ctx.later is None:
-            return grad, ctx.stage.gradient(ctx.stage.weight, x, grad), None, None
+            return grad, ctx.stage.gradient(x, grad), None, None
         ctx.later.add(ctx.stage.weight, ctx.stage.gradient, x, grad)
         return grad, None, None, None
 

@@ -1,10 +1,9 @@
 """Observers of the tensors that autograd keeps, and features of it that the lab uses without a public interface."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 class Observer(Protocol):
@@ -31,19 +30,3 @@ def backward(output: Tensor | GradientEdge, gradient: Tensor) -> None:
     """
     # keep_graph, create_graph, inputs, as torch's function passes them on
     _engine_run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def has_hooks(tensor: Tensor) -> bool:
-    """Return whether hooks (`register_hook`) are registered that get the tensor's gradient before its accumulation."""
-    return bool(tensor._backward_hooks)
-
-
-def use_of_gradient(node: Node | None) -> Literal["accumulated", "returned", "none"]:
-    """Return the use of a leaf's gradient in the running backward pass, given its node (of `ctx.next_functions`).
-
-    The pass adds it to the leaf's `grad`; or `torch.autograd.grad` returns it; or the leaf is not among the `inputs`.
-    """
-    try:
-        return "accumulated" if node is not None and torch._C._will_engine_execute_node(node) else "none"
-    except RuntimeError:  # torch.autograd.grad, for this leaf
-        return "returned"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from simplellm.weight_gradients import DeferredWeightGradients, current
+from simplellm.weight_gradients import current
 
 # A function, and its arguments: modules, tensors, constants.
 PartToCompile = tuple[Callable[..., Tensor], tuple[Any, ...]]
@@ -34,7 +34,6 @@ def through_compiler(function: Callable[..., Tensor], *arguments: Any) -> Tensor
     """
     if torch.compiler.is_compiling() or _compiler is None or not torch.is_grad_enabled():
         return function(*arguments)
-    has_weights = any(isinstance(argument, nn.Module) for argument in arguments)
-    if has_weights and isinstance(current(), DeferredWeightGradients):
+    if current() is not None and any(isinstance(argument, nn.Module) for argument in arguments):
         return function(*arguments)
     return _compiler(function, *arguments)

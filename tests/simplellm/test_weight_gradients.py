@@ -1,18 +1,16 @@
-"""Weight gradients that the matrix product writes where they belong, against those that autograd adds up."""
+"""Weight gradients that are computed later than in the backward pass, against those that autograd computes in it."""
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from simplellm import layers
 from simplellm.layers import Linear
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
-from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients, is_by_hand
+from simplellm.weight_gradients import DeferredWeightGradients
 
 pytestmark = pytest.mark.quick
 
@@ -35,56 +33,36 @@ def grad(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-class Place:
-    """A place in a larger buffer, free again when the gradient has been collected."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.buffer, self.is_free = torch.full((1 + weight.numel(),), torch.nan), True
-        self.view = self.buffer[1:].view_as(weight)
-        weight.gradient_place = self  # type: ignore[attr-defined]
-        weight.register_post_accumulate_grad_hook(self.collect)
-
-    def take(self) -> Tensor | None:
-        was_free, self.is_free = self.is_free, False
-        return self.view if was_free else None
-
-    def collect(self, weight: Tensor) -> None:
-        self.is_free = True
-
-
-def test_micro_batches_are_added_up_in_one_tensor_to_the_gradients_of_autograd() -> None:
-    nets = [LLama(CausalLLama, VOCAB, dmodel=12, num_heads=2, n_layers=2, ctx_size=6) for _ in range(2)]
-    in_place, plain = nets
-    where: list[dict[str, int]] = []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_micro_batches_are_added_up_to_the_gradients_of_autograd(dtype: torch.dtype) -> None:
+    options = {"dmodel": 12, "num_heads": 2, "n_layers": 2, "ctx_size": 6, "dtype": dtype}
+    deferring, plain = (LLama(CausalLLama, VOCAB, **options) for _ in range(2))
+    flat = torch.zeros(sum(p.numel() for p in deferring.parameters()))
+    sizes = [p.numel() for p in deferring.parameters()]
+    for parameter, part in zip(deferring.parameters(), flat.split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
     for ids in IDS.split(1):
-        with WeightGradients().applied():
-            loss = causalLLMLoss(in_place(ids), ids, VOCAB)
+        later = DeferredWeightGradients()
+        with later.applied():
+            loss = causalLLMLoss(deferring(ids), ids, VOCAB)
+        before = grad(deferring.get_parameter("lm_head.weight")).clone()
         loss.backward()
+        assert torch.equal(grad(deferring.get_parameter("lm_head.weight")), before), "not yet"
+        later.compute()
         causalLLMLoss(plain(ids), ids, VOCAB).backward()
-        where.append({name: grad(p).data_ptr() for name, p in in_place.named_parameters() if "proj" in name})
-    assert where[0] == where[1] == where[2], "no new tensor takes the place of the sum"
-    for (name, own), other in zip(in_place.named_parameters(), plain.parameters(), strict=True):
+    for (name, own), other, part in zip(
+        deferring.named_parameters(), plain.parameters(), flat.split(sizes), strict=True
+    ):
+        assert grad(own).data_ptr() == part.data_ptr(), f"{name}: added up in place"
         assert grad(other).abs().max() > 1e-4, name
         torch.testing.assert_close(own.grad, other.grad, msg=f"{name}: {{}}".format)
-
-
-def test_a_first_gradient_is_written_to_its_place_without_a_copy() -> None:
-    linear, plain = layer(), layer()
-    place = Place(linear.weight)
-    for number in range(2):
-        linear(inputs(number)).square().sum().backward()
-        plain(inputs(number)).square().sum().backward()
-        assert grad(linear.weight).data_ptr() == place.view.data_ptr()
-        torch.testing.assert_close(place.view, grad(plain.weight))
-    assert place.buffer[0].isnan()
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
 def test_a_weight_that_is_used_twice_in_a_pass_gets_the_sum_of_both(is_deferred: bool) -> None:
     linear, plain = layer(), layer()
-    Place(linear.weight)
     for number in range(3):
-        if number == 2:  # zeros in the place, to which the next gradient is added
+        if number == 2:  # zeros, to which the next gradient is added
             grad(linear.weight).zero_()
             grad(plain.weight).zero_()
         later = DeferredWeightGradients()
@@ -97,61 +75,14 @@ def test_a_weight_that_is_used_twice_in_a_pass_gets_the_sum_of_both(is_deferred:
         torch.testing.assert_close(grad(linear.weight), grad(plain.weight))
 
 
-def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, x, calls = layer(), inputs(0), list[bool]()
-    real: Any = layers.gradient_of
-
-    def note(*args: Any, in_place: bool) -> Tensor:
-        calls.append(in_place)
-        return real(*args, in_place)
-
-    monkeypatch.setattr(layers, "gradient_of", note)
-    with WeightGradients().applied():
-        y = linear(x).square().sum()
-    torch.autograd.grad(y, x, retain_graph=True)
-    assert calls == []
-    torch.autograd.grad(y, linear.weight, retain_graph=True)
-    y.backward()
-    assert calls == [False, True]
-
-
 def test_inputs_of_one_dimension() -> None:
-    linear, plain, x = layer(), layer(), torch.ones(5, requires_grad=True)
-    with WeightGradients().applied():
+    linear, plain, x, later = layer(), layer(), torch.ones(5, requires_grad=True), DeferredWeightGradients()
+    with later.applied():
         y = linear(x).square().sum()
     y.backward()
+    later.compute()
     plain(x).square().sum().backward()
     torch.testing.assert_close(grad(linear.weight), grad(plain.weight))
-
-
-@pytest.mark.parametrize("of_weight", [True, False])
-def test_torch_autograd_grad_leaves_the_sum_alone(of_weight: bool) -> None:
-    linear, x = layer(), inputs(0)
-    with WeightGradients().applied():
-        y = linear(x).square().sum()
-        linear(inputs(1)).sum().backward()
-    before = grad(linear.weight).clone()
-    (found,) = torch.autograd.grad(y, linear.weight if of_weight else x)
-    (expected,) = torch.autograd.grad(layer()(x).square().sum(), x) if not of_weight else (None,)
-    if expected is None:
-        plain = layer()
-        plain(x).square().sum().backward()
-        expected = grad(plain.weight)
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(grad(linear.weight), before)
-
-
-def test_backward_with_inputs_adds_to_those_only() -> None:
-    """As an action does that computes the gradients of inputs and of weights in two passes."""
-    linear, x, plain = layer(), inputs(0), layer()
-    for number in range(2):
-        with WeightGradients().applied():
-            y = linear(x).square().sum()
-        (of_x,) = torch.autograd.grad(y, x, retain_graph=True)
-        y.backward(inputs=[linear.weight])
-        plain(x).square().sum().backward()
-        assert of_x.abs().max() > 0
-        torch.testing.assert_close(grad(linear.weight), grad(plain.weight), msg=f"pass {number}")
 
 
 def scaled(seen: list[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -168,22 +99,23 @@ def test_hooks_of_a_weight_see_the_gradient_of_their_pass_alone() -> None:
     for net in (linear, plain):
         net.weight.register_hook(scaled(seen))
         for number in range(2):
-            with WeightGradients().applied():
-                y = net(inputs(number)).sum() if net is linear else None
-            (net(inputs(number)).sum() if y is None else y).backward()
+            later = DeferredWeightGradients()
+            with later.applied() if net is linear else contextlib.nullcontext():
+                y = net(inputs(number)).sum()
+            y.backward()
+            later.compute()
+    assert len(seen) == 4
     for own, other in zip(seen[:2], seen[2:], strict=True):
         torch.testing.assert_close(own, other)
     torch.testing.assert_close(grad(linear.weight), grad(plain.weight))
 
 
-def test_only_trained_weights_are_written_to_and_only_where_it_was_asked_for() -> None:
-    linear = layer()
-    assert not is_by_hand(linear.weight)
-    with WeightGradients().applied():
-        assert is_by_hand(linear.weight)
-        linear.weight.requires_grad_(False)
-        assert not is_by_hand(linear.weight)
-        x = inputs(0)
-        linear(x).sum().backward()
+def test_only_the_gradients_of_trained_weights_are_deferred() -> None:
+    linear, later, x = layer(), DeferredWeightGradients(), inputs(0)
+    linear.weight.requires_grad_(False)
+    with later.applied():
+        y = linear(x).sum()
+    y.backward()
+    later.compute()
     assert linear.weight.grad is None
     torch.testing.assert_close(grad(x), linear.weight.sum(0).expand_as(x))

@@ -9,7 +9,7 @@ waits.) Averaging the weights every few steps instead is local SGD or federated 
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,24 +48,6 @@ class Bucket:
 
     def prepare(self) -> None:
         """Prepare for a gradient to be written; called before the first gradient of a parameter."""
-
-
-class BucketPlace:
-    """A parameter's place in a bucket, where the backward pass of a linear layer writes its gradient."""
-
-    def __init__(self, bucket: Bucket, view: Tensor) -> None:
-        self._bucket, self._view, self.is_free = bucket, view, True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a saved parameter has no bucket
-
-    def take(self) -> Tensor | None:
-        """Return the place, once between the collections of two gradients of the parameter."""
-        if not self.is_free:
-            return None
-        self.is_free = False
-        self._bucket.prepare()
-        return self._view
 
 
 OnFull = Callable[[Bucket], dist.Work | None]
@@ -110,12 +92,10 @@ class GradientBuckets:
                 flat = empty(elements_of(some), some[0], axis.group)
                 buckets.append(Bucket(len(buckets), some, flat, axis))
         self._buckets = buckets
-        self._places: dict[Tensor, tuple[Bucket, Tensor, BucketPlace]] = {}  # by parameter
+        self._places: dict[Tensor, tuple[Bucket, Tensor]] = {}  # by parameter, with its view of the bucket
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                place = BucketPlace(bucket, view)
-                parameter.gradient_place = place  # type: ignore[attr-defined]
-                self._places[parameter] = bucket, view, place
+                self._places[parameter] = bucket, view
                 parameter.register_post_accumulate_grad_hook(weakly(self._collect))
         self.restart()
 
@@ -151,13 +131,12 @@ class GradientBuckets:
 
     def _collect(self, parameter: Tensor) -> None:
         """Collect a parameter's gradient after its accumulation."""
-        bucket, view, place = self._places[parameter]
+        bucket, view = self._places[parameter]
         assert parameter.grad is not None
-        if parameter.grad.data_ptr() != view.data_ptr():  # the first gradient after zero_grad(), not in its place
+        if parameter.grad.data_ptr() != view.data_ptr():  # the first gradient after zero_grad()
             bucket.prepare()
             view.copy_(parameter.grad)
             parameter.grad = view
-        place.is_free = True
         bucket.expected[parameter] -= 1
         bucket.missing -= bucket.expected[parameter] == 0
         # Report in order: if a rank fills bucket 1 first, it waits for bucket 0, so that all ranks' messages match.
@@ -275,13 +254,6 @@ def flatten_weights(model: nn.Module, over: Axis | None = None, *, parts: int = 
     return flat
 
 
-class AddedInPlace:
-    """Makes the backward pass of a linear layer add its weight's gradient to `weight.grad` in the matrix product."""
-
-    def take(self) -> None:
-        """Return None: there is no other place for the gradient."""
-
-
 def flatten_gradients(model: nn.Module, over: Axis | None = None, *, parts: int = 1) -> Tensor:
     """Place a model's gradients side by side in one buffer of zeros, and return it: (elements,).
 
@@ -298,7 +270,6 @@ def flatten_gradients(model: nn.Module, over: Axis | None = None, *, parts: int 
     flat = empty(elements, parameters[0].detach(), axis.group)
     for parameter, view in zip(parameters, views_of(flat, parameters), strict=True):
         parameter.grad = view
-        parameter.gradient_place = AddedInPlace()  # type: ignore[attr-defined]
     return flat
 
 
@@ -318,8 +289,6 @@ class GradientRows:
         elements = elements_of(self._parameters)
         self.flat = empty(rows * elements, self._parameters[0].detach(), over.group).view(rows, elements)
         self._views = [views_of(row, self._parameters) for row in self.flat]
-        for parameter in self._parameters:
-            parameter.gradient_place = AddedInPlace()  # type: ignore[attr-defined]
         self.use(0)
 
     def use(self, micro_batch: int) -> None:

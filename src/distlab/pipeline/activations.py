@@ -14,7 +14,7 @@ from distlab.machine.saved_activations import SavedActivations
 from simplellm.attention import SequencePart
 from simplellm.autograd import Observer, backward, observers
 from simplellm.recomputation import Recomputed
-from simplellm.weight_gradients import DeferredWeightGradients, WeightGradients
+from simplellm.weight_gradients import DeferredWeightGradients
 
 
 class Part(Protocol):
@@ -104,7 +104,7 @@ class MicroBatch:
         self.loss: Tensor | None = None  # on the last stage: its share of the mean loss
         self.kept: tuple[Any, ...] = ()  # tensors that an action keeps for a later one
         self._recomputed: Recomputed | None = None  # its forward pass, to be computed again
-        self._weight_gradients = WeightGradients()
+        self._weight_gradients: DeferredWeightGradients | None = None
         self._output: object = None  # keeps the output in the count of saved tensors
 
     def forward(self, x: Tensor, keep_input_only: bool = False) -> Tensor:
@@ -118,7 +118,8 @@ class MicroBatch:
         with contextlib.ExitStack() as contexts:
             if self.stage.saved is not None:
                 contexts.enter_context(self.stage.saved.counting())
-            contexts.enter_context(self._weight_gradients.applied())
+            if self._weight_gradients is not None:
+                contexts.enter_context(self._weight_gradients.applied())
             y = compute(x)
         if self.stage.loss is not None:
             self.loss = y.detach()
@@ -158,6 +159,6 @@ class MicroBatch:
         self._weight_gradients = DeferredWeightGradients(self.stage.keep)
 
     def compute_weight_gradients(self) -> None:
-        deferred, self._weight_gradients = self._weight_gradients, WeightGradients()
-        assert isinstance(deferred, DeferredWeightGradients), "no weight gradients have been deferred"
+        deferred, self._weight_gradients = self._weight_gradients, None
+        assert deferred is not None, "no weight gradients have been deferred"
         deferred.compute()

@@ -136,30 +136,6 @@ def test_gradients_are_averaged_whatever_the_order_in_which_ranks_use_the_layers
     run_group(3, average_in_other_orders, by_hand)
 
 
-def test_linear_layers_of_simplellm_write_their_gradients_into_the_buckets() -> None:
-    model = nn.Sequential(Linear(3, 4, bias=False), Linear(4, 2, bias=False))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    plain, where = copy.deepcopy(model), list[int]()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: where.append(p.grad.data_ptr()))  # before the buckets'
-    buckets = GradientBuckets(model.parameters(), on_full=lambda _: None, backward_passes=2)
-    (bucket,) = buckets
-    for _ in range(2):
-        model.zero_grad()
-        plain.zero_grad()
-        for number in range(2):
-            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number), requires_grad=True)
-            for net in (model, plain):
-                net(x).square().sum().backward()
-        buckets.finish()
-        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert other.grad is not None
-            assert other.grad.abs().max() > 0
-            torch.testing.assert_close(own.grad, other.grad)
-    assert where == [view.data_ptr() for view in bucket.views] * 4
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_linear_layer_that_is_used_twice_in_a_pass(set_to_none: bool) -> None:
     torch.manual_seed(0)
