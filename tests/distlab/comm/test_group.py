@@ -295,7 +295,7 @@ def test_a_group_has_the_transport_that_it_is_given() -> None:
 
 def poll(rank: int, port: int, transport: TransportName) -> list[bool]:
     """Whether calls are complete while rank 1 waits for a message that rank 0 sends after it has looked; then polls."""
-    with process_group(rank, 3, port, options=Options(transport=transport)):
+    with process_group(rank, 3, port, options=Options(transport=transport)) as context:
         start, large = empty(1000, torch.empty(0)).fill_(rank), torch.full((700_000,), float(rank))
         open_queues((1, 0), 40, torch.empty(0))
         begun: list[Any] = [dist.all_reduce(start, async_op=True), dist.all_reduce(large, async_op=True)]
@@ -308,6 +308,8 @@ def poll(rank: int, port: int, transport: TransportName) -> list[bool]:
                 dist.send(torch.ones(10), 0)
         elif rank == 0:
             found = [pending.is_completed() for pending in begun] if transport == "shared" else []
+            held_back = {"0,1,2": [0, 1]} if transport == "shared" else {}
+            assert context.held_back() == held_back, "this rank may compute for long before it looks again"
             dist.send(torch.ones(1), 1)
         while not all([pending.is_completed() for pending in begun]):  # each of them does its share
             time.sleep(0.001)

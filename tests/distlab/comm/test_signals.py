@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.context import Options
 from distlab.comm.group import empty, shares
-from distlab.comm.transports.signals import Channel, Pipes, open_channel, wait_for_all
+from distlab.comm.transports.signals import SECONDS_MORE, Channel, Pipes, Turns, open_channel, wait_for_all
 from distlab.comm.waits import is_lost_peer, is_timeout
 
 pytestmark = pytest.mark.quick
@@ -123,6 +123,17 @@ def test_a_signal_arrives_though_its_rank_has_ended_since_and_then_its_end_is_no
             call()
         assert is_lost_peer(caught.value)
     first.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_first_rank_waits_longer_than_those_that_wait_for_it(ends: tuple[Channel, Channel], answers: bool) -> None:
+    """They reach the deadline before it exits, and so do not report its exit."""
+    turns, started = Turns(ends[:1], answers, spin_seconds=0.0), time.perf_counter()
+    turns.begin()
+    with pytest.raises(RuntimeError) as caught:
+        turns.wait(started + 0.1)
+    assert is_timeout(caught.value)
+    assert (time.perf_counter() - started >= 0.1 + SECONDS_MORE) == answers
 
 
 @pytest.mark.parametrize("made", range(6))
