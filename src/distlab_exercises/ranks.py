@@ -34,7 +34,7 @@ from distlab_exercises.verdict import Wrong
 from simplellm.errors import InputError
 
 Facts = dict[str, Any]  # a rank's report on itself; JSON
-SECONDS_FOR_CONSEQUENCES = 1.0  # time for other ranks to fail after a rank has failed
+SECONDS_FOR_CONSEQUENCES = 1.0  # time for other ranks to fail, or to move on, after a rank has failed or ended
 LONGEST_SECONDS = 25.0  # of running ranks; right ones take a few on an idle processor
 LONGEST_LINE, LAST_LINES = 200, 5  # of a rank's output
 LONGEST_WORK_SECONDS = 10.0  # of the processor's time: an endless loop's
@@ -125,7 +125,10 @@ def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]
     reports: dict[int, Report] = {}
     everybody = sorted(waiting.values())
     while waiting:
-        ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
+        left = deadline - time.monotonic()
+        if all(rank in reports for rank in waiting.values()):
+            left = min(left, SECONDS_FOR_CONSEQUENCES)  # all are stuck, unless the last that ended lets one move on
+        ready = wait(list(waiting), timeout=max(0, left))
         if not ready:
             break
         for receiver in ready:
@@ -146,8 +149,6 @@ def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]
                 deadline = min(deadline, time.monotonic() + still + SECONDS_FOR_CONSEQUENCES)
         if any(report.state == "missing" for report in reports.values()):
             break  # nothing else matters
-        if waiting and all(rank in reports for rank in waiting.values()):
-            break  # all that have not ended are stuck
     return [reports.get(rank) or Report(rank, "silent", ["did not answer"]) for rank in everybody]
 
 

@@ -194,7 +194,7 @@ def test_a_rank_that_has_finished_is_told_where_others_wait(tmp_path: Path) -> N
 
 
 def stand_still_in_turn(rank: int, submission: Submission) -> Facts:
-    """Each rank stands still while the other computes."""
+    """Each rank stands still while the other computes; rank 1, which moves on, ends after rank 0."""
     turns = [submission.folder / "first", submission.folder / "second"]
     if rank == 1:
         while not turns[0].exists():
@@ -203,6 +203,7 @@ def stand_still_in_turn(rank: int, submission: Submission) -> Facts:
     turns[rank].touch()
     while not turns[1].exists():
         pass
+    time.sleep(rank / 2)
     return {}
 
 
