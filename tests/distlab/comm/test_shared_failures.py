@@ -121,6 +121,20 @@ def test_a_tensor_in_memory_that_another_rank_has_freed_is_named() -> None:
     run_ranks(2, give_what_the_other_has_freed, free_port())
 
 
+def wait_when_the_group_is_gone(rank: int, port: int) -> None:
+    with process_group(rank, 2, port, options=SHARED):
+        group = dist.new_group(range(2))
+        begun: Any = dist.all_reduce(torch.empty(600), group=group, async_op=True)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError, match="the group of this collective was destroyed before"):
+            begun.wait()
+
+
+def test_a_collective_of_a_group_that_is_gone_cannot_be_waited_for() -> None:
+    run_ranks(2, wait_when_the_group_is_gone, free_port())
+
+
 def send_with_gaps(rank: int, port: int) -> None:
     """Columns, which have gaps between their elements, in shared memory and outside."""
     with process_group(rank, 2, port, options=SHARED):

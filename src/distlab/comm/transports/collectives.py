@@ -63,6 +63,8 @@ class SharedCollective(SharedWork):
         if deadline:  # otherwise this rank may compute for long before it returns here
             memory.asked_for = max(memory.asked_for, self._number)
         while not self._is_over:
+            if not memory.has_slots():
+                raise RuntimeError("the group of this collective was destroyed before the collective was waited for")
             memory.not_done[0]._complete(deadline)
             memory.not_done.popleft()
 
