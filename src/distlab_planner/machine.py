@@ -27,6 +27,7 @@ PassKind = Literal["F", "B", "I", "W"]  # letters of `distlab.pipeline.actions`
 KIND_OF: dict[str, PassKind] = {"F": "F", "B": "B", "I": "I", "W": "W", "f": "F", "R": "F", "b": "B", "i": "I"}
 # The keys of a machine's file whose numbers are greater than 0; others may be 0, but of whole numbers only `MAY_BE_0`.
 ABOVE_0 = ("bytes_per_second", "multiply_adds_per_second", "memory_bytes_per_host")
+SMALLEST, LARGEST = 1e-30, 1e30  # of numbers other than 0, whose products must be finite
 MAY_BE_0 = ("experts", "shared_experts")  # in a model without a mixture
 
 
@@ -293,4 +294,6 @@ def _read_number(kind: type[float], value: Any, given: str, key: str) -> float:
         is_right = is_number and (value > 0 if key in ABOVE_0 else value >= 0)
         wanted = "a number greater than 0" if key in ABOVE_0 else "a number that is not negative"
     require(is_right, f"{given}; give {wanted}")
+    has_usual_size = value == 0 or SMALLEST <= value <= LARGEST
+    require(has_usual_size, f"{given}; give a number between {SMALLEST:g} and {LARGEST:g}")
     return kind(value)

@@ -82,6 +82,13 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["measured"], 3, "measured is 3; give a list"),
         (["between", "latency_seconds"], math.inf, "between.latency_seconds is Infinity; give a number that is not"),
         (["between", "latency_seconds"], 10**400, "between.latency_seconds is 1000"),
+        (
+            ["between", "bytes_per_second"],
+            1e-320,
+            "between.bytes_per_second is 1e-320; give a number between 1e-30 and",
+        ),
+        (["measured", 0, "block", "F", 1], 1e300, "measured[0].block.F[1] is 1e+300; give a number between 1e-30"),
+        (["hosts"], 10**40, "hosts is 1000"),
         (["waking", 1, "idle_seconds"], 0, "waking: idle_seconds: give numbers in ascending order, at least one"),
         (["waking", 0, "idle_seconds"], 1e-3, "waking[0].idle_seconds is 0.001; give 0: a message that was there"),
         (["waking", 1, "seconds"], -1, "waking[1].seconds is -1; give a number that is not negative"),
