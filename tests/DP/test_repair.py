@@ -61,9 +61,11 @@ def test_a_death_within_the_repair(within: str, transport: str, expected: list[f
 def test_exact_is_bit_for_bit_the_same_run(tmp_path: Path) -> None:
     flags = [*FLAGS, "--repair", "exact", "--transport", "gloo"]
     run_with([], tmp_path / "undisturbed", LESSON, *flags)
-    deaths = [(0, DIES_IN, 5, "SIGKILL"), (2, DIES_IN + 1, 1, "SIGKILL")]
-    run_with(deaths, tmp_path / "run", LESSON, *flags, "--run-on")
+    deaths = [(0, DIES_IN, 5, "SIGKILL"), (1, DIES_IN + 1, 7, "SIGKILL")]
+    printed = run_with(deaths, tmp_path / "run", LESSON, *flags, "--run-on")
     assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    steps = [line.partition(" ")[0] for line in printed.splitlines() if not line.startswith("#")]
+    assert steps == [str(step) for step in range(STEPS)], "the first rank had not printed step 1, the second has step 2"
     kept = [(tmp_path / name / "ledger.json").exists() for name in ("undisturbed", "run")]
     assert kept == [True, False], "after a repair, nobody knows which rank has sent how much"
 
@@ -71,8 +73,10 @@ def test_exact_is_bit_for_bit_the_same_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", [8, 9])
 def test_a_death_while_saving_costs_no_checkpoint(point: int, expected: list[float], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run_with([(0, DIES_IN, point, "SIGKILL")], out, LESSON, *FLAGS, "--save-every", str(DIES_IN + 1))
+    often = ["--save-every", str(DIES_IN + 1), "--eval-every", str(DIES_IN + 1), "--eval-sequences", "2"]
+    printed = run_with([(0, DIES_IN, point, "SIGKILL")], out, LESSON, *FLAGS, *often)
     assert losses(out) == pytest.approx(expected, abs=1e-6)
+    assert printed.count("# validation after ") == 1, "the others evaluate again, and say nothing new"
     saved = sorted((out / "checkpoints").iterdir())
     assert [latest_valid(folder).step for folder in saved] == [DIES_IN + 1, STEPS]
 

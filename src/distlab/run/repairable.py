@@ -19,6 +19,7 @@ from distlab.machine.devices import cores
 from distlab.machine.processes import NEWCOMER
 from distlab.rendezvous import ranks, survivors
 from distlab.rendezvous.survivors import KEEP, MEET, TAKE, NewsError, Position
+from distlab.reports.records import read_steps
 from distlab.run.joining import join_late
 from distlab.run.repair import Repair
 from distlab.run.run_on import UndoableRun, UndoableSteps
@@ -221,7 +222,9 @@ class RepairableRun(UndoableRun[RepairFlagT]):
         if self.is_first:
             say(done.sentence)
         if takes_over and self.steps_overlap and self._printed:
-            self._print_loss(*self._printed)  # the rank before it may not have got to it
+            step, recorded = self._printed[0], [record["step"] for record in read_steps(self.out, "step")]
+            if step < done.position.updates and step not in recorded:  # the rank before it has not got to it
+                self._print_loss(*self._printed)
         if self.validator is not None:
             self.validator.divide(alive.index(self.rank), len(alive))
 

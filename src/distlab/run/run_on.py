@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.parallel.clipping import NormSum, is_too_long
-from distlab.reports import METRICS
-from distlab.reports.records import keep_records, read_steps
+from distlab.reports.records import read_steps
 from distlab.run.logs import RunLog
 from distlab.run.state_copy import StateCopy, parameters_of
 from distlab.run.steps import BatchT, LossSum, Steps
@@ -147,19 +146,18 @@ class UndoableLog(RunLog):
         self._recent = [record for record in self._recent if record["step"] < step]
         self._writes = writes
         if writes:
-            if self._metrics is not None:
-                self._metrics.close()
-            path = self._out / METRICS
-            keep_records(path, before=step)
+            self.close()
+            self._open_files(step)
             last = max((record["step"] for record in read_steps(self._out, "step")), default=-1)
-            self._metrics = path.open("a")
             for record in self._recent:  # those that the rank before this one has not written
                 if record["step"] > last:
                     super()._write(record)
 
+    def has(self, step: int) -> bool:
+        return bool(self._recent) and bool(self._recent[-1]["step"] == step)
+
     def record(self, step: int) -> None:
-        is_recorded = bool(self._recent) and self._recent[-1]["step"] == step  # before a repair
-        if is_recorded or not self.times:  # or this rank has just taken the place of another
+        if self.has(step) or not self.times:  # the second: this rank has just taken the place of another
             self.validation_loss = None
             return
         last = None if self.late is None else self.late.last
