@@ -113,7 +113,7 @@ def _look(kind: str) -> Json:
     """Return the words and the color of a kind; the palette is safe for color-blind readers."""
     others = {
         "wait": ("waiting for other ranks", "#bbbbbb"),
-        "part": ("part of a computation", style.PURPLE),
+        "part": ("part of a computation", style.BLUE),
         "compute": ("computing", style.SKY),
     }
     if kind in others:

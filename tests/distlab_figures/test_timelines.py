@@ -17,7 +17,7 @@ from distlab.reports.trace import RankTrace, Trace
 
 
 def test_each_kind_of_bar_has_a_color_of_its_own_that_the_legend_explains(drawn: list[Any]) -> None:
-    labels = "F0|F0'|F0''|F0'''|F0*|B0|W0|ring step 0|ring step 1|ring step 2|wait|repair".split("|")
+    labels = "F0|F0'|F0''|F0'''|F0*|R0|B0|I0|W0|ring step 0|ring step 1|ring step 2|wait|repair".split("|")
     bars = [Bar(0, place, place + 1, label) for place, label in enumerate(labels)]
     draw(Path("a.png"), [Panel("", ["rank 0"], bars, "ms")])
     colors = dict(zip(labels, (bar.get_facecolor() for bar in drawn[0].axes[0].patches), strict=True))
@@ -29,11 +29,11 @@ def test_each_kind_of_bar_has_a_color_of_its_own_that_the_legend_explains(drawn:
         ("ring step 1", "ring step 2"),
     ):
         assert all(before <= part for before, part in zip(colors[one], colors[lighter], strict=True)), lighter
-    assert [to_hex(colors[f"{letter}0"]) for letter in "FBW"] == [ACTION_KINDS[letter].color for letter in "FBW"]
+    assert [to_hex(colors[f"{letter}0"]) for letter in "FRBIW"] == [ACTION_KINDS[letter].color for letter in "FRBIW"]
     [shown] = drawn[0].legends
     entries = zip(shown.get_texts(), shown.get_patches(), strict=True)
     told = {text.get_text().partition(":")[0]: swatch.get_facecolor() for text, swatch in entries}
-    first = {"F": "F0", "B": "B0", "W": "W0", "ring step": "ring step 0", "*": "F0*"}
+    first = {**{letter: f"{letter}0" for letter in "FRBIW"}, "ring step": "ring step 0", "*": "F0*"}
     assert told == {kind: colors[first.get(kind, kind)] for kind in (*first, "wait", "repair")}
 
 

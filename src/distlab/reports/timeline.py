@@ -16,7 +16,7 @@ from simplellm.errors import require
 
 COLORS = {  # in addition to the colors of actions
     "compute": style.SKY,
-    "ring step": style.PURPLE,
+    "ring step": style.BLUE,
     "wait": style.PALE,
     "repair": style.VERMILLION,
 }
@@ -176,7 +176,8 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.barh(middle, width, high - low, bar.start, color=_color(bar.label), edgecolor=edge)
         if bar.label not in COLORS and width > 0.014 * (end - start) * len(bar.label):
             place = {"ha": "center", "va": "center_baseline", "size": style.SMALL}
-            color = style.BACKGROUND if bar.label.endswith("*") else style.INK  # on a dark bar
+            is_dark = bar.label.endswith("*") or bar.label == "ring step 0"
+            color = style.BACKGROUND if is_dark else style.INK
             axes.text(bar.start + width / 2, middle, bar.label, color=color, **place)
     for row, at in panel.deaths:
         axes.plot(at, row + 0.5, "x", color=COLORS["repair"], markersize=9, markeredgewidth=2.5, clip_on=False)
