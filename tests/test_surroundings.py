@@ -147,6 +147,13 @@ def test_closed_streams_end_nothing(command: list[object], how: str, tmp_path: P
         assert (out / "rank0.log").read_text().count("# logs and metrics") == 1
 
 
+def test_a_reader_that_goes_away_is_told(tmp_path: Path) -> None:
+    command = shown(sys.executable, "-m", "distlab.launch", *TWO[1:], "--steps", "100000", "--out", tmp_path / "out")
+    ended = in_shell(f"{command} | head -3; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert ended.out.count("\n") == 3
+    assert (ended.status, ended.err.splitlines()[-1]) == (141, "# the reader of the output has exited")
+
+
 def test_a_program_that_the_lab_starts_has_streams_where_the_lab_had_none(tmp_path: Path) -> None:
     program = [sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"]
     begin = "import subprocess; from simplellm.errors import open_streams; open_streams()"

@@ -2,10 +2,13 @@
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 
 from simplellm.errors import InputError, open_streams, tell
+
+READER_HAS_EXITED = 128 + signal.SIGPIPE  # the status in a shell of a program that writes into such a pipe
 
 _REMEDIES = {  # by the error of the system, for a file
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give a path that this user may use"),
@@ -47,7 +50,7 @@ def status_of(command: Callable[[], int | None]) -> int:
     """Run a command, and return its exit status: its result, 0 if it is None, or the status of the error that ended it.
 
     The status is 2 for an error that the user can correct (the message says how), such as a full disk, 130 for Ctrl-C,
-    and 1 if the reader of the output has exited, as `head` does.
+    and `READER_HAS_EXITED` if the reader of the output has exited, as `head` does.
     """
     open_streams()
     try:
@@ -66,6 +69,6 @@ def status_of(command: Callable[[], int | None]) -> int:
             raise
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
     if told is None:
-        return 1
+        return READER_HAS_EXITED
     tell(told)
     return 2

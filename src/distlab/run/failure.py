@@ -20,7 +20,7 @@ from distlab.run.logs import human_bytes
 from distlab.run.steps import NotFiniteError
 from distlab.run.terminal import RankOutput, say
 from simplellm.errors import InputError, tell
-from simplellm.exit_status import about_system
+from simplellm.exit_status import READER_HAS_EXITED, about_system
 
 if TYPE_CHECKING:
     from distlab.rendezvous.notices import NoticeBoard
@@ -49,6 +49,9 @@ class Failure:
             return cls(error.with_flags(), status=2, cause=error.with_flags(), recurs_on_restart=True)
         if isinstance(error, KeyboardInterrupt):
             return cls("interrupted", status=130, cause="interrupted")
+        if isinstance(error, BrokenPipeError):  # as with `| head`
+            why = "the reader of the output has exited"
+            return cls(why, status=READER_HAS_EXITED, cause=why, names_rank=True, recurs_on_restart=True)
         if isinstance(error, NotFiniteError):  # all ranks raise it
             return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
         if told := about_system(error):

@@ -27,7 +27,8 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
     A lesson's script has few flags. Its `MORE` is the path, from the script's folder, of a script that also has the
     flags of later chapters: it runs instead if it exists and the script itself refuses its flags.
 
-    The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, else 1.
+    The exit status is 0 for success, 2 for an error that the user can correct, 130 for Ctrl-C, 141 if the reader of
+    the output has exited, else 1.
     """
     script, rank = Path(sys.argv[0]), int(os.environ["RANK"]) if started_by_torchrun() else 0
     run: Run[Any] | None = None
@@ -56,13 +57,11 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         run = training_run(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
         with run:
             work(run)
-    except BrokenPipeError:
-        leave(1)  # the reader of this output has exited, as `head` does
     except (Exception, KeyboardInterrupt) as error:
         from distlab.run.failure import Failure
 
         failure = Failure.of(error, rank)
-        if run is not None:
+        if run is not None and not isinstance(error, BrokenPipeError):  # it may print
             run.end_early(error)
         failure.end()
     leave(0)
