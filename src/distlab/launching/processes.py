@@ -106,17 +106,21 @@ class Ranks:
 
     def start_spare(self, number: int, of_others: Mapping[str, str]) -> None:
         """Start a process that will be told which rank's place it takes."""
-        file = str(self._errors / f"spare{number}")
-        own = {**of_others, "RANK": "-1", NEWCOMER: str(number), "TORCHELASTIC_ERROR_FILE": file}
+        file = self._error_file(number)
+        own = {**of_others, "RANK": "-1", NEWCOMER: str(number), "TORCHELASTIC_ERROR_FILE": str(file)}
         self._start(self._spares, {number: own}, f"spare {number}")
 
-    def exited_spares(self) -> dict[int, int]:
-        """Return the spares that have exited since the last call, with their statuses."""
+    def _error_file(self, spare: int) -> Path:
+        """Return the file for the record of a failure of a spare that waits."""
+        return self._errors / f"spare{spare}"
+
+    def exited_spares(self) -> dict[int, RankFailure]:
+        """Return the spares that have exited since the last call, and how."""
         found = {number: process.poll() for number, process in self._spares.items()}
         exited = {number: status for number, status in found.items() if status is not None}
         for number in exited:
             del self._spares[number]
-        return exited
+        return {number: RankFailure.of(status, self._error_file(number)) for number, status in exited.items()}
 
     def count_spare(self, number: int, rank: int) -> None:
         """Count a spare among the ranks from now on."""

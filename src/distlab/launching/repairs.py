@@ -69,14 +69,14 @@ class Repairs:
 
     def _collect(self) -> None:
         """Find the spares that have exited before they were counted."""
-        for number, status in self._ranks.exited_spares().items():
+        for number, failure in self._ranks.exited_spares().items():
             if number in self._idle:
                 self._idle.remove(number)
-                tell(f"a spare has exited with status {status}")
+                tell(f"a spare {failure.cause}; the run goes on without it")
             else:
                 rank = self._taking.pop(number)
                 self._vacant.append(rank)
-                tell(f"a spare for rank {rank} has exited with status {status}; the run goes on without it")
+                tell(f"a spare for rank {rank} {failure.cause}; the run goes on without it")
 
     def _fill(self) -> None:
         """Start spares, and give them the places of the dead."""

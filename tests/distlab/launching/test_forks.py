@@ -19,7 +19,7 @@ import pytest
 from support.processes import alive, wait_for
 
 from distlab.launching.forks import Forked, ForkedRank, fork_ranks
-from distlab.launching.processes import Ranks, can_start
+from distlab.launching.processes import RankFailure, Ranks, can_start
 from distlab.launching.supervisor import TerminatedError, raise_signal
 from simplellm.errors import InputError
 
@@ -137,6 +137,13 @@ for number, file in enumerate(files):
     assert (tmp_path / "log").read_text() == ""
 
 
+def statuses_of_spares(ranks: Ranks) -> dict[int, int]:
+    """Those of the spares that exit next."""
+    exited = dict[int, RankFailure]()
+    assert wait_for(lambda: bool(exited.update(ranks.exited_spares()) or exited))
+    return {number: failure.status for number, failure in exited.items()}
+
+
 def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store's thread may hold a lock of the C library, which a later fork would inherit.
 
@@ -152,9 +159,9 @@ def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeyp
     ranks.start_spare(1, {})
     assert not forks
     assert [process.wait(20) for process in ranks.processes.values()] == [1, 1]
-    assert wait_for(lambda: ranks.exited_spares() == {1: 1})
+    assert statuses_of_spares(ranks) == {1: 1}
     ranks.start_spare(2, {})
-    assert wait_for(lambda: ranks.exited_spares() == {2: 0})
+    assert statuses_of_spares(ranks) == {2: 0}
 
 
 def test_ranks_that_too_few_forks_are_left_for_leave_them_to_spares(tmp_path: Path) -> None:
@@ -164,7 +171,7 @@ def test_ranks_that_too_few_forks_are_left_for_leave_them_to_spares(tmp_path: Pa
     ranks.start([{"RANK": "0"}, {"RANK": "1"}])
     ranks.start_spare(1, {})
     assert [process.wait(20) for process in ranks.processes.values()] == [0, 0]
-    assert wait_for(lambda: ranks.exited_spares() == {1: 1})
+    assert statuses_of_spares(ranks) == {1: 1}
 
 
 def test_a_fork_that_was_killed_before_it_began_is_found(tmp_path: Path) -> None:

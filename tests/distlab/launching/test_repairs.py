@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from distlab.launching.processes import RankFailure
 from distlab.launching.repairs import Repairs
 from distlab.rendezvous.survivors import (
     FINISHED,
@@ -47,7 +48,7 @@ class FakeRanks:
 
     def kill_stopped(self) -> None: ...
 
-    def exited_spares(self) -> dict[int, int]:
+    def exited_spares(self) -> dict[int, RankFailure]:
         return {}
 
     def kill(self, rank: int) -> None:
@@ -151,14 +152,14 @@ def after_a_death(ranks: FakeRanks, store: Store, spares: int = 2) -> Repairs:
 
 def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None:
     ranks, store, killed = FakeRanks(), Store(), list[int]()
-    exited: dict[int, int] = {}
+    exited: dict[int, RankFailure] = {}
     ranks.kill_spare = killed.append  # type: ignore[attr-defined]
     ranks.exited_spares = lambda: exited  # type: ignore[method-assign]
     repairs = after_a_death(ranks, store)
     repairs.look()
     assert {f"{PLACE}/1", f"{PLACE}/2"} <= store.keys(), "one for each of the two slices"
     store[f"{READY}/newcomer1"] = ""
-    exited[2] = 1
+    exited[2] = RankFailure(1, {}, 0)
     repairs.look()
     exited.clear()
     repairs.look()
@@ -166,11 +167,13 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
     assert sorted(ranks.processes) == [0, 1]
 
 
-def test_a_spare_that_exits_while_it_waits_for_a_death_is_given_no_place() -> None:
+def test_a_spare_that_exits_while_it_waits_for_a_death_is_given_no_place(capfd: pytest.CaptureFixture[str]) -> None:
     ranks, store = FakeRanks(), Store()
     repairs = after_a_death(ranks, store, spares=3)
-    ranks.exited_spares = lambda: {1: 1}  # type: ignore[method-assign]
+    failure = RankFailure(1, {"message": "rank -1 failed: no memory"}, 0)
+    ranks.exited_spares = lambda: {1: failure}  # type: ignore[method-assign]
     repairs.look()
+    assert capfd.readouterr().err == "# a spare failed: no memory; the run goes on without it\n"
     assert {key for key in store if key.startswith(PLACE)} == {f"{PLACE}/2", f"{PLACE}/3"}
 
 

@@ -224,20 +224,29 @@ def test_a_signal_while_interpreters_start_does_not_lose_them(tmp_path: Path, mo
     assert found == [3, 5]
 
 
-def test_a_spare_that_is_stopped_is_killed(tmp_path: Path) -> None:
+def test_of_a_spare_that_has_exited_the_cause_is_known_and_one_that_is_stopped_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
-    ranks = Ranks([str(script)], tmp_path, [])
-    ranks.start_spare(1, {})
+    script.write_text(f"""
+import json, os, signal, sys
+if os.environ["{NEWCOMER}"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+json.dump({{"message": "a bad row"}}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+sys.exit(1)
+""")
+    ranks, causes = Ranks([str(script)], tmp_path, []), dict[int, str]()
+    for number in (1, 2):
+        ranks.start_spare(number, {})
 
-    def is_killed() -> bool:
+    def have_exited() -> bool:
         ranks.kill_stopped()
-        return ranks.exited_spares() == {1: -signal.SIGKILL}
+        causes.update({number: failure.cause for number, failure in ranks.exited_spares().items()})
+        return len(causes) == 2
 
     try:
-        assert wait_for(is_killed)
+        assert wait_for(have_exited)
     finally:
         ranks.end(signal.SIGKILL)
+    assert causes == {1: "was terminated by SIGKILL", 2: "failed: a bad row"}
 
 
 def test_a_rank_that_was_stopped_and_goes_on_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
