@@ -88,5 +88,6 @@ def _shown(*command: str | Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """Return a path, relative to the current folder if it is inside it."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    """Return a path, relative to the current folder if it is inside it; never one that looks like a flag."""
+    short = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return os.path.join(".", short) if short.startswith("-") else short

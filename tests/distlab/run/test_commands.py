@@ -173,6 +173,8 @@ def test_launch_sh_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.M
         "tell a story": f"{lab}/launch.sh tell 'my run' {story}",
         "resume": f"{lab}/launch.sh primer --resume 'my run'",
     }
+    draw, *_ = next_commands(settings, tmp_path / "-dash", None)
+    assert draw == f"draw the loss: {lab}/launch.sh figures losses ./-dash/losses.png ./-dash"
 
 
 @pytest.mark.usefixtures("_by_hand")
