@@ -202,15 +202,16 @@ def test_replicas_may_be_pipelines(layout: str, flags: str, tmp_path: Path) -> N
     assert reported == [(step + 1) % 5 == 0 or step + 1 == args.steps for step in range(args.steps)]
 
 
-def test_replicas_may_share_their_layers(tmp_path: Path) -> None:
+def test_replicas_may_share_their_layers_or_their_sequences(tmp_path: Path) -> None:
     flags = (
         "--optimizer adamw --lr 1e-2 --steps 6 --sync-every 2 --batch-size 3 --eval-every 1 --eval-sequences 4".split()
     )
     _, _, expected = train_on(2, SCRIPT, tmp_path / "diloco", *flags, "--world-size", "2")
-    hybrid = [*flags, *"--dp 2 --pp 1 --tp 2 --outer diloco".split()]
-    _, _, losses = train_on(4, HYBRID, tmp_path / "hybrid", *hybrid)
-    assert losses == pytest.approx(expected, rel=1e-4)
-    assert validation(tmp_path / "hybrid") == pytest.approx(validation(tmp_path / "diloco"), rel=1e-4)
+    for share in ("--tp 2", "--cp 2"):
+        hybrid = [*flags, *f"--dp 2 --pp 1 {share} --outer diloco".split()]
+        _, _, losses = train_on(4, HYBRID, tmp_path / share, *hybrid)
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert validation(tmp_path / share) == pytest.approx(validation(tmp_path / "diloco"), rel=1e-4)
     _, second, third, fourth, fifth, _ = validation(tmp_path / "diloco")
     assert second == third != fourth == fifth, "of the outer weights, which change in every second step"
 
