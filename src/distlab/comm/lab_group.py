@@ -39,11 +39,18 @@ from distlab.comm.names import CONTROL, counted_as, name_of
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND, Destination
 from distlab.comm.transports.library import Library
-from distlab.comm.transports.memory import MemoryTransport
 from distlab.comm.transports.one_host import OneHost
 from distlab.comm.transports.queues import Queues
 from distlab.comm.transports.several_hosts import SeveralHosts
-from distlab.comm.transports.transport import Carried, Members, Transport, kind_of, require_plain, ring_bytes
+from distlab.comm.transports.transport import (
+    Carried,
+    Members,
+    MemoryTransport,
+    Transport,
+    kind_of,
+    require_plain,
+    ring_bytes,
+)
 from distlab.comm.waits import Wait, group_key
 from distlab.machine.torch_patches import uncompiled
 
@@ -65,36 +72,27 @@ class LabGroup(ContextGroup):
     ) -> None:
         super().__init__(ranks.index(context.rank), len(ranks))  # type: ignore[call-arg]
         self.context, self.ranks, self.key = context, tuple(ranks), group_key(ranks)
-        self._members = Members(context, self.ranks)
-        self._store, self._timeout, self._epoch = store, timeout, 0
+        members = self._members = Members(context, self.ranks)
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
-        self._transport = context.options.transport if transport is None else transport
-        self._open()
-        # A new set: another thread may be going through the one before.
-        context.groups = weakref.WeakSet([*context.groups, self])
-
-    def _open(self) -> None:
-        """Meet the other ranks, and prepare the transports; memory and queues are made on request."""
-        self._messages.clear()  # a rank that failed may have sent what no other has received
-        members, takes_all, hosts = self._members, self._transport == "shared", len(self._members.first_of_hosts)
-        self._plain = Library(members, dist.PrefixStore(f"epoch{self._epoch}", self._store), self._timeout)
+        transport = context.options.transport if transport is None else transport
+        takes_all, hosts = transport == "shared", len(members.first_of_hosts)
+        self._plain = Library(members, store, timeout)
         # torch asks for the group's devices to know where the tensors of its object collectives must be.
         for device in self._plain.devices:
             self._register_backend(torch.device(device), self._plain.kind, self._plain.group)
+        # Memory and queues are made on request.
         self.memory: MemoryTransport | None = None
         self.queues: Queues | None = None
         self.transports: list[Transport] = [self._plain]  # in the order in which they are asked
-        if self._transport != "gloo" and not self.context.is_over_nccl and hosts < members.size:
+        if transport != "gloo" and not context.is_over_nccl and hosts < members.size:
             self.queues = Queues(members, self)
             if hosts == 1:
                 self.memory = OneHost(members, takes_all, self._plain.group)
-            else:
-                self.memory = SeveralHosts(members, takes_all, self._name)
+            else:  # torch names the group when it has been made
+                self.memory = SeveralHosts(members, takes_all, lambda: self.group_name)
             self.transports = [self.queues, self.memory, self._plain]
-
-    def _name(self) -> str:
-        """The group's name, which torch gives it when it has been made."""
-        return f"{self.group_name}/{self._epoch}"
+        # A new set: another thread may be going through the one before.
+        context.groups = weakref.WeakSet([*context.groups, self])
 
     def shutdown(self) -> None:
         """End the group; `dist.destroy_process_group` calls it. The caller must have waited for every operation."""
@@ -104,18 +102,6 @@ class LabGroup(ContextGroup):
     def abandon(self) -> None:
         for transport in reversed(self.transports):
             transport.abandon()
-
-    def reopen(self, epoch: int) -> None:
-        """Close all transports, and meet again under another epoch of the store.
-
-        All ranks of the group call it together, when they have waited for every operation. The group object stays
-        valid; memory that it made before is no longer shared.
-        """
-        for transport in self.transports:
-            transport.close()
-        self.context.begun.pop(self.key, None)  # all ranks count again, as they do messages
-        self._epoch = epoch
-        self._open()
 
     def held_back(self) -> list[Wait]:
         return self.memory.held_back() if self.memory else []
@@ -296,7 +282,7 @@ class LabGroup(ContextGroup):
         self._messages[sender, receiver] += 1
         if not self.context.recorder.enabled:
             return ""
-        return f"{sender}>{receiver} #{self._messages[sender, receiver]} of {self._name()}"
+        return f"{sender}>{receiver} #{self._messages[sender, receiver]} of {self.group_name}"
 
     # Common to all
 
@@ -327,7 +313,7 @@ class LabGroup(ContextGroup):
             carried.by.named = wait
         pending = Pending(self.context, wait, carried.by, tensors)
         if carried.finish is not None:
-            pending.then(torch.inference_mode()(carried.finish))  # `SharedCollective.advance` says why
+            pending.then(torch.inference_mode()(carried.finish))  # `SharedCollective._take_turn` says why
         if carried.at_once:
             pending.complete()
         return pending

@@ -20,7 +20,8 @@ from torch import Tensor
 from distlab.comm.context import Options, TransportName
 from distlab.comm.group import open_queues
 from distlab.comm.names import named
-from distlab.comm.transports.queues import QueuedMessage, SharedQueue
+from distlab.comm.transports.queues import Queues
+from distlab.comm.transports.transport import Carried
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
 from simplellm.errors import InputError
@@ -255,11 +256,12 @@ def test_a_queue_that_is_made_again_keeps_the_room_that_it_had() -> None:
 def pass_along(rank: int, port: int) -> list[list[int]]:
     """Messages from each of three ranks to the next and back; the elements of those that this rank sends by queue."""
     by_queue: list[int] = []
-    put = SharedQueue.send
+    send = Queues.send
 
-    def counted(queue: SharedQueue, tensor: Tensor) -> QueuedMessage:
-        by_queue.append(tensor.numel())
-        return put(queue, tensor)
+    def counted(queues: Queues, tensor: Tensor, to: int, tag: int) -> Carried | None:
+        if (carried := send(queues, tensor, to, tag)) is not None:
+            by_queue.append(tensor.numel())
+        return carried
 
     def there_and_back(elements: int) -> None:
         received = torch.zeros(elements)
@@ -274,7 +276,7 @@ def pass_along(rank: int, port: int) -> list[list[int]]:
 
     used, sizes = [], (1, PAGE, PAGE + 1, 20_000, 30_000, 7)
     with process_group(rank, 3, port) as context, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(SharedQueue, "send", counted)
+        monkeypatch.setattr(Queues, "send", counted)
         there, back = (0, 1, 2), (2, 1, 0)
         for rows, most in (([(0, 1, 2, 0, 1, 2)], 1000), ([there, back], 5), ([there, back], 20_000)):
             for row in rows:

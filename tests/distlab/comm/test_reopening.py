@@ -5,19 +5,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.synchronize import Barrier
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.held import mappings, pipes_and_memory, threads
-from support.processes import free_port, join, leave_group, meeting_of, process_group, run_ranks
+from support.processes import free_port, join, leave_group, process_group, run_ranks
 
 from distlab.comm.context import Options, TransportName, context_of
 from distlab.comm.group import empty, open_queues
-from distlab.comm.lab_group import LabGroup
-from distlab.comm.waits import TrafficError
-from distlab.rendezvous.groups import world_group
 
 SECONDS_TO_END = 5.0  # for gloo's threads, on busy cores
 ROUNDS = 25  # what one of them leaves behind shows after a few
@@ -79,36 +75,6 @@ def make_again(rank: int, port: int, transport: TransportName) -> None:
         grow(round_trip, 5, ROUNDS)
 
 
-def reopen(rank: int, port: int, transport: TransportName) -> None:
-    with process_group(rank, 3, port, options=Options(transport=transport)):
-        group = dist.new_group([0, 1, 2])
-        assert isinstance(group, LabGroup)
-
-        def round_trip(number: int) -> None:
-            use(group)
-            group.reopen(number + 1)
-
-        grow(round_trip, 5, ROUNDS)
-        use(group)
-
-
-def reopen_the_default_group(rank: int, port: int, end: Barrier) -> None:
-    waits, world = join(rank, 3, port).waits, world_group()
-    assert world is not None
-    use(world)
-    world.reopen(1)
-    assert not context_of().begun.total(), "a rank that failed may have started more collectives than others"
-    use(world)
-    if rank == 0:
-        waits.timeout_seconds = 1
-        with pytest.raises(TrafficError) as caught:
-            dist.recv(torch.zeros(1), 1)
-        found = world.notices.explain(caught.value)
-        assert found is not None
-        assert found.sentence.startswith("rank 1 answers"), found.sentence
-    end.wait(20)
-
-
 def begin_again(rank: int, ports: list[int], transport: TransportName) -> None:
     def round_trip(number: int) -> None:
         join(rank, 2, ports[number], options=Options(transport=transport))
@@ -120,13 +86,8 @@ def begin_again(rank: int, ports: list[int], transport: TransportName) -> None:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-@pytest.mark.parametrize("work", [make_again, reopen])
-def test_nothing_is_left_of_groups_that_are_closed(work: Callable[..., None], transport: TransportName) -> None:
-    run_ranks(3, work, free_port(), transport)
-
-
-def test_the_default_group_explains_waits_when_it_is_made_again() -> None:
-    run_ranks(3, reopen_the_default_group, free_port(), meeting_of(3))
+def test_nothing_is_left_of_groups_that_are_closed(transport: TransportName) -> None:
+    run_ranks(3, make_again, free_port(), transport)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])

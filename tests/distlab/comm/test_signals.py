@@ -16,7 +16,8 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.context import Options
 from distlab.comm.group import empty, shares
-from distlab.comm.transports.signals import SECONDS_MORE, Channel, Pipes, Turns, open_channel, wait_for_all
+from distlab.comm.transports.memory import Turns
+from distlab.comm.transports.signals import SECONDS_MORE, Channel, Pipes, open_channel, wait_for_all
 from distlab.comm.waits import is_lost_peer, is_timeout
 
 pytestmark = pytest.mark.quick

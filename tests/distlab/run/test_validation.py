@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from distlab.axes.grid import Grid
 from distlab.axes.shards import ReplicaShards
 from distlab.comm.names import name_of
-from distlab.comm.transports.queues import QueuedMessage, SharedQueue
+from distlab.comm.transports.queues import Queues
+from distlab.comm.transports.transport import Carried
 from distlab.run.model import ModelParts
 from distlab.run.validation import Validator, perplexity
 from simplellm.dataloaders import TinyStories
@@ -153,15 +154,16 @@ def test_is_the_same_number_through_shared_memory(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    send, sent = SharedQueue.send, tmp_path / "sent"
+    send, sent = Queues.send, tmp_path / "sent"
 
-    def noted(queue: SharedQueue, tensor: Tensor) -> QueuedMessage:
-        if name_of("send")[1] == "validation" and tensor.dim() == 3:  # (batch, seq, dmodel)
+    def noted(queues: Queues, tensor: Tensor, to: int, tag: int) -> Carried | None:
+        carried = send(queues, tensor, to, tag)
+        if carried and name_of("send")[1] == "validation" and tensor.dim() == 3:  # (batch, seq, dmodel)
             with sent.open("a") as file:
                 file.write(f"{dist.get_rank()}\n")
-        return send(queue, tensor)
+        return carried
 
-    monkeypatch.setattr(SharedQueue, "send", noted)
+    monkeypatch.setattr(Queues, "send", noted)
     assert validate(layout, tmp_path / "run") == pytest.approx(expected, rel=1e-6)
     assert Counter(sent.read_text().splitlines()) == {who: len(expected) * each for who, each in messages.items()}
 

@@ -14,9 +14,7 @@ from contextlib import ExitStack, suppress
 import torch
 from torch import Tensor
 
-from distlab.comm.context import Context
 from distlab.comm.transports.signals import Channel, Pipes, close_all, open_channel
-from simplellm.errors import InputError
 
 ALIGNED_BYTES = 4096  # parts begin at pages
 HUGE_BYTES = 2 << 20  # of a huge page, where pages have 4 kB
@@ -211,12 +209,3 @@ def _not_shared(code: int, total_bytes: int) -> NotShared:
     if code == NOT_REACHED:
         return NotShared("a rank cannot open the memory of another, of a different user or container")
     return NotShared(f"no {total_bytes / 1e6:,.1f} MB of shared memory: {os.strerror(code)}")
-
-
-def share_less(context: Context, error: NotShared, is_first: bool) -> None:
-    """Raise `InputError` if the transport is "shared"; else continue over gloo: the first rank remarks on it."""
-    if context.options.transport == "shared":
-        raise InputError(f"--transport shared: {error}; use --transport gloo") from None
-    if is_first and not context.has_remarked:
-        context.has_remarked = True
-        context.options.remark(f"{error}; what these ranks cannot share goes over gloo instead")

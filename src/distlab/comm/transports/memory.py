@@ -1,30 +1,30 @@
-"""Memory that the ranks of a group share, in which each of them has a part, and the transports that make it.
+"""Memory that the ranks of a host share, in which each of them has a part, and their turns in it.
 
 The data never leaves memory. The signal that a rank begins a turn is a byte in a pipe. So a wait ends as any other
 does: with the signal, at the deadline, or when the other rank dies.
 """
 
+import struct
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.transports.mappings import Mapping, NotShared, share, share_less
-from distlab.comm.transports.signals import Channel, Turns, close_all
-from distlab.comm.transports.transport import Members, Transport
-from distlab.comm.waits import Wait
+from distlab.comm.pending import SharedWork
+from distlab.comm.transports.mappings import Mapping, share
+from distlab.comm.transports.signals import SECONDS_MORE, Channel, close_all, wait_for_all
 
-MadeT = TypeVar("MadeT")
-Address = tuple[int, int]  # the number of a mapping, and an offset in this rank's part of it, in bytes
+Address = tuple[int, int]  # the number of a mapping, from 1, and an offset in a rank's part of it, in bytes
+ELSEWHERE: Address = 0, 0  # outside of shared memory
 
-# A rank has two slots, used in turn, each for a header and a piece of a tensor. They stay in the caches.
-NUMBERS, HEADER_BYTES, SLOT_BYTES = 6, 64, (1 << 20) - 64
+# A rank has two slots, used in turn, each for a header and a piece of a tensor. They stay in the caches. The header
+# has the address of the rank's tensor, and what the rank has called.
+HEADER = struct.Struct("qq112s")
+SLOT_BYTES = (1 << 20) - HEADER.size
 # Tensor-parallel ranks wait for each other every few milliseconds. Waking a thread up takes a tenth of one, and a core
 # that has been idle is slow at first.
 SPIN_SECONDS = 5e-4
@@ -53,8 +53,8 @@ class SharedMemory:
         self._channels: list[Channel] = []  # to other ranks, for signals; made with the first mapping
         self.turns = Turns([], False, 0.0)
         self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
-        self._headers: list[list[memoryview]] = []  # of these slots: integers
-        self.not_done: deque[Any] = deque()  # `SharedCollective`s of which this rank has yet to do its part
+        self._headers: list[list[memoryview]] = []  # of these slots
+        self.not_done: deque[SharedCollective] = deque()  # of which this rank has yet to do its part
         self.started = 0  # collectives
         self.asked_for = 0  # this rank has computed its part of the collectives up to this one, or is about to
 
@@ -63,12 +63,11 @@ class SharedMemory:
 
     def make_slots(self, timeout: timedelta) -> None:
         """Make the slots; all ranks call it together. It raises the same as `allocate`, which also makes them."""
-        whole = torch.empty(2, HEADER_BYTES + SLOT_BYTES, dtype=torch.uint8, device="meta")
+        whole = torch.empty(2, HEADER.size + SLOT_BYTES, dtype=torch.uint8, device="meta")
         mapping = self._new_mapping(whole.nbytes, timeout)
         by_rank = [mapping.part(rank, whole).view_as(whole) for rank in range(self.size)]
-        self._slots = [[part[turn, HEADER_BYTES:] for part in by_rank] for turn in range(2)]
-        headers = [[part[turn, :HEADER_BYTES].view(torch.int64) for part in by_rank] for turn in range(2)]
-        self._headers = [[header.numpy().data for header in of_turn] for of_turn in headers]
+        self._slots = [[part[turn, HEADER.size :] for part in by_rank] for turn in range(2)]
+        self._headers = [[part[turn, : HEADER.size].numpy().data for part in by_rank] for turn in range(2)]
 
     def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
         """Return zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
@@ -110,96 +109,154 @@ class SharedMemory:
         for kept in (self._channels, self._slots, self._headers, self._mappings):
             kept.clear()
 
-    def announce(self, numbers: Sequence[int]) -> None:
-        """Write `NUMBERS` integers into the header of this rank's slot for the next turn."""
+    def announce(self, address: Address, call: str) -> None:
+        """Write into the header of this rank's slot for the next turn where its tensor begins, and what it called."""
         header = self._headers[(self.turns.begun + 1) % 2][self.rank]
-        for place, number in enumerate(numbers):
-            header[place] = number
+        HEADER.pack_into(header, 0, *address, call.encode())
 
-    def announced(self) -> list[list[int]]:
+    def announced(self) -> list[tuple[Address, str]]:
         """Return, by rank, what is in the headers of this turn, which all ranks have begun."""
-        return [header[:NUMBERS].tolist() for header in self._headers[self.turns.begun % 2]]
+        headers = map(HEADER.unpack, self._headers[self.turns.begun % 2])
+        return [((number, offset), call.rstrip(b"\0").decode()) for number, offset, call in headers]
 
     def next_slots(self) -> list[Tensor]:
         """Return every rank's slot for the next turn, (SLOT_BYTES,) uint8 each."""
         return self._slots[(self.turns.begun + 1) % 2]
 
-    def part(self, rank: int, address: Address, like: Tensor) -> Tensor:
-        """Return the tensor of a rank that begins at an address, with the size and dtype of `like`: (elements,)."""
-        number, offset = address
-        if number not in self._mappings:
-            raise RuntimeError("another rank gave a tensor in shared memory of which this rank has freed its part")
-        return self._mappings[number].part(rank, like, offset)
+    def parts(self, like: Tensor) -> list[Tensor]:
+        """Return, by rank, the tensors at the addresses that are announced, of `like`'s size and dtype: (elements,)."""
+        found = []
+        for rank, ((number, offset), _) in enumerate(self.announced()):
+            if number not in self._mappings:
+                raise RuntimeError("another rank gave a tensor in shared memory of which this rank has freed its part")
+            found.append(self._mappings[number].part(rank, like, offset))
+        return found
 
-    def address_of(self, tensor: Tensor) -> Address | None:
-        """Return where a tensor begins; None if it is not in a part of this rank."""
+    def address_of(self, tensor: Tensor) -> Address:
+        """Return where a tensor begins; `ELSEWHERE` if it is not in a part of this rank."""
         at = tensor.data_ptr()
         for number, mapping in self._mappings.items():
             offset = at - mapping.address - self.rank * mapping.part_bytes
             if 0 <= offset < mapping.part_bytes:
                 return number, offset
-        return None
+        return ELSEWHERE
 
 
-class MemoryTransport(Transport, ABC):
-    """A transport that makes memory on the first request, if the ranks can share it.
+class Turns:
+    """The turns of the ranks of a group: each begins a turn, then waits until all the others have begun it.
+
+    Two ranks signal each other. More signal the first, which answers when the signals of all have arrived: two signals
+    in a row, but fewer in total, and where ranks share cores every signal takes a core from another rank.
 
     Args:
-        members: the ranks; some of them are on one host.
-        takes_all: whether tensors also travel here that are too small to be worth it.
+        channels: to the first rank, or, on the first rank, to all others.
+        answers: whether this is the first of more than two ranks.
+        spin_seconds: time for which a wait keeps its core before it sleeps.
     """
 
-    smallest_bytes: int  # of tensors that are worth it
+    def __init__(self, channels: Sequence[Channel], answers: bool, spin_seconds: float) -> None:
+        self._channels, self._answers, self._spin_seconds = channels, answers, spin_seconds
+        self.begun = self._answered = 0  # turns
 
-    def __init__(self, members: Members, takes_all: bool) -> None:
-        self.members, self._takes_all = members, takes_all
-        self._can_make = True
+    def begin(self) -> None:
+        """Begin the next turn; this rank must have waited for the one before."""
+        self.begun += 1
+        if not self._answers:
+            self._signal()
 
-    def together(self, make: Callable[[], MadeT]) -> MadeT | None:
-        """Call `make`, which makes memory; None if these ranks cannot share it. All ranks call it together.
+    def wait(self, deadline: float) -> None:
+        """Return when all others have begun this turn; `RuntimeError` as in `wait_for_all`."""
+        wait_for_all(self._channels, self.begun, deadline + SECONDS_MORE * self._answers, self._spin_seconds)
+        if self._answers and self._answered < self.begun:
+            self._answered = self.begun
+            self._signal()
 
-        Raises:
-            InputError: the transport is "shared", and these ranks cannot share memory.
-            TrafficError: a rank does not take part.
-        """
-        context = self.members.context
-        if not self._can_make:
-            return None
-        try:
-            with context.waits.during(Wait("shared memory", "other", self.members.others)):
-                made = make()
-        except NotShared as error:
-            share_less(context, error, is_first=context.rank in self.members.first_of_hosts)
-            self._can_make = False  # memory that was made before stays shared
-            return None
-        context.shares_memory = True
-        return made
+    def _signal(self) -> None:
+        for channel in self._channels:
+            channel.send()
+
+
+class SharedCollective(SharedWork):
+    """A collective in shared memory; constructing it starts it. They are completed in the order of their starts.
+
+    A collective is written as a generator: at each `yield`, this rank begins a turn, and the generator continues when
+    all others have begun it too. The thread that calls `wait` does all the work: a second thread would need a core.
+
+    Args:
+        address: of this rank's tensor, or `ELSEWHERE`.
+        call: the collective in words, for a rank that has called another (`call_of`).
+        turns: does this rank's part.
+    """
+
+    def __init__(self, memory: SharedMemory, address: Address, call: str, turns: Iterator[None]) -> None:
+        self._memory, self._address, self._call, self._turns = memory, address, call, turns
+        self._taken = 0  # turns
+        self._is_over = False
+        self._error: Exception | None = None  # of `turns`, which then has ended
+        memory.started += 1
+        self._number = memory.started
+        memory.not_done.append(self)
+        if memory.not_done[0] is self:
+            self._take_turn()  # the others need not wait for it later
 
     @property
-    def limit(self) -> timedelta:
-        """The longest time that a wait may take."""
-        return timedelta(seconds=self.members.context.waits.timeout_seconds)
+    def is_held_back(self) -> bool:
+        """True if this rank has yet to compute its part, without which no rank gets the result."""
+        return self._number > self._memory.asked_for
 
-    def is_worth_it(self, size_bytes: int, like: Tensor) -> bool:
-        return like.is_cpu and (self._takes_all or size_bytes >= self.smallest_bytes)
+    def advance(self, deadline: float) -> None:
+        memory = self._memory
+        if deadline:  # otherwise this rank may compute for long before it returns here
+            memory.asked_for = max(memory.asked_for, self._number)
+        while not self._is_over:
+            if not memory.has_slots():
+                raise RuntimeError("the group of this collective was destroyed before the collective was waited for")
+            memory.not_done[0]._complete(deadline)
+            memory.not_done.popleft()
 
-    def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
-        """Return zeros (elements,) in memory that the ranks share, or None; see `distlab.comm.group.empty`."""
-        if not self.is_worth_it(elements * like.itemsize, like):
-            return None
-        return self.together(lambda: self.allocate(elements, like.dtype))
+    def _complete(self, deadline: float) -> None:
+        while not self._is_over:
+            if self._taken:
+                self._memory.turns.wait(deadline)
+            if self._taken == 1:
+                self._refuse_different_calls()
+            self._take_turn()
 
-    @abstractmethod
-    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros (elements,) in this rank's part of new memory."""
+    @torch.inference_mode()  # as in torch's own groups, which also fill parameters and tensors of an inference mode
+    def _take_turn(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if not self._taken:
+            self._memory.announce(self._address, self._call)
+        try:
+            next(self._turns)
+        except StopIteration:
+            self._is_over = True
+            return
+        except Exception as error:
+            self._error = error
+            raise
+        self._taken += 1
+        self._memory.turns.begin()
 
-    def shares(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in memory of one host that all ranks of the group share."""
-        return False
+    def _refuse_different_calls(self) -> None:
+        """Raise `RuntimeError` on all ranks if they called this collective differently."""
+        first_of: dict[tuple[str, bool], int] = {}
+        for rank, (address, call) in zip(self._memory.ranks, self._memory.announced(), strict=True):
+            first_of.setdefault((call, address != ELSEWHERE), rank)
+        if len(first_of) > 1:
+            some_are_in_place = any(is_in_place for _, is_in_place in first_of)
+            calls = ", ".join(
+                f"rank {rank} {call}" + " outside of shared memory" * (some_are_in_place and not is_in_place)
+                for (call, is_in_place), rank in first_of.items()
+            )
+            raise RuntimeError(f"the ranks called different collectives: {calls}; all must call the same one")
 
-    def held_back(self) -> list[Wait]:
-        """Return the collectives of which this rank has yet to compute its part. Other threads may call this."""
-        return []
+
+def call_of(name: str, tensor: Tensor) -> str:
+    """Return in words the collective `name` of a tensor, whose size and dtype must be the same on all ranks."""
+    size = f"{tensor.numel():,} elements of " if tensor.numel() else ""
+    return f"{name} of {size}{tensor.dtype}"
 
 
 def from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

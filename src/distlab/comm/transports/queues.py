@@ -18,9 +18,9 @@ from torch import Tensor
 
 from distlab.comm.names import CONTROL, named
 from distlab.comm.pending import SharedWork
-from distlab.comm.transports.mappings import Mapping, NotShared, share, share_less
+from distlab.comm.transports.mappings import Mapping, NotShared, share
 from distlab.comm.transports.signals import Channel
-from distlab.comm.transports.transport import Carried, Members, Transport
+from distlab.comm.transports.transport import Carried, Members, Transport, share_less
 
 SIZE = struct.Struct("q")  # of the message in a slot, at its beginning
 HEADER_BYTES = 64  # before the message, which is aligned
@@ -68,7 +68,7 @@ class Queues(Transport):
         room_bytes, reserved = HEADER_BYTES + message_bytes, range(slots if is_sender else 0)
         try:
             memory, [channel] = share(int(not is_sender), room_bytes, slots, reserved, 1, tell, worst)
-            self._queues[link] = SharedQueue(memory, channel)
+            self._queues[link] = SharedQueue(memory, channel, is_sender)
         except NotShared as error:
             share_less(context, error, is_first=is_sender)
             self._without.add(link)
@@ -85,14 +85,14 @@ class Queues(Transport):
         queue = self._queues.get((self._members.context.rank, self._members.ranks[to]))
         if queue is None or tensor.nbytes > queue.message_bytes:
             return None
-        return Carried(queue.send(tensor.cpu()), at_once=True)
+        return Carried(QueuedMessage(queue, tensor.cpu()), at_once=True)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Carried | None:
         queue = self._queues.get((self._members.ranks[source], self._members.context.rank))
         if queue is None or tensor.nbytes > queue.message_bytes:
             return None
         into = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
-        return Carried(queue.receive(into), None if into is tensor else lambda: tensor.copy_(into))
+        return Carried(QueuedMessage(queue, into), None if into is tensor else lambda: tensor.copy_(into))
 
     def close(self) -> None:
         self._queues.clear()
@@ -109,11 +109,11 @@ class SharedQueue:
         channel: to the other end.
     """
 
-    def __init__(self, memory: Mapping, channel: Channel) -> None:
-        self._memory, self._channel = memory, channel
+    def __init__(self, memory: Mapping, channel: Channel, is_sender: bool) -> None:
+        self._memory, self._channel, self.is_sender = memory, channel, is_sender
         self.slots = memory.parts
         self._moved = 0  # messages that this end has copied
-        self._begun: deque[QueuedMessage] = deque()  # messages that it has yet to copy
+        self.not_moved: deque[QueuedMessage] = deque()  # started messages that it has yet to copy
         weakref.finalize(self, channel.close)
 
     @property
@@ -121,20 +121,12 @@ class SharedQueue:
         """Room in a slot, in bytes."""
         return self._memory.part_bytes - HEADER_BYTES
 
-    def send(self, tensor: Tensor) -> "QueuedMessage":
-        """Start to send a contiguous tensor of any shape; the `wait` of the result sends it."""
-        return QueuedMessage(self, tensor, is_sent=True)
-
-    def receive(self, tensor: Tensor) -> "QueuedMessage":
-        """Start to receive the next message into a contiguous tensor of its size."""
-        return QueuedMessage(self, tensor, is_sent=False)
-
-    def _next(self, deadline: float) -> None:
+    def move(self, deadline: float) -> None:
         """Copy the next message that this end has started."""
-        message = self._begun[0]
-        (self._put if message.is_sent else self._take)(message.tensor, deadline)
+        message = self.not_moved[0]
+        (self._put if self.is_sender else self._take)(message.tensor, deadline)
         self._moved += 1
-        self._begun.popleft().is_moved = True
+        self.not_moved.popleft().is_moved = True
 
     def _put(self, tensor: Tensor, deadline: float) -> None:
         """Copy a message into the next slot, when the previous message has left it."""
@@ -162,12 +154,15 @@ class SharedQueue:
 
 
 class QueuedMessage(SharedWork):
-    """A message that an end of a queue has started to send or to receive; earlier messages are moved first."""
+    """A message that an end of a queue has started to send or to receive; earlier messages are moved first.
 
-    def __init__(self, queue: SharedQueue, tensor: Tensor, is_sent: bool) -> None:
-        self._queue, self.tensor, self.is_sent, self.is_moved = queue, tensor, is_sent, False
-        queue._begun.append(self)
+    Its tensor, of any shape, is contiguous; that of a receive has the size of the message.
+    """
+
+    def __init__(self, queue: SharedQueue, tensor: Tensor) -> None:
+        self.queue, self.tensor, self.is_moved = queue, tensor, False
+        queue.not_moved.append(self)
 
     def advance(self, deadline: float) -> None:
         while not self.is_moved:
-            self._queue._next(deadline)
+            self.queue.move(deadline)

@@ -6,10 +6,9 @@ with mixed-precision", 2018). The messages between hosts have a separate column,
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from typing import cast
 
 import torch
@@ -18,12 +17,11 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES
-from distlab.comm.transports.collectives import SharedCollective, combine_share, in_place
 from distlab.comm.transports.mappings import NotShared
-from distlab.comm.transports.memory import MemoryTransport, SharedMemory, from_rank_0
+from distlab.comm.transports.memory import ELSEWHERE, SharedCollective, SharedMemory, call_of, from_rank_0
+from distlab.comm.transports.one_host import all_reduce_in_place, broadcast_in_place
 from distlab.comm.transports.signals import SECONDS_MORE
-from distlab.comm.transports.sums import copy_from
-from distlab.comm.transports.transport import Carried, Members, Op, ring_bytes
+from distlab.comm.transports.transport import Carried, Members, MemoryTransport, Op, ring_bytes
 from distlab.machine.network import patient_threads
 
 
@@ -82,7 +80,7 @@ class SeveralHosts(MemoryTransport):
         this, in the order of the calls, so that the hosts exchange while ranks compute.
         """
         memory = self._memory
-        if memory is None or memory.address_of(tensor) is None:
+        if memory is None or memory.address_of(tensor) == ELSEWHERE:
             return None
         sent_bytes = {"": ring_bytes(tensor, memory.size)}
         if self._is_first:
@@ -94,13 +92,15 @@ class SeveralHosts(MemoryTransport):
         # Of all three parts: the caller waits for them as one.
         deadline = time.perf_counter() + self.limit.total_seconds()
         plain, address = ReduceOp.SUM if op == ReduceOp.AVG else op, memory.address_of(own)
-        add = partial(combine_share, rank=memory.rank, op=plain, all_get_it=False)
-        SharedCollective(memory, "all_reduce by", op.value, own, address, in_place(memory, own, add)).advance(deadline)
+
+        def complete(name: str, turns: Iterator[None]) -> None:
+            SharedCollective(memory, address, call_of(name, own), turns).advance(deadline)
+
+        complete(f"all_reduce by {op.name}", all_reduce_in_place(memory, own, plain, all_get_it=False))
         self._reduce_between(own, plain, deadline)
         if self._is_first and op == ReduceOp.AVG:
             own.div_(self.members.size)
-        copy = in_place(memory, own, partial(copy_from, source=0, rank=memory.rank))
-        SharedCollective(memory, "broadcast from rank", self.members.here[0], own, address, copy).advance(deadline)
+        complete(f"broadcast from rank {self.members.here[0]}", broadcast_in_place(memory, own, 0))
 
     def _reduce_between(self, tensor: Tensor, op: Op, deadline: float) -> None:
         """Combine the tensors of the hosts' first ranks; do nothing on other ranks."""

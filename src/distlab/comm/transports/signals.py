@@ -125,37 +125,3 @@ def open_channel(process: int, reads: int, writes: int) -> Channel:
     except OSError:
         os.close(own)
         raise
-
-
-class Turns:
-    """The turns of the ranks of a group: each begins a turn, then waits until all the others have begun it.
-
-    Two ranks signal each other. More signal the first, which answers when the signals of all have arrived: two signals
-    in a row, but fewer in total, and where ranks share cores every signal takes a core from another rank.
-
-    Args:
-        channels: to the first rank, or, on the first rank, to all others.
-        answers: whether this is the first of more than two ranks.
-        spin_seconds: time for which a wait keeps its core before it sleeps.
-    """
-
-    def __init__(self, channels: Sequence[Channel], answers: bool, spin_seconds: float) -> None:
-        self._channels, self._answers, self._spin_seconds = channels, answers, spin_seconds
-        self.begun = self._answered = 0  # turns
-
-    def begin(self) -> None:
-        """Begin the next turn; this rank must have waited for the one before."""
-        self.begun += 1
-        if not self._answers:
-            self._signal()
-
-    def wait(self, deadline: float) -> None:
-        """Return when all others have begun this turn; `RuntimeError` as in `wait_for_all`."""
-        wait_for_all(self._channels, self.begun, deadline + SECONDS_MORE * self._answers, self._spin_seconds)
-        if self._answers and self._answered < self.begun:
-            self._answered = self.begun
-            self._signal()
-
-    def _signal(self) -> None:
-        for channel in self._channels:
-            channel.send()

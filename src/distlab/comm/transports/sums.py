@@ -1,4 +1,4 @@
-"""Tensors of all ranks: copied, or combined in the order of the ranks, so that all get the same sum to the last bit."""
+"""Tensors of all ranks combined in the order of the ranks, so that all get the same sum to the last bit."""
 
 from collections.abc import Callable, Sequence
 
@@ -45,20 +45,3 @@ def add_in_order(rows: Sequence[Tensor], total: Tensor) -> None:
         for other in others[1:]:
             in_progress += other
         into.copy_(in_progress)
-
-
-def copy_from(parts: Sequence[Tensor], source: int, rank: int) -> None:
-    """Copy the source's tensor into this rank's."""
-    parts[rank].copy_(parts[source])
-
-
-def add_row(parts: Sequence[Tensor], row: int, total: Tensor) -> None:
-    """Add up a row of all ranks' tensors, (ranks, elements) each, over the ranks in their order (`add_in_order`)."""
-    add_in_order([part.view(len(parts), -1)[row] for part in parts], total.view(-1))
-
-
-def copy_all(parts: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """Copy all ranks' tensors, (elements,) each, into `rows`, some of which may be these tensors."""
-    for row, part in zip(rows, parts, strict=True):
-        if row.data_ptr() != part.data_ptr():
-            row.copy_(part)

@@ -1,11 +1,13 @@
 """The interface of a transport of tensors between the ranks of a group, as `distlab.comm.lab_group` uses it."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +15,11 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.context import Context, require_one_dtype
 from distlab.comm.pending import Carrier
+from distlab.comm.transports.mappings import NotShared
+from distlab.comm.waits import Wait
+from simplellm.errors import InputError
 
+MadeT = TypeVar("MadeT")
 Op = ReduceOp.RedOpType
 is_overlapping: ContextVar[bool] = ContextVar("is_overlapping", default=False)
 
@@ -126,6 +132,76 @@ class Transport:
     def abandon(self) -> None:
         """Close them whatever is under way, if that is possible."""
         self.close()
+
+
+class MemoryTransport(Transport, ABC):
+    """A transport that makes memory on the first request, if the ranks can share it.
+
+    Args:
+        members: the ranks; some of them are on one host.
+        takes_all: whether tensors also travel here that are too small to be worth it.
+    """
+
+    smallest_bytes: int  # of tensors that are worth it
+
+    def __init__(self, members: Members, takes_all: bool) -> None:
+        self.members, self._takes_all = members, takes_all
+        self._can_make = True
+
+    def together(self, make: Callable[[], MadeT]) -> MadeT | None:
+        """Call `make`, which makes memory; None if these ranks cannot share it. All ranks call it together.
+
+        Raises:
+            InputError: the transport is "shared", and these ranks cannot share memory.
+            TrafficError: a rank does not take part.
+        """
+        context = self.members.context
+        if not self._can_make:
+            return None
+        try:
+            with context.waits.during(Wait("shared memory", "other", self.members.others)):
+                made = make()
+        except NotShared as error:
+            share_less(context, error, is_first=context.rank in self.members.first_of_hosts)
+            self._can_make = False  # memory that was made before stays shared
+            return None
+        context.shares_memory = True
+        return made
+
+    @property
+    def limit(self) -> timedelta:
+        """The longest time that a wait may take."""
+        return timedelta(seconds=self.members.context.waits.timeout_seconds)
+
+    def is_worth_it(self, size_bytes: int, like: Tensor) -> bool:
+        return like.is_cpu and (self._takes_all or size_bytes >= self.smallest_bytes)
+
+    def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
+        """Return zeros (elements,) in memory that the ranks share, or None; see `distlab.comm.group.empty`."""
+        if not self.is_worth_it(elements * like.itemsize, like):
+            return None
+        return self.together(lambda: self.allocate(elements, like.dtype))
+
+    @abstractmethod
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros (elements,) in this rank's part of new memory."""
+
+    def shares(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in memory of one host that all ranks of the group share."""
+        return False
+
+    def held_back(self) -> list[Wait]:
+        """Return the collectives of which this rank has yet to compute its part. Other threads may call this."""
+        return []
+
+
+def share_less(context: Context, error: NotShared, is_first: bool) -> None:
+    """Raise `InputError` if the transport is "shared"; else continue over gloo: the first rank remarks on it."""
+    if context.options.transport == "shared":
+        raise InputError(f"--transport shared: {error}; use --transport gloo") from None
+    if is_first and not context.has_remarked:
+        context.has_remarked = True
+        context.options.remark(f"{error}; what these ranks cannot share goes over gloo instead")
 
 
 def ring_bytes(tensor: Tensor, ranks: int) -> int:
