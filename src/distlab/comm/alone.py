@@ -1,13 +1,13 @@
 """The process group of a rank that is alone: what it would send to itself, torch copies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distlab.comm.context import Context, ContextGroup, Options, first_context, require_one_dtype
+from distlab.comm.context import Context, ContextGroup, Operation, Options, first_context, require_one_dtype
 from distlab.machine.torch_patches import group_of_one
 
 if TYPE_CHECKING:
@@ -27,25 +27,25 @@ class GroupOfOne(ContextGroup):
     def held_back(self) -> "list[Wait]":
         return []
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Operation:  # type: ignore[override]
         """Leave the tensors as they are. torch's group has no result for a future, which torch's DDP asks for."""
-        return _Done(list(tensors))
+        return Operation(list(tensors))
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
         return _copied([output], [input])
 
     def all_gather_single_coalesced(
         self, output: Sequence[Tensor], input: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    ) -> Operation:
         return _copied(output, input)
 
-    def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def allgather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Operation:  # type: ignore[override]
         return _copied(output[0], input)
 
-    def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> dist.Work:  # type: ignore[override]
+    def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Operation:  # type: ignore[override]
         return _copied(output, input[0])
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, *sizes: Any) -> dist.Work:
+    def all_to_all_single(self, output: Tensor, input: Tensor, *sizes: Any) -> Operation:
         return _copied([output], [input])
 
     # With one rank, other operations do the same. torch 2.11, whose own group of one copies nothing, has other names.
@@ -66,42 +66,14 @@ class GroupOfOne(ContextGroup):
         raise ValueError("a message from oneself: this group has one rank")
 
 
-class _Done(dist.Work):
-    """An operation that is complete, with the interface of `distlab.comm.pending.Pending`."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__()
-        self._tensors, self._finish = tensors, list[Callable[[], object]]()
-
-    def then(self, finish: Callable[[], object]) -> "_Done":
-        """Call `finish` at the end of `wait`; if it returns an operation, `wait` also waits for that operation."""
-        self._finish.append(finish)
-        return self
-
-    def wait(self, timeout: Any = None) -> bool:
-        while self._finish:
-            started = self._finish.pop(0)()
-            if isinstance(started, dist.Work):
-                started.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
 @torch.inference_mode()  # as in torch's own groups
-def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> _Done:
+def _copied(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Operation:
     """Copy tensors of equal sizes; one may be the other, as in a reduce-scatter in place."""
     for output, input in zip(outputs, inputs, strict=True):
         require_one_dtype([output, input])
         if output.data_ptr() != input.data_ptr():
             output.view_as(input).copy_(input)
-    return _Done(list(outputs))
+    return Operation(list(outputs))
 
 
 def create(made: Any, options: Options | None) -> GroupOfOne:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distlab.comm.recorder import Ledger, Recorder
 from distlab.machine import devices
 from distlab.machine.devices import Place, cores
+from distlab.machine.torch_patches import uncompiled
 from simplellm.errors import say
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 Group = dist.ProcessGroup | None  # None: all ranks
 TransportName = Literal["auto", "shared", "gloo"]
+OperationT = TypeVar("OperationT", bound="Operation")
+ENVIRONMENT = timedelta(0)  # as a deadline: the group's
 # With "auto", smaller tensors go over gloo: they are not worth a mapping, and on several hosts gloo is as fast.
 SMALLEST_SHARED_BYTES, SMALLEST_OF_HOSTS_BYTES = 1_000, 250_000
 
@@ -134,6 +137,45 @@ class ContextGroup(dist.ProcessGroup):
     def abandon(self) -> None:
         """Close the connections, whatever is under way: waits in this group fail at once, also those of other ranks."""
         raise NotImplementedError
+
+
+@uncompiled
+class Operation(dist.Work):
+    """A message or collective: a complete one, or, as `distlab.comm.pending.Pending`, one under way.
+
+    `tensors` are those that it sends or fills.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors, self._finish = tensors, list[Callable[[], object]]()
+
+    def then(self: OperationT, finish: Callable[[], object]) -> OperationT:
+        """Call `finish` at the end of `wait`, in the order of these calls; returns this object.
+
+        If `finish` returns an operation, `wait` also waits for that operation.
+        """
+        self._finish.append(finish)
+        return self
+
+    def wait(self, timeout: timedelta = ENVIRONMENT) -> bool:
+        while self._finish:
+            following = self._finish.pop(0)()
+            if isinstance(following, Operation):
+                following.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> "torch.futures.Future[list[torch.Tensor]]":
+        """Return a future of the tensors, for torch's DDP and others that wait themselves."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
 
 
 def require_one_dtype(tensors: Sequence[torch.Tensor]) -> None:

@@ -6,21 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distlab.comm.context import ENVIRONMENT, Context, Operation
 from distlab.comm.recorder import MESSAGE, WAIT
 from distlab.comm.waits import StreamWait, Wait, is_timeout
 from distlab.machine.streams import passed
 from distlab.machine.torch_patches import call_after_backward_pass, uncompiled
-
-if TYPE_CHECKING:
-    from distlab.comm.context import Context
-
-ENVIRONMENT = timedelta(0)  # the group's deadline
 
 
 class SharedWork(ABC):
@@ -41,7 +37,7 @@ Carrier = dist.Work | Future[None] | SharedWork
 
 
 @uncompiled
-class Pending(dist.Work):
+class Pending(Operation):
     """A message or collective under way. The caller may use its tensors again after `wait`.
 
     Keep it until then: gloo drops the message of a handle that is garbage-collected.
@@ -56,10 +52,9 @@ class Pending(dist.Work):
         is_on_stream: whether the stream waits for it, and not the thread.
     """
 
-    def __init__(self, context: "Context", wait: Wait, carrier: Carrier | None, tensors: list[Tensor]) -> None:
-        super().__init__()
-        self._context, self._wait, self._carrier, self._tensors = context, wait, carrier, tensors
-        self._finish: list[Callable[[], object]] = []
+    def __init__(self, context: Context, wait: Wait, carrier: Carrier | None, tensors: list[Tensor]) -> None:
+        super().__init__(tensors)
+        self._context, self._wait, self._carrier = context, wait, carrier
         self._was_waited_for = False
         self._started = time.perf_counter()
         # Over NCCL; gloo carries host memory.
@@ -73,14 +68,6 @@ class Pending(dist.Work):
     def name(self) -> Wait:
         """Its name, and the ranks that take part."""
         return self._wait
-
-    def then(self, finish: Callable[[], object]) -> "Pending":
-        """Call `finish` at the end of `wait`, in the order of these calls; returns this object.
-
-        If `finish` returns an operation under way, `wait` also waits for that operation.
-        """
-        self._finish.append(finish)
-        return self
 
     def wait(self, timeout: timedelta = ENVIRONMENT) -> bool:
         """Wait until the tensors hold the result or have been sent; over NCCL, only the stream waits for that.
@@ -103,10 +90,7 @@ class Pending(dist.Work):
             else:
                 self._wait_on_host(self._carrier, timeout)
             self._carrier = None
-        while self._finish:
-            following = self._finish.pop(0)()
-            if isinstance(following, Pending):
-                following.wait()
+        super().wait()
 
     def follow(self) -> None:
         """Make the current stream wait for it over NCCL, a side stream, whose waits do not count as this rank's."""
@@ -137,9 +121,6 @@ class Pending(dist.Work):
         if isinstance(self._carrier, Future):
             return self._carrier.done()
         return self._carrier is None or self._carrier.is_completed()
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
 
     def synchronize(self) -> None:
         self.wait()
