@@ -4,23 +4,21 @@ A `Flow` holds the state of one step; the `Links` to other workers live from ste
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
-from distlab.axes.shards import ReplicaShards
 from distlab.comm.context import context_of
-from distlab.comm.names import CONTROL, counted_as
 from distlab.comm.recorder import COMPUTE
 from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.actions import Action, ActionCosts, Programs, Result, stages_of
 from distlab.pipeline.activations import MicroBatch, PartOf, Stage, StageLoss
-from distlab.pipeline.links import Links, Way
+from distlab.pipeline.links import Links, WorkerLink
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
-from distlab.pipeline.rehearsal import rehearse
+from distlab.pipeline.rehearsal import warm_up
 from simplellm.errors import require
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
@@ -46,7 +44,7 @@ class Pipeline:
             the last step.
         pipelines: number of replicas whose workers follow these programs together, as those of `rerouting` do; every
             rank then runs the program with its own number, and several may hold a stage.
-        dtype: activations and their gradients have it on the way to another rank: in bfloat16 they are half as
+        dtype: activations and their gradients have it on the link to another rank: in bfloat16 they are half as
             large, and rounded. By default, and between the stages of one rank, they have torch's default dtype.
 
     Raises:
@@ -123,7 +121,7 @@ class Pipeline:
         planned = self._micro_batches
         require(len(micro_batches) == planned, f"{len(micro_batches)} micro-batches: the schedule is for {planned}")
         if self.is_cold:
-            self._warm_up(micro_batches[0])
+            warm_up(self.program, self.held, micro_batches[0], self.part_of, len(self.owners), self.width)
         flow = Flow(self, micro_batches)
         usual_threads = torch.get_num_threads()
         try:
@@ -163,37 +161,6 @@ class Pipeline:
         self.links.close()
         self.links.open(programs, plan)
 
-    def _warm_up(self, ids: Tensor) -> None:
-        """Over NCCL, before the first message, run the actions of a micro-batch on each stage, on zeros.
-
-        CUDA loads a kernel at its first use ("lazy loading" in NVIDIA's CUDA C++ Programming Guide), and may wait until
-        the GPU is idle to do so. While a message is on its way the GPU is busy, and the message's other end may need a
-        result of this rank first: a deadlock. So every kind of action runs twice, as the second time adds to gradients.
-        """
-        part = self.part_of(ids) if self.part_of else None
-        ids = ids if part is None else part.ids
-        with counted_as(CONTROL):  # of tensor-parallel layers
-            for index, stage in self.held.items():
-                if isinstance(stage.net, ReplicaShards) and stage.net.shard == "weights":
-                    x = torch.zeros(*ids.shape, self.width, device=ids.device, requires_grad=True)
-                    stage.rehearse_sharded(ids, x if index else ids, part)
-                    continue
-                with stage.rehearsed() as rehearsed:
-                    for actions in 2 * self._kinds_of_passes(index):
-                        self._rehearse(actions, MicroBatch(rehearsed, ids, part=part))
-
-    def _kinds_of_passes(self, stage: int) -> list[list[Action]]:
-        """Return the actions on a stage for one of the micro-batches that have the same kinds of actions, for each."""
-        passes: dict[int, list[Action]] = {}
-        for action in self.program:
-            if action.stage == stage:
-                passes.setdefault(action.micro_batch, []).append(action)
-        return [*{tuple(map(type, actions)): actions for actions in passes.values()}.values()]
-
-    def _rehearse(self, actions: Sequence[Action], here: MicroBatch) -> None:
-        for _ in rehearse(actions, lambda _: here, len(self.owners), self.width):
-            pass
-
 
 class Flow:
     """The state of one step of a pipeline's worker, over micro-batches (batch, seq) of token ids; then discarded."""
@@ -215,11 +182,11 @@ class Flow:
         self._here: dict[Result, Tensor] = {}  # results that another stage of this worker needs
         self._posted: dict[Result, tuple[Tensor, dist.Work]] = {}  # receives
         self._sent: dict[Result, dist.Work] = {}
-        self._expected: dict[Way, Iterator[Result]] = {way: iter(results) for way, results in of.links.incoming}
+        self._expected = {link: iter(results) for link, results in of.links.incoming}  # messages yet to be received
         for action in of.program:
             action.prepare(self.micro_batch(action))
-        for way in [*self._expected] * POSTED_AHEAD:
-            self._post_ahead(way)
+        for link in [*self._expected] * POSTED_AHEAD:
+            self._post_ahead(link)
 
     def micro_batch(self, action: Action) -> MicroBatch:
         """Return the micro-batch of an action, on its stage."""
@@ -227,14 +194,14 @@ class Flow:
 
     def take(self, result: Result) -> Tensor:
         """Return a result of another stage, after waiting until it has arrived."""
-        way = self._links.ways.get(result)
-        if way is None:
+        link = self._links.link_of.get(result)
+        if link is None:
             return self._here.pop(result)
         if result not in self._posted:
-            self._post(way)
+            self._post(link)
         tensor, work = self._posted.pop(result)
         work.wait()
-        self._post_ahead(way)
+        self._post_ahead(link)
         for arrived in self._links.confirmed[result]:
             if arrived in self._sent:  # until it has been waited for, its tensor is kept
                 self._sent.pop(arrived).wait()
@@ -242,10 +209,10 @@ class Flow:
 
     def give(self, result: Result, tensor: Tensor) -> None:
         """Pass a result to the stage that needs it."""
-        way = self._links.ways.get(result)
-        if way is None:
+        link = self._links.link_of.get(result)
+        if link is None:
             self._here[result] = tensor
-        elif (work := way.send(result, tensor.to(self._like.dtype))) is not None:
+        elif (work := link.send(result, tensor.to(self._like.dtype))) is not None:
             self._sent[result] = work
 
     def end(self, run_on: bool) -> list[Tensor]:
@@ -253,14 +220,14 @@ class Flow:
         self._links.finish(self._sent.values(), run_on)
         return [part.loss for part in self._parts.values() if part.loss is not None]
 
-    def _post_ahead(self, way: Way) -> None:
-        if self._posts_ahead and not way.is_queue:
-            self._post(way)
+    def _post_ahead(self, link: WorkerLink) -> None:
+        if self._posts_ahead and not link.is_queue:
+            self._post(link)
 
-    def _post(self, way: Way) -> None:
+    def _post(self, link: WorkerLink) -> None:
         """Post the receive of a link's next message, if there is one."""
-        result = next(self._expected[way], None)
+        result = next(self._expected[link], None)
         if result is not None:
             ids = self._micro_batches[result.micro_batch]
             tensor = self._like.new_empty(*ids.shape, self._width)
-            self._posted[result] = tensor, way.receive(result, tensor)
+            self._posted[result] = tensor, link.receive(result, tensor)

@@ -21,8 +21,8 @@ from distlab.pipeline.plan import LinkKey, Plan, acknowledged, most_on_the_way
 
 
 @dataclass(eq=False)
-class Way:
-    """One of this worker's links: the messages of one kind to or from another worker."""
+class WorkerLink:
+    """A link of this worker: the messages of one kind to or from another worker."""
 
     sender: int  # rank
     receiver: int  # rank
@@ -57,29 +57,29 @@ class Links:
 
     def __init__(self, ranks: Sequence[int], worker: int) -> None:
         self._ranks, self._worker = ranks, worker
-        self._ways: dict[LinkKey, Way] = {}
+        self._links: dict[LinkKey, WorkerLink] = {}
         self._groups: list[dist.ProcessGroup] = []  # made for these links
         self._late: list[dist.Work] = []  # sends that a step leaves to the next one
         self._message_bytes = 0  # size of the messages for which the queues have room
-        self.ways: dict[Result, Way] = {}  # by message that this worker sends or receives
-        self.incoming: list[tuple[Way, Sequence[Result]]] = []  # the messages of a step that it receives, in order
+        self.link_of: dict[Result, WorkerLink] = {}  # by message that this worker sends or receives
+        self.incoming: list[tuple[WorkerLink, Sequence[Result]]] = []  # with its messages of a step, in order
         self.confirmed: dict[Result, list[Result]] = {}  # by message received, those sent that have thus arrived
 
     def open(self, programs: Programs, plan: Plan) -> None:
         """Make the groups and queues for the messages of these programs; all ranks call this together."""
         context, slots = context_of(), most_on_the_way(programs, plan)
-        numbers, groups = channels(plan.messages, context.is_over_nccl), list[Group]([None])
+        numbers, groups = group_numbers(plan.messages, context.is_over_nccl), list[Group]([None])
         if more := max(numbers.values(), default=0):
             with context.waits.during("all ranks to create the pipeline's channels"):
                 timeout = timedelta(seconds=context.waits.timeout_seconds)
                 self._groups = [dist.new_group(timeout=timeout) for _ in range(more)]
             groups += self._groups
-        for link, number in numbers.items():
-            if self._worker in link[:2]:
-                sender, receiver = (self._ranks[worker] for worker in link[:2])
-                self._ways[link] = Way(sender, receiver, groups[number], slots[link])
-        self.ways = {result: way for link, way in self._ways.items() for result in plan.messages[link]}
-        self.incoming = [(way, plan.messages[link]) for link, way in self._ways.items() if link[1] == self._worker]
+        for key, number in numbers.items():
+            if self._worker in key[:2]:
+                sender, receiver = (self._ranks[worker] for worker in key[:2])
+                self._links[key] = WorkerLink(sender, receiver, groups[number], slots[key])
+        self.link_of = {result: link for key, link in self._links.items() for result in plan.messages[key]}
+        self.incoming = [(link, plan.messages[key]) for key, link in self._links.items() if key[1] == self._worker]
         self.confirmed = acknowledged(programs, plan, self._worker)
         if context.is_over_nccl:
             self._connect(context.rank, torch.zeros(1, device=context.device))
@@ -87,21 +87,21 @@ class Links:
     def close(self) -> None:
         """Wait for sends in progress, and release queues and groups; all ranks call this together."""
         self.finish([], run_on=False)
-        for way in self._ways.values():
-            close_queues((way.sender, way.receiver), way.group)
+        for link in self._links.values():
+            close_queues((link.sender, link.receiver), link.group)
         for group in self._groups:
             dist.destroy_process_group(group)
-        self._ways, self._groups, self._message_bytes = {}, [], 0
-        self.ways, self.incoming, self.confirmed = {}, [], {}
+        self._links, self._groups, self._message_bytes = {}, [], 0
+        self.link_of, self.incoming, self.confirmed = {}, [], {}
 
     def make_room(self, elements: int, like: Tensor) -> None:
         """Make queues that have room for messages larger than all earlier ones."""
         message_bytes = elements * like.itemsize
         if message_bytes > self._message_bytes:
             self._message_bytes = message_bytes
-            for way in self._ways.values():  # in the same order on all workers
-                ends = way.sender, way.receiver
-                way.is_queue = open_queues(ends, message_bytes, like, way.group, slots=way.slots)
+            for link in self._links.values():  # in the same order on all workers
+                ends = link.sender, link.receiver
+                link.is_queue = open_queues(ends, message_bytes, like, link.group, slots=link.slots)
 
     def finish(self, sends: Iterable[dist.Work], run_on: bool) -> None:
         """Wait for the sends of a step, or, if it runs on, for the sends that the step before has left."""
@@ -113,15 +113,15 @@ class Links:
 
     def _connect(self, rank: int, tensor: Tensor) -> None:
         """Exchange a message over each link in turn: NCCL connects a link at its first use, which blocks both ends."""
-        for (_, _, kind), way in self._ways.items():
+        for (_, _, kind), link in self._links.items():
             with named(f"the first message for {kind}", CONTROL):
-                if rank == way.sender:
-                    dist.send(tensor, way.receiver, way.group)
+                if rank == link.sender:
+                    dist.send(tensor, link.receiver, link.group)
                 else:
-                    dist.recv(tensor, way.sender, way.group)
+                    dist.recv(tensor, link.sender, link.group)
 
 
-def channels(links: Iterable[LinkKey], over_nccl: bool) -> dict[LinkKey, int]:
+def group_numbers(links: Iterable[LinkKey], over_nccl: bool) -> dict[LinkKey, int]:
     """Return, by link, the number of the process group that its messages take; 0 is the group of all ranks.
 
     Within a group, messages between two ranks are ordered: over gloo, in each direction; over NCCL, in both together.

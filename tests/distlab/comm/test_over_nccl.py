@@ -4,13 +4,15 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import run_ranks
 from support.recorded_nccl import Call, run_alone
+from torch import Tensor
 
+from distlab.pipeline import rehearsal
 from distlab.pipeline.actions import Action
-from distlab.pipeline.activations import MicroBatch
 from distlab.pipeline.executor import Pipeline
 
 LLAMA = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --steps 2 --data sample --eval-every 2 --eval-sequences 3"
@@ -76,24 +78,27 @@ def test_receives_that_are_posted_before_kernels_are_loaded_are_found_to_hang(
 ) -> None:
     """Pipelines used to do so; it shows that `stuck` finds it."""
 
-    def start_cold(pipeline: Pipeline, _: object) -> None:
-        pipeline.is_cold = False
+    step = Pipeline.step
 
-    monkeypatch.setattr(Pipeline, "_warm_up", start_cold)
+    def start_cold(pipeline: Pipeline, *given: Any) -> list[Tensor]:
+        pipeline.is_cold = False
+        return step(pipeline, *given)
+
+    monkeypatch.setattr(Pipeline, "step", start_cold)
     assert stuck(record(*PIPELINES["2 stages"], tmp_path)) == [0, 1]
 
 
 def passes_before_the_first_step(rank: int, out: Path) -> list[tuple[int, str]]:
     """The passes that a rank of "interleaved" rehearses, in order: stage, and what it does."""
     found: list[tuple[int, str]] = []
-    rehearse = Pipeline._rehearse
+    rehearse = rehearsal.rehearse
 
-    def noted(pipeline: Pipeline, actions: Sequence[Action], here: MicroBatch) -> None:
+    def noted(actions: Sequence[Action], *given: Any) -> Iterator[tuple[Action, float]]:
         found.append((actions[0].stage, "".join(action.letter for action in actions)))
-        rehearse(pipeline, actions, here)
+        return rehearse(actions, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pipeline, "_rehearse", noted)
+        patch.setattr(rehearsal, "rehearse", noted)
         run_alone(rank, 2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule interleaved --out {out}".split())
     return found
 

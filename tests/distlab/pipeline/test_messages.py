@@ -21,7 +21,7 @@ from distlab.comm.pending import Pending
 from distlab.comm.transports.queues import QueuedMessage
 from distlab.pipeline.actions import ACTIVATIONS, GRADIENTS, stages_of
 from distlab.pipeline.executor import Pipeline
-from distlab.pipeline.links import channels
+from distlab.pipeline.links import group_numbers
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stage
@@ -143,7 +143,7 @@ def step_with_delays(rank: int, schedule: str) -> tuple[int, int]:
 
     def counted_advance(message: QueuedMessage, deadline: float) -> None:
         nonlocal waits, sent
-        if message.is_sent:
+        if message.queue.is_sender:
             sent += 1
             try:
                 advance(message, time.perf_counter())
@@ -259,4 +259,4 @@ def test_messages_that_could_pass_each_other_have_groups_of_their_own(
     links = set(simulate(all_stages("dapple", 3, 2)).messages)
     if two_ways:  # as with two stages a worker: activations also go back, gradients also on
         links |= {(receiver, sender, kind) for sender, receiver, kind in links}
-    assert [number for _, number in sorted(channels(links, over_nccl).items())] == numbers
+    assert [number for _, number in sorted(group_numbers(links, over_nccl).items())] == numbers
