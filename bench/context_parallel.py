@@ -16,7 +16,7 @@ from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn
 
 from distlab.axes.grid import all_ranks
 from distlab.parallel.context_parallel import ContextParallel
-from distlab.parallel.data import flatten_gradients
+from distlab.parallel.flat import flatten_gradients
 from distlab.parallel.options import CPKind, CPOrder
 from simplellm import command_line
 

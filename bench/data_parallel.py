@@ -22,7 +22,8 @@ from training import Step, adam, averaged_buckets, build, loss_of, tokens, train
 from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn, through_lab
 
 from distlab.comm.names import named
-from distlab.parallel.data import MyDP, flatten_gradients
+from distlab.parallel.data import MyDP
+from distlab.parallel.flat import flatten_gradients
 from simplellm import command_line
 from simplellm.errors import require
 

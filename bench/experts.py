@@ -29,8 +29,8 @@ from distlab.axes.grid import Grid, all_ranks
 from distlab.comm.context import context_of
 from distlab.comm.group import empty
 from distlab.machine.heap import set_up_heap
-from distlab.parallel.data import views_of
 from distlab.parallel.expert_parallel import LoadBalance, mixtures_in, own_experts, share_experts
+from distlab.parallel.flat import views_of
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.traffic import RanksOnHosts

@@ -13,7 +13,7 @@ from gpt import ARCHITECTURE, GPT
 from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
-from distlab.parallel.data import flatten_gradients
+from distlab.parallel.flat import flatten_gradients
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import DataParallelSettings

@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
 from distlab.parallel.context_parallel import ContextParallel, loss_of_part
-from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
+from distlab.parallel.data import Bucket, GradientBuckets
 from distlab.parallel.expert_parallel import (
     ChoicesOfSequences,
     LoadBalance,
@@ -34,6 +34,7 @@ from distlab.parallel.expert_parallel import (
     own_experts,
     share_experts,
 )
+from distlab.parallel.flat import flatten_weights
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.parallel.routes import Routes
 from distlab.parallel.sharded import ShardedDP

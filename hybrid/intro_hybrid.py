@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Axis
 from distlab.comm.names import named
-from distlab.parallel.data import flatten_gradients
+from distlab.parallel.flat import flatten_gradients
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.pipeline.actions import stages_of

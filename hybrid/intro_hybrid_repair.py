@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distlab.axes.grid import Axis
 from distlab.comm.names import named
 from distlab.machine.cores import cores
-from distlab.parallel.data import GradientRows
+from distlab.parallel.flat import GradientRows
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.pipeline.actions import stages_of

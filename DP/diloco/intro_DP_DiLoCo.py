@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
-from distlab.parallel.data import flatten_weights
+from distlab.parallel.flat import flatten_weights
 from distlab.parallel.outer import OuterState
 from distlab.run.main import main
 from distlab.run.training import TrainingRun

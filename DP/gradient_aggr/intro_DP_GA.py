@@ -8,7 +8,7 @@ The training run is the same on one rank or many: the same weights, the same sto
 import torch.distributed as dist
 
 from distlab.comm.names import named
-from distlab.parallel.data import flatten_gradients
+from distlab.parallel.flat import flatten_gradients
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import GradientAverageSettings

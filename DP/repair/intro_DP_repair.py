@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.names import named
-from distlab.parallel.data import flatten_gradients
+from distlab.parallel.flat import flatten_gradients
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import RepairSettings

@@ -8,7 +8,7 @@ while the next inner steps are computed, rounded to few bits (Streaming DiLoCo: 
 `OuterOptimizer` is in src/distlab/parallel/outer.py.
 """
 
-from distlab.parallel.data import flatten_weights
+from distlab.parallel.flat import flatten_weights
 from distlab.parallel.outer import FragmentSchedule, OuterOptimizer
 from distlab.run.main import main
 from distlab.run.training import TrainingRun

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
-from distlab.parallel.data import flatten_weights
+from distlab.parallel.flat import flatten_weights
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import WeightAverageSettings

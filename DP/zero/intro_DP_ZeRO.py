@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.names import named
-from distlab.parallel.data import flatten_gradients, flatten_weights
+from distlab.parallel.flat import flatten_gradients, flatten_weights
 from distlab.parallel.flat_parameters import shards_of
 from distlab.run.main import main
 from distlab.run.training import TrainingRun

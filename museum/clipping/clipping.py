@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.parallel.data import flatten_gradients, flatten_weights
+from distlab.parallel.flat import flatten_gradients, flatten_weights
 from distlab.parallel.flat_parameters import shards_of
 from distlab.run.main import main
 from distlab.run.training import TrainingRun

@@ -13,7 +13,8 @@ from distlab.axes.placement import FlatRange, place, placement_of
 from distlab.comm.group import all_gather_single, empty, received_bytes, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
-from distlab.parallel.data import Bucket, divisible, elements_of, views_of
+from distlab.parallel.data import Bucket
+from distlab.parallel.flat import divisible, elements_of, views_of
 from distlab.parallel.options import Sharded
 from simplellm.absent_weights import absent
 

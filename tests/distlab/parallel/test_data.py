@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.axes.grid import Grid, all_ranks
-from distlab.parallel.data import GradientRows, MyDP, flatten_gradients, flatten_weights
+from distlab.parallel.data import MyDP
+from distlab.parallel.flat import GradientRows, flatten_gradients, flatten_weights
 from distlab.parallel.flat_parameters import shards_of
 from distlab.parallel.same_model import broadcast_weights, check_parameter_closeness, check_same_model
 from distlab.parallel.sharded import ShardedDP

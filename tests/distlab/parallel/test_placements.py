@@ -10,7 +10,8 @@ from torch.distributed import ReduceOp
 from distlab.axes.grid import Grid
 from distlab.axes.placement import DimSlice, Placement, place
 from distlab.parallel.clipping import sum_norm
-from distlab.parallel.data import Bucket, GradientBuckets, flatten_weights
+from distlab.parallel.data import Bucket, GradientBuckets
+from distlab.parallel.flat import flatten_weights
 from distlab.parallel.options import Sharded
 from distlab.parallel.same_model import broadcast_weights, check_same_model
 from distlab.parallel.sharded import ShardedDP
