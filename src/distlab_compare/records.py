@@ -84,7 +84,7 @@ class Recordings:
     def __init__(self, run: Path, config: dict[str, Any]) -> None:
         self.run = run
         self.layout: Layout = config["layout"]
-        self.world_size = int(config.get("world_size", layout_size(self.layout)))
+        self.world_size = int(config.get("world_size") or layout_size(self.layout))
         self.describe = Grid(0, self.layout).describe
         self._ranks: dict[int, list[RankStep]] = {}
 

@@ -47,7 +47,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     """Return the records of a run, one per step; `InputError` if they cannot be read."""
     path, give = run / METRICS, "give NAME=RUN with a run's folder"
     require(path.exists(), f"{path}: there is no such file; {give}")
-    records = read_steps(run, "loss")
+    records = read_steps(run, "step", "loss")
     try:
         for record in records:
             for name in {"loss", "validation_loss"} & record.keys():

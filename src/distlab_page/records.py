@@ -126,6 +126,9 @@ def read(folder: Path, has_ended: bool = False) -> Records:
     config, events = _read_json(folder / CONFIG), folder / "trace.json"
     trace = read_chrome(events) if events.exists() else None  # without steps, after a repair in the last one
     ledger, memory = (_of_ranks(folder / name, keys) for name, keys in (("ledger.json", ACCOUNT), ("memory.json", ())))
+    ranks = [*range(layout_size(config["layout"]))]
+    is_of_all = not ledger or [account["rank"] for account in ledger] == ranks
+    require(is_of_all, f"{folder / 'ledger.json'}: {NOT_COMPLETE} (it is not of ranks 0 to {ranks[-1]})")
     return Records(
         folder=folder,
         is_running=not has_ended and is_claimed(folder),
@@ -136,7 +139,7 @@ def read(folder: Path, has_ended: bool = False) -> Records:
         memory=memory,
         logs={
             "launcher": _remarks(folder / "launcher.log"),
-            **{f"rank {rank}": _remarks(folder / f"rank{rank}.log") for rank in range(layout_size(config["layout"]))},
+            **{f"rank {rank}": _remarks(folder / f"rank{rank}.log") for rank in ranks},
         },
     )
 

@@ -395,6 +395,6 @@ def test_metrics_end_with_the_last_complete_line_and_others_are_told(tmp_path: P
     lines = '{"step": 0, "loss": 2.5}\n{"step": 1, "loss": null}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo'
     (tmp_path / "metrics.jsonl").write_text(lines)
     assert RecordedRun(tmp_path).losses == {0: 2.5, 2: 1.5}
-    (tmp_path / "metrics.jsonl").write_bytes(b"\x80\n")
-    with pytest.raises(InputError, match=r"metrics\.jsonl: these are not the metrics of a run"):
-        _ = RecordedRun(tmp_path).losses
+    for line in (b"\x80\n", b'{"step": "0", "loss": 2.5}\n', b'{"step": 0, "loss": "2.5"}\n'):
+        with pytest.raises(InputError, match=r"metrics\.jsonl: these are not the metrics of a run"):
+            _ = (tmp_path / "metrics.jsonl").write_bytes(line), RecordedRun(tmp_path).losses

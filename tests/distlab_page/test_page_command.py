@@ -34,6 +34,9 @@ def test_it_is_made_at_once_and_small(hybrid: Path) -> None:
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) -> None:
+    (tmp_path / "config.json").write_text('{"settings": {}, "layout": {"dp": null}}')
+    with pytest.raises(InputError, match="this is not a run's folder"):
+        read(tmp_path)
     (tmp_path / "config.json").write_text('{"settings": null, "layout": {}}')
     ended = run(*LAUNCH, "page", tmp_path)
     assert (ended.status, ended.out) == (2, "")
@@ -48,9 +51,12 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) ->
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
             command(list(map(str, args)))
     (tmp_path / "config.json").write_text((alone / "config.json").read_text())
+    accounts = json.loads((alone / "ledger.json").read_text())
     for name, text, sentence in (
+        ("ledger.json", json.dumps(2 * accounts), "this is not a complete record of a run"),
         ("memory.json", '[{"parameters"', "this is not a complete record of a run"),
         ("metrics.jsonl", '{"step"\n', "these are not the metrics of a run"),
+        ("metrics.jsonl", '{"step": "0", "loss": 2.5, "seconds": 1}\n', "these are not the metrics of a run"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError, match=rf"{name}: {sentence}"):

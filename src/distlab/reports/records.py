@@ -26,11 +26,18 @@ def read_steps(run: Path, *keys: str) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        if not all(isinstance(record, dict) and record.keys() >= {*keys} for record in records):
-            raise ValueError(f"a line without {' or '.join(keys)}")
+        for record in records:
+            if not (isinstance(record, dict) and all(_has_number(record, key) for key in keys)):
+                raise ValueError(f"a line without a number for {' or '.join(keys)}")
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: these are not the metrics of a run ({error})") from error
     return records
+
+
+def _has_number(record: dict[str, Any], key: str) -> bool:
+    """Return whether a record has a number for a key; a loss may be unknown."""
+    value = record.get(key, "")
+    return isinstance(value, int if key == "step" else int | float) or (key == "loss" and value is None)
 
 
 def keep_records(path: Path, before: int) -> None:

@@ -25,7 +25,8 @@ def is_run(folder: Path) -> bool:
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text()) if path.is_file() else {}
-        return all(isinstance(config[name], dict) for name in ("settings", "layout"))
+        are_there = all(isinstance(config[name], dict) for name in ("settings", "layout"))
+        return are_there and all(isinstance(size, int) for size in config["layout"].values())
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
