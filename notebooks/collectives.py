@@ -20,7 +20,7 @@ with app.setup:
     def simulated(operation, size_bytes, ranks, latency_us, gigabytes_per_second):
         """Return the simulated world of each topology of an operation: computers with one network card each."""
         link = Link(latency_us * 1e-6, gigabytes_per_second * 1e9)
-        costs = CostModel(link, math.inf, math.inf)
+        costs = CostModel(link, math.inf, math.inf, one_card=True)
         names = (name for name in KNOWN[operation] if name != LIBRARY)
         return {
             name: predict_collective(operation, name, size_bytes, ranks, costs, keep_messages=True) for name in names

@@ -34,6 +34,7 @@ class CostModel:
     combined_bytes_per_second: float  # adding one tensor to another, on one rank only
     copied_bytes_per_second: float = math.inf  # copying one tensor to another, on one rank only
     ranks_at_once: float = math.inf  # ranks that can add at that speed at the same time; more ranks share it
+    one_card: bool = False  # simultaneous messages of a rank share its link, as on a network
 
     def __str__(self) -> str:
         rates = self.shared_bytes_per_second, self.combined_bytes_per_second, self.copied_bytes_per_second
@@ -110,7 +111,7 @@ def simulate_collective(
     keep_messages: bool = False,
 ) -> SimulatedWorld:
     """Run each rank's result of `work` `in_a_row` times in a simulated world, and return it; tensors are on "meta"."""
-    sharing = costs.shared_bytes_per_second, costs.ranks_at_once
+    sharing = costs.shared_bytes_per_second, costs.ranks_at_once, costs.one_card
     world = SimulatedWorld(world_size, costs.link, {}, *sharing, keep_messages)
 
     def run_and_charge(endpoint: SimulatedEndpoint) -> None:

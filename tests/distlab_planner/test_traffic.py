@@ -39,7 +39,7 @@ def placement(ranks: int, per_host: int, pp: int = 1, tp: int = 1, **machine: ob
 
 @pytest.mark.parametrize(("ranks", "size_bytes"), [(2, 768), (2, 1_536_000), (3, 768), (8, 1_536_000), (64, 76_800)])
 def test_an_all_reduce_between_equal_hosts_takes_what_the_simulated_world_takes(ranks: int, size_bytes: int) -> None:
-    costs = CostModel(SLOW, math.inf, math.inf)
+    costs = CostModel(SLOW, math.inf, math.inf, one_card=True)
     simulated = predict_collective("all-reduce", "ring", size_bytes, ranks, costs).makespan
     seconds = placement(ranks, 1).all_reduce(RankGroup(ranks, 1), size_bytes).seconds
     assert seconds == pytest.approx(simulated, rel=1e-6)
@@ -49,7 +49,7 @@ def test_an_all_reduce_between_equal_hosts_takes_what_the_simulated_world_takes(
 def test_the_slowest_link_of_a_ring_decides(ranks: int, per_host: int) -> None:
     links = {(r, s): SLOW for r in range(ranks) for s in range(ranks) if r // per_host != s // per_host}
     tensor = torch.empty(ranks * 200_000, device="meta")  # chunks of less than a segment
-    world = SimulatedWorld(ranks, FAST, links)
+    world = SimulatedWorld(ranks, FAST, links, one_card=True)
     world.run(lambda endpoint: allreduce_ring(tensor.clone(), endpoint=endpoint))
     seconds = placement(ranks, per_host).all_reduce(RankGroup(ranks, 1), tensor.nbytes).seconds
     assert seconds == pytest.approx(world.makespan, rel=0.1)
@@ -83,7 +83,7 @@ def test_a_ring_whose_hosts_have_unequal_numbers_of_ranks_is_that_of_the_simulat
 ) -> None:
     links = {(r, s): SLOW for r in range(ranks) for s in range(ranks) if r // per_host != s // per_host}
     tensor = torch.empty(ranks * 200_000, device="meta")
-    world = SimulatedWorld(ranks, FAST, links)
+    world = SimulatedWorld(ranks, FAST, links, one_card=True)
     world.run(lambda endpoint: allreduce_ring(tensor.clone(), endpoint=endpoint))
     seconds = placement(ranks, per_host).all_reduce(RankGroup(ranks, 1), tensor.nbytes).seconds
     assert seconds == pytest.approx(world.makespan, rel=0.1)

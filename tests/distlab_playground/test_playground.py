@@ -217,7 +217,7 @@ def test_the_notebooks_show_the_numbers_of_the_library() -> None:
     assert [[row[1], row[2], row[5]] for row in rows(text) if len(row) == 6] == [
         [f"{one.sender}", f"{one.receiver}", f"{one.ended_seconds * 1e3:.4g}"] for one in world.messages
     ]
-    costs = CostModel(Link(20e-6, 1.25e9), math.inf, math.inf)
+    costs = CostModel(Link(20e-6, 1.25e9), math.inf, math.inf, one_card=True)
     for size, ranks in ((4_000_000, 8), (4_000, 8), (1_000_000, 4)):
         for topology in ("naive", "tree", "butterfly", "ring"):
             milliseconds = predict_collective("all-reduce", topology, size, ranks, costs).makespan * 1e3

@@ -103,6 +103,7 @@ class SimulatedWorld:
     # down less. If it is finite, latency counts like bytes, because it also takes time of the shared cores.
     shared_bytes_per_second: float = math.inf
     ranks_at_once: float = math.inf  # ranks that can `compute` at full speed at once; more ranks share that speed
+    one_card: bool = False  # a rank's outgoing messages share one link, as do its incoming ones; else one per pair
     keep_messages: bool = False
 
     def __post_init__(self) -> None:
@@ -263,9 +264,11 @@ class SimulatedWorld:
     def _rates(self, flowing: list[Transit]) -> list[float]:
         """Return the bytes per second of each message; simultaneous ones share links and the total bandwidth."""
         ends = [(flow.send.rank, flow.receive.rank) for flow in flowing]
-        on_link, rates = Counter(ends), []
-        for flow, pair in zip(flowing, ends, strict=True):
-            rate = flow.bytes_per_second / on_link[pair]
+        pairs, out, into = Counter(ends), Counter(sender for sender, _ in ends), Counter(to for _, to in ends)
+        rates = []
+        for flow, (sender, receiver) in zip(flowing, ends, strict=True):
+            on_link = max(out[sender], into[receiver]) if self.one_card else pairs[sender, receiver]
+            rate = flow.bytes_per_second / on_link
             if math.isfinite(self.shared_bytes_per_second):  # time per byte: linear from one message to one per rank
                 alone = 1 / min(flow.bytes_per_second, self.shared_bytes_per_second)
                 of_each_rank = max(alone, self.size / self.shared_bytes_per_second)

@@ -158,6 +158,20 @@ def test_a_message_arrives_when_its_time_has_come_and_not_before() -> None:
     assert SimulatedWorld(2, Link(1.0)).run(early)[1] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("goes_out", [True, False])
+def test_one_card_is_shared_by_what_goes_out_or_comes_in_at_the_same_time(goes_out: bool) -> None:
+    def exchange(endpoint: SimulatedEndpoint) -> None:
+        others = (1, 2, 3) if endpoint.get_rank() == 0 else (0,)
+        begin = endpoint.isend if goes_out == (endpoint.get_rank() == 0) else endpoint.irecv
+        for message in [begin(torch.ones(1), other) for other in others]:
+            message.wait()
+
+    for one_card, expected in ((False, 1.0), (True, 3.0)):
+        world = SimulatedWorld(4, Link(0.0, 4.0), one_card=one_card)
+        world.run(exchange)
+        assert world.makespan == pytest.approx(expected)
+
+
 def test_a_world_runs_once() -> None:
     world = SimulatedWorld(2)
     world.run(lambda _: None)
