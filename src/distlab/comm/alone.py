@@ -1,7 +1,7 @@
 """The process group of a rank that is alone: what it would send to itself, torch copies."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,22 +10,16 @@ from torch import Tensor
 from distlab.comm.context import Context, ContextGroup, Operation, Options, first_context, require_one_dtype
 from distlab.machine.torch_patches import group_of_one
 
-if TYPE_CHECKING:
-    from distlab.comm.waits import Wait
-
 
 class GroupOfOne(ContextGroup):
     """A group of one rank; its operations end before their calls return, and count as nothing sent."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
-        self.context, self.key = context, str(context.rank)
+        self.context = context
         library = group_of_one()
         for device in ("cpu", "cuda"):
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, library)
-
-    def held_back(self) -> "list[Wait]":
-        return []
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Operation:  # type: ignore[override]
         """Leave the tensors as they are. torch's group has no result for a future, which torch's DDP asks for."""

@@ -76,21 +76,21 @@ class LabGroup(ContextGroup):
         self._messages: Counter[tuple[int, int]] = Counter()  # sent and received by this rank: (sender, receiver)
         transport = context.options.transport if transport is None else transport
         takes_all, hosts = transport == "shared", len(members.first_of_hosts)
-        self._plain = Library(members, store, timeout)
+        self._library = Library(members, store, timeout)
         # torch asks for the group's devices to know where the tensors of its object collectives must be.
-        for device in self._plain.devices:
-            self._register_backend(torch.device(device), self._plain.kind, self._plain.group)
+        for device in self._library.devices:
+            self._register_backend(torch.device(device), self._library.kind, self._library.group)
         # Memory and queues are made on request.
         self.memory: MemoryTransport | None = None
         self.queues: Queues | None = None
-        self.transports: list[Transport] = [self._plain]  # in the order in which they are asked
+        self.transports: list[Transport] = [self._library]  # in the order in which they are asked
         if transport != "gloo" and not context.is_over_nccl and hosts < members.size:
             self.queues = Queues(members, self)
             if hosts == 1:
-                self.memory = OneHost(members, takes_all, self._plain.group)
+                self.memory = OneHost(members, takes_all, self._library.group)
             else:  # torch names the group when it has been made
                 self.memory = SeveralHosts(members, takes_all, lambda: self.group_name)
-            self.transports = [self.queues, self.memory, self._plain]
+            self.transports = [self.queues, self.memory, self._library]
         # A new set: another thread may be going through the one before.
         context.groups = weakref.WeakSet([*context.groups, self])
 
@@ -114,7 +114,7 @@ class LabGroup(ContextGroup):
         if tensor.is_sparse:  # gloo gathers indices and values
             own_bytes = tensor._indices().nbytes + tensor._values().nbytes
             wait, sent_bytes = self._collective("all_reduce"), (self.size() - 1) * own_bytes
-            return self._begin(wait, lambda _: self._plain.all_reduce(tensor, op), [tensor], sent_bytes)
+            return self._begin(wait, lambda _: self._library.all_reduce(tensor, op), [tensor], sent_bytes)
         require_plain(tensor)
         wait, sent_bytes = self._collective("all_reduce"), ring_bytes(tensor, self.size())
         return self._begin(wait, lambda by: by.all_reduce(tensor, op), [tensor], sent_bytes)
@@ -203,19 +203,19 @@ class LabGroup(ContextGroup):
         root, op = asked.rootRank, kind_of(asked.reduceOp, tensor)
         require_plain(tensor)
         wait, sent_bytes = self._collective("reduce"), tensor.nbytes * (self.rank() != root)
-        return self._begin(wait, lambda _: self._plain.reduce(tensor, root, op), [tensor], sent_bytes)
+        return self._begin(wait, lambda _: self._library.reduce(tensor, root, op), [tensor], sent_bytes)
 
     def gather(self, output: Sequence[Sequence[Tensor]], input: Sequence[Tensor], opts: Any = None) -> Pending:
         [own], root = input, (opts or dist.GatherOptions()).rootRank
         require_plain(own, *(tensor for tensors in output for tensor in tensors))
         wait, sent_bytes = self._collective("gather"), own.nbytes * (self.rank() != root)
-        return self._begin(wait, lambda _: self._plain.gather(output, own, root), [own], sent_bytes)
+        return self._begin(wait, lambda _: self._library.gather(output, own, root), [own], sent_bytes)
 
     def scatter(self, output: Sequence[Tensor], input: Sequence[Sequence[Tensor]], opts: Any = None) -> Pending:
         [own], root = output, (opts or dist.ScatterOptions()).rootRank
         require_plain(own, *(tensor for tensors in input for tensor in tensors))
         wait, sent_bytes = self._collective("scatter"), (self.size() - 1) * own.nbytes * (self.rank() == root)
-        return self._begin(wait, lambda _: self._plain.scatter(own, input, root), [own], sent_bytes)
+        return self._begin(wait, lambda _: self._library.scatter(own, input, root), [own], sent_bytes)
 
     def barrier(self, opts: Any = None) -> Pending:
         tensor = torch.zeros(1, device=self.context.device)
@@ -261,7 +261,7 @@ class LabGroup(ContextGroup):
         require_plain(tensor)
         what, kind, line = name_of("recv")
         wait = Wait(f"{what} from any rank", "other", self._members.others, line=line, kind=kind)
-        carried = self._plain.recv_anysource(tensor, tag)
+        carried = self._library.recv_anysource(tensor, tag)
         assert isinstance(carried.by, dist.Work)
         pending, source = self._begin(wait, lambda _: carried, [tensor], None), carried.by._source_rank
         pending._source_rank = source  # `dist.recv` asks for it
@@ -269,7 +269,7 @@ class LabGroup(ContextGroup):
 
     def starting_together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for messages that all ranks of the group start together; see `Library`."""
-        return self._plain.starting_together()
+        return self._library.starting_together()
 
     def _in_world(self, rank: int) -> int:
         """Return the number in the world of a rank of this group; `ValueError` if it has no such rank."""

@@ -1,4 +1,7 @@
-"""The interface of a transport of tensors between the ranks of a group, as `distlab.comm.lab_group` uses it."""
+"""The interface of a transport of tensors between the ranks of a group, as `distlab.comm.lab_group` uses it.
+
+`MemoryTransport` is what transports have in common that make memory which ranks share.
+"""
 
 import contextlib
 from abc import ABC, abstractmethod
