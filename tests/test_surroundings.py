@@ -212,9 +212,13 @@ def test_a_limit_on_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
     assert "ulimit -n" in ended.err
 
 
-@pytest.mark.parametrize(("kilobytes", "told"), [(0, "TMPDIR"), (1, "File too large")])
-def test_a_limit_on_the_size_of_files_that_is_too_low_is_named(kilobytes: int, told: str, tmp_path: Path) -> None:
-    ended = in_shell(f"ulimit -f {kilobytes}; exec {shown(*TWO, '--out', tmp_path / 'out')}", tmp_path)
+@pytest.mark.parametrize(
+    ("limit", "told"), [("-f 0", "TMPDIR"), ("-f 1", "File too large"), ("-v 400000", "ulimit -v")]
+)
+def test_a_limit_on_the_size_of_files_or_of_address_space_that_is_too_low_is_named(
+    limit: str, told: str, tmp_path: Path
+) -> None:
+    ended = in_shell(f"ulimit {limit}; exec {shown(*TWO, '--out', tmp_path / 'out')}", tmp_path)
     assert ended.status == 2
     assert len(ended.err.splitlines()) == 1, ended.err
     assert told in ended.err

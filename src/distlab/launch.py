@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from distlab.launching.launcher_flags import FLAGS, read_known, refuse_to_tell
 from distlab.machine.cores import BINDING, binding
-from distlab.machine.processes import leave
+from distlab.machine.processes import leave, require_address_space
 from distlab.run.commands import LAB, launcher
 from distlab.subcommands import FUNCTIONS, SUBCOMMANDS, run_subcommand
 from simplellm.errors import InputError, require
@@ -107,6 +107,7 @@ def launch(args: list[str], prog: str | None = None) -> int:
     if re.search(rb"^(from|import) mpi4py", script.read_bytes(), re.MULTILINE):
         become_mpirun(script, args)
     unbind()
+    require_address_space()
     from distlab.launching.start import start  # torch takes seconds; the list of topologies does not need it
 
     return start(script, args, prog)

@@ -31,7 +31,7 @@ from distlab.reports.trace import read_chrome
 from distlab.run.main import main
 from distlab.run.model import build_optimizer
 from distlab.run.run import Run
-from distlab.run.terminal import say
+from distlab.run.terminal import counted, say
 from distlab.settings.common import RunSettings, WorldSize, require_positive
 from distlab_planner import measuring
 from distlab_planner.layouts import divisors
@@ -118,7 +118,7 @@ def calibrate(run: Run[CalibrateSettings]) -> None:
     for other in {as_written, in_float32} - {sizes}:
         speeds[other] = speed_of(*measuring.measure_passes(other, kinds[:1], args.rows[:1], device, args.seconds / 10))
     machine = Machine(
-        name=f"{platform.node()}, {at_once} {'cores' if is_cpu else 'GPUs'}",
+        name=f"{platform.node()}, {counted(at_once, 'cores' if is_cpu else 'GPUs')}",
         device="cpu" if is_cpu else "cuda",
         hosts=run.world_size // local,
         ranks_per_host=local,

@@ -11,6 +11,7 @@ from typing import NoReturn
 from simplellm.errors import require
 
 NEWCOMER = "LAB_NEWCOMER"  # variable of a process that takes the place of a dead rank: its number, from 1
+LEAST_ADDRESS_SPACE = 750_000_000  # bytes, on a CPU
 LEAST_OPEN_FILES = 64  # six ranks of hybrid need about 40 each
 
 
@@ -41,6 +42,14 @@ def end_with_parent(by: signal.Signals, parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
         if parent not in (None, os.getppid()):
             os.kill(os.getpid(), by)
+
+
+def require_address_space() -> None:
+    """Raise `InputError` if this process may have too little address space to import torch, which does not say so."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    enough, needed = most == resource.RLIM_INFINITY or most >= LEAST_ADDRESS_SPACE, LEAST_ADDRESS_SPACE / 1e6
+    told = f"a process may have {most / 1e6:,.0f} MB of address space, and a rank needs {needed:,.0f} MB"
+    require(enough, f"{told}; raise it (ulimit -v)")
 
 
 def require_open_files() -> None:
