@@ -1,10 +1,12 @@
 """--compile: the run of one process, by gradients and parameters, and the parts that it cannot compile."""
 
+import importlib
 import json
 import re
 import shutil
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 from support.chapters import MODEL, OneProcess, assert_equal, load, merged, records, train_on
 from support.planner_machines import cluster
-from support.processes import LAB, run
+from support.processes import LAB, run_ranks
 from torch import Tensor
 
 from distlab.axes.grid import Grid
@@ -32,10 +34,11 @@ from distlab_planner.memory import held
 from distlab_planner.sent import sent_in_step
 from simplellm import mixed_precision
 from simplellm.blocks import Block
+from simplellm.compiler import keep_distutils
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 
-ZERO_BUBBLE = "PP/schedules/intro_PP_schedules.py"
+HYBRID, ZERO_BUBBLE = "hybrid/intro_hybrid.py", "PP/schedules/intro_PP_schedules.py"
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
     reason="needs g++ and Python's headers",
@@ -43,9 +46,24 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiler_is_imported() -> None:
-    """Once, instead of in each rank, as the launcher does."""
-    import_compiler()
+def _compiler_is_imported() -> Iterator[None]:
+    """Once, instead of in each rank, as the launcher does; its kernels have no vectors, which take g++ longer."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch({"cpp.vec_isa_ok": False}):
+        import_compiler()
+        yield
+
+
+def leave_out_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch.compile trace, differentiate and divide up as before, and run that without kernels from g++."""
+    compile_usually = torch.compile
+
+    def compile_without(function: Any, *, options: dict[str, Any], **more: Any) -> Any:
+        guards = {"guard_filter_fn": options["guard_filter_fn"]}
+        return compile_usually(function, backend="aot_eager_decomp_partition", options=guards, **more)
+
+    monkeypatch.setattr(torch, "compile", compile_without)
 
 
 def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
@@ -66,14 +84,20 @@ def test_parts_that_were_not_foreseen_are_compiled_when_a_step_meets_them(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "script", "flags"),  # each pass is of two rows: the compiler's cache has most of its kernels
+    ("ranks", "rows", "script", "flags", "kernels"),  # the compiler's cache has kernels for passes of two rows
     [
-        (2, 4, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 2 --batch-size 2 --transport shared"),
-        (3, 6, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6 --micro-batches 3"),
-        (2, 6, ZERO_BUBBLE, "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3"),
-        (2, 4, "hybrid/intro_hybrid.py", "--dp 1 --pp 1 --tp 2 --batch-size 4 --micro-batches 2 --recompute all"),
-        (2, 4, "TP/intro_TP_styles.py", "--world-size 2 --tp-style naive --batch-size 4 --micro-batches 2"),
-        (2, 4, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard weights --batch-size 2 --micro-batches 1"),
+        (2, 4, "DP/gradient_aggr/intro_DP_GA.py", "--world-size 2 --batch-size 2 --transport shared", True),
+        (3, 6, "PP/microbatches/intro_PP_microbatches.py", "--world-size 3 --batch-size 6 --micro-batches 3", True),
+        (2, 6, ZERO_BUBBLE, "--world-size 2 --schedule zb-h1 --batch-size 6 --micro-batches 3", True),
+        (
+            2,
+            4,
+            "hybrid/intro_hybrid.py",
+            "--dp 1 --pp 1 --tp 2 --batch-size 4 --micro-batches 2 --recompute all",
+            False,
+        ),
+        (2, 4, "TP/intro_TP_styles.py", "--world-size 2 --tp-style naive --batch-size 4 --micro-batches 2", False),
+        (2, 4, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard weights --batch-size 2 --micro-batches 1", False),
     ],
 )
 def test_a_compiled_run_is_the_run_of_one_process(
@@ -81,6 +105,7 @@ def test_a_compiled_run_is_the_run_of_one_process(
     rows: int,
     script: str,
     flags: str,
+    kernels: bool,
     one_process: OneProcess,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -95,6 +120,8 @@ def test_a_compiled_run_is_the_run_of_one_process(
 
     expected_parameters, expected_gradients, expected_losses = one_process(rows)
     monkeypatch.setattr(TrainingRun, "steps", steps)
+    if not kernels:
+        leave_out_kernels(monkeypatch)
     parameters, gradients, losses = train_on(ranks, script, tmp_path, "--compile", *flags.split(), deadline=240)
     if "DP/" in script:
         assert_as_planned(script, flags, tmp_path)
@@ -122,7 +149,7 @@ def assert_as_planned(script: str, flags: str, run: Path) -> None:
     [
         (2, 8, "DP/fsdp/intro_DP_FSDP.py", "--world-size 2 --shard weights", True),
         (2, 8, "hybrid/intro_5d.py", "--dp 2 --pp 1 --shard gradients --recompute blocks", True),
-        (2, 4, "hybrid/intro_hybrid.py", "--dp 1 --pp 2 --residual bfloat16", True),
+        (2, 4, HYBRID, "--dp 1 --pp 2 --residual bfloat16", True),
         (1, 4, "primer/intro.py", "--residual bfloat16", False),
     ],
 )
@@ -137,6 +164,8 @@ def test_a_compiled_run_in_bfloat16_is_nearly_the_run_without_and_holds_the_memo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The plan assumes products with bfloat16 factors."""
+    if "pp 2" not in flags:
+        leave_out_kernels(monkeypatch)
     monkeypatch.setattr(mixed_precision, "CPU_IS_FASTER_IN_BFLOAT16", native)
     batch = "--batch-size 4 --micro-batches 2 --dtype bfloat16 --compile".split()
     _, gradients, losses = train_on(ranks, script, tmp_path, *flags.split(), *batch, deadline=240)
@@ -193,10 +222,21 @@ def test_a_machine_without_a_compiler_is_told_before_the_run(monkeypatch: pytest
         parse(TrainSettings(), "", ["--compile"])
 
 
-def test_setuptools_says_nothing_when_torchs_compiler_imports_it() -> None:
-    program = "from simplellm.compiler import keep_distutils; keep_distutils(); import setuptools"
-    ended = run(sys.executable, "-c", program)
-    assert (ended.status, ended.err) == (0, "")
+def import_setuptools(_: int) -> list[str]:
+    """The warnings of a first import."""
+    for name in [name for name in sys.modules if name.startswith(("setuptools", "distutils", "_distutils_hack"))]:
+        del sys.modules[name]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # as Python does by default
+        keep_distutils()
+        importlib.import_module("setuptools")
+    return [str(warning.message) for warning in said]
+
+
+def test_setuptools_says_nothing_when_torchs_compiler_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SETUPTOOLS_USE_DISTUTILS", raising=False)
+    assert run_ranks(1, import_setuptools) == [[]]
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
