@@ -15,23 +15,21 @@ from support.processes import LAB, Ended, alive, finish, start, wait_for
 from distlab.launch import launch as launch_command
 from simplellm.errors import InputError
 
-alone = pytest.mark.alone  # ranks that wait for each other take whole cores
-
 MPI = LAB / "mpi"
 HERE = Path(__file__).parent
 MPIRUN = str(Path(sys.executable).with_name("mpirun"))
 FLOAT = 4  # bytes
+SLEEPS = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # MPICH: a rank that waits leaves its core to other tests
 
 
 def mpirun(ranks: int, *command: str | Path, deadline: float = 60) -> Ended:
-    return finish(start(MPIRUN, "-n", str(ranks), sys.executable, *command, cwd=MPI), deadline)
+    return finish(start(MPIRUN, "-n", str(ranks), sys.executable, *command, cwd=MPI, **SLEEPS), deadline)
 
 
 def end_soon(pids: list[int]) -> bool:
     return wait_for(lambda: not any(alive(pid) for pid in pids), 10)
 
 
-@alone
 def test_the_chapters_own_tests_for_several_ranks_pass_and_none_is_skipped() -> None:
     files = [f"tests/test_{name}.py" for name in "get_info transformer_forward transformer_backward".split()]
     ended = mpirun(4, *"-m pytest -l -v -p no:cacheprovider --with-mpi".split(), *files)
@@ -45,7 +43,6 @@ def test_without_mpirun_the_tests_for_several_ranks_are_skipped_and_the_others_p
     assert re.search(r"^10 passed, \d+ skipped", ended.out, re.MULTILINE)
 
 
-@alone
 def test_all_cases() -> None:
     ranks = 3
     ended = mpirun(ranks, "mpi-test.py", "--seed", "1")
@@ -65,7 +62,6 @@ def test_all_cases() -> None:
     assert len(results) == len(shown) + 3 + 2, "what ranks had and got, and the rows of two tables"
 
 
-@alone
 @pytest.mark.parametrize(
     ("methods", "case", "verdict"),
     [
@@ -107,7 +103,6 @@ runpy.run_path({str(MPI / "mpi-test.py")!r}, run_name="__main__")
     return script
 
 
-@alone
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_refusals_and_counted_bytes(ranks: int) -> None:
     ended = mpirun(ranks, HERE / "ranks.py")
@@ -129,7 +124,6 @@ def test_results_refusals_and_counted_bytes(ranks: int) -> None:
     }
 
 
-@alone
 @pytest.mark.parametrize(
     ("failure", "last_line"),
     [
@@ -155,14 +149,13 @@ Communicator.myAlltoall = fail"""
     assert end_soon(ranks)
 
 
-@alone
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_launcher_leaves_no_rank_behind(sent: signal.Signals, tmp_path: Path) -> None:
     begun = "open(__file__ + f'.{self.Get_rank()}.begun', 'w')"
     wait = f"def wait(self, *_):\n    {begun}\n    while self.Get_rank() == 0: pass\n    self.Barrier()\n"
     wait += "Communicator.Allreduce = wait"
     script = changed(tmp_path, wait, "allreduce")
-    launcher = start(sys.executable, "-m", "distlab.launch", script, "--world-size", "3")
+    launcher = start(sys.executable, "-m", "distlab.launch", script, "--world-size", "3", cwd=LAB, **SLEEPS)
     assert wait_for(lambda: len(list(tmp_path.glob("*.begun"))) == 3, 30)
     ranks = [int(pid.read_text()) for pid in tmp_path.glob("*.pid")]
     assert all(alive(pid) for pid in ranks)

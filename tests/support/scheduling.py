@@ -18,9 +18,9 @@ LOCK = "LAB_TESTS_LOCK"  # environment variable: the file that the workers of a 
 # Files test_… whose few tests take long, in the order in which they come first: those that wait for processes beside
 # those that compute. Then come those with most tests, so that all workers end together.
 LONG = (
-    "failures compiling layouts repair museum step bad_input surroundings over_nccl playground resume faults "
-    "environment executor sent_bytes page page_in_a_browser long_work hybrid_repair intro hosts restarts wheel ranks "
-    "lessons programs hello sentiment deadlock follow commands"
+    "failures compiling layouts repair museum mpi_chapter step bad_input surroundings over_nccl playground resume "
+    "faults environment executor sent_bytes page page_in_a_browser long_work hybrid_repair intro hosts restarts "
+    "wheel ranks lessons programs hello sentiment deadlock follow commands"
 ).split()
 PAGES = "tests/distlab_page/"  # files that one worker runs, which makes the runs of their conftest.py once
 
