@@ -65,20 +65,16 @@ class RunLog:
         self._per_step, self.unit, self.count = per_step, unit, before
         self._sent_before = self._ledger.sent_bytes.copy()
         if self._writes:
-            self._open_files(continue_at)
+            path = self._out / METRICS
+            if continue_at is not None:
+                from distlab.reports.records import keep_records
 
-    def _open_files(self, continue_at: int | None) -> None:
-        """Open the files to be written; those of a run that continues lose their records from that step on."""
-        path = self._out / METRICS
-        if continue_at is not None:
-            from distlab.reports.records import keep_records
+                keep_records(path, before=continue_at)
+            self._metrics = path.open("w" if continue_at is None else "a")
+            if self._has_tensorboard:
+                from distlab.run.tensorboard import open_tensorboard
 
-            keep_records(path, before=continue_at)
-        self._metrics = path.open("w" if continue_at is None else "a")
-        if self._has_tensorboard:
-            from distlab.run.tensorboard import open_tensorboard
-
-            self._tensorboard = open_tensorboard(self._out, purge_step=continue_at)
+                self._tensorboard = open_tensorboard(self._out, purge_step=continue_at)
 
     def average_speed(self, steps_per_second: float) -> str:
         """Return a speed, given in steps per second, as a text in units per second."""

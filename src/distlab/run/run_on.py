@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.parallel.clipping import NormSum, is_too_long
-from distlab.reports.records import read_steps
+from distlab.reports import METRICS
+from distlab.reports.records import keep_records, read_steps
 from distlab.run.logs import RunLog
 from distlab.run.state_copy import StateCopy, parameters_of
 from distlab.run.steps import BatchT, LossSum, Steps
@@ -146,9 +147,12 @@ class UndoableLog(RunLog):
         self._recent = [record for record in self._recent if record["step"] < step]
         self._writes = writes
         if writes:
-            self.close()
-            self._open_files(step)
+            if self._metrics is not None:
+                self._metrics.close()
+            path = self._out / METRICS
+            keep_records(path, before=step)
             last = max((record["step"] for record in read_steps(self._out, "step")), default=-1)
+            self._metrics = path.open("a")
             for record in self._recent:  # those that the rank before this one has not written
                 if record["step"] > last:
                     super()._write(record)

@@ -12,7 +12,6 @@ from support.chapters import records, train_on
 
 from distlab.comm.context import context_of
 from distlab.run.logs import RunLog
-from distlab.run.run_on import UndoableLog
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 
@@ -48,22 +47,6 @@ def test_steps_that_are_taken_again_are_there_once(tmp_path: Path) -> None:
     kept = [(event.step, event.value) for event in events_in(tmp_path).Scalars("loss")]
     assert kept == [(0, 0), (1, 1), (2, 2), (3, 33), (4, 34), (5, 35), (6, 36), (7, 37)]
     assert [record["step"] for record in records(tmp_path)] == [*range(8)]
-
-
-def test_steps_that_are_taken_again_after_a_repair_are_there_once(tmp_path: Path) -> None:
-    log = UndoableLog(tmp_path, context_of(), tensorboard=True)
-    log.begin(10, "tokens")
-    for loss, steps in ((0, range(3)), (10, range(2, 4))):
-        if loss:
-            log.take_back(1)
-            log.continue_at(2, writes=True)
-        for step in steps:
-            with log.timing_a_step():
-                log.loss = loss + step
-            log.record(step)
-    log.summary()
-    kept = [(event.step, event.value) for event in events_in(tmp_path).Scalars("loss")]
-    assert kept == [(0, 0), (1, 1), (2, 12), (3, 13)]
 
 
 def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
