@@ -37,7 +37,6 @@ class Failure:
     lost_a_peer: bool = False  # it is the consequence of another rank's exit
     recurs_on_restart: bool = False  # the same step would fail again, so launch.sh does not restart the ranks
     is_diagnosed: bool = False  # the ranks have found out together which rank waits for which
-    grace_period: bool = False  # wait a second for other ranks' messages: torchrun ends all ranks when one fails
 
     @classmethod
     def of(cls, error: Exception | KeyboardInterrupt, rank: int = 0) -> "Failure":
@@ -53,7 +52,7 @@ class Failure:
             why = "the reader of the output has exited"
             return cls(why, status=READER_HAS_EXITED, cause=why, names_rank=True, recurs_on_restart=True)
         if isinstance(error, NotFiniteError):  # all ranks raise it
-            return cls(str(error), names_rank=True, recurs_on_restart=True, grace_period=True)
+            return cls(str(error), names_rank=True, recurs_on_restart=True)
         if told := about_system(error):
             return cls.of(InputError(told), rank)
         # A library that communicates with other ranks raises different errors when a wait fails.
@@ -77,14 +76,14 @@ class Failure:
         """Find out, with the other ranks, which rank waits for which after a failed wait; print it, name the cause."""
         found = notices.explain(error) if notices else None
         if found is None or notices is None:
-            return cls(str(error), lost_a_peer=error.lost_a_peer, grace_period=True)
+            return cls(str(error), lost_a_peer=error.lost_a_peer)
         print(f"# {error}", file=sys.stderr)
         if found.picture and (not started_by_torchrun() or notices.may_draw()):
             for line in found.picture:
                 say(line)
         notices.publish_diagnosis(found)
         lost_a_peer = error.lost_a_peer or found.is_partial
-        return cls(found.sentence, names_rank=True, lost_a_peer=lost_a_peer, is_diagnosed=True, grace_period=True)
+        return cls(found.sentence, names_rank=True, lost_a_peer=lost_a_peer, is_diagnosed=True)
 
     def end(self) -> NoReturn:
         """Report the cause to the other ranks, write the sentence to the terminal and to the error file, and exit."""
@@ -107,7 +106,7 @@ class Failure:
             names = "status", "names_rank", "lost_a_peer", "recurs_on_restart", "is_diagnosed"
             record = {"message": self.sentence, "timestamp": int(time.time())}
             Path(error_file).write_text(json.dumps(record | {name: getattr(self, name) for name in names}))
-        if self.grace_period and started_by_torchrun():
+        if not self.cause and started_by_torchrun():  # which ends all ranks when one fails: others have messages, too
             time.sleep(1)
         leave(self.status)
 
