@@ -93,16 +93,17 @@ def test_a_wait_keeps_its_core_for_so_long_then_sleeps_and_ends_at_its_deadline(
 def wait_beside_others(rank: int, port: int, cores: int, threads: int) -> float:
     """Seconds of computing time that a rank spends on a wait of half a second, with so many cores and usual threads."""
     options = Options(threads=threads)
-    with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("distlab.comm.context.cores", lambda: cores)
         monkeypatch.setattr("distlab.comm.transports.memory.SPIN_SECONDS", 0.4)
-        buffer = empty(1000, torch.empty(0))
-        begun = dist.all_reduce(buffer, async_op=True)
-        if rank == 1:
-            time.sleep(0.5)
-        before = time.thread_time()
-        begun.wait()
-        return time.thread_time() - before
+        with process_group(rank, 2, port, options=options):
+            buffer = empty(1000, torch.empty(0))
+            begun = dist.all_reduce(buffer, async_op=True)
+            if rank == 1:
+                time.sleep(0.5)
+            before = time.thread_time()
+            begun.wait()
+            return time.thread_time() - before
 
 
 @pytest.mark.parametrize(("cores", "threads", "spins"), [(2, 1, True), (1, 1, False), (4, 2, True), (3, 2, False)])

@@ -7,7 +7,7 @@ does: with the signal, at the deadline, or when the other rank dies.
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -40,13 +40,12 @@ class SharedMemory:
         group: torch's group, over which they meet; its ranks are on one host, or `allocate` raises.
         ranks: of the group, by their numbers in the world.
         rank: this rank's number in the group.
-        has_own_core: return whether no other rank needs the core of a waiting rank, so that it may spin.
+        has_own_core: whether no other rank needs the core of a waiting rank, so that it may spin.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, has_own_core: Callable[[], bool]
-    ) -> None:
-        self.group, self.ranks, self.rank, self.size, self._has_own_core = group, ranks, rank, len(ranks), has_own_core
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, has_own_core: bool) -> None:
+        self.group, self.ranks, self.rank, self.size = group, ranks, rank, len(ranks)
+        self._spin_seconds = SPIN_SECONDS if has_own_core else 0.0
         # By number, the same on all ranks. A mapping is freed with the last tensor in it.
         self._mappings: weakref.WeakValueDictionary[int, Mapping] = weakref.WeakValueDictionary()
         self._allocated = 0  # mappings
@@ -99,8 +98,7 @@ class SharedMemory:
         mapping, channels = share(self.rank, room_bytes, self.size, reserved, pipes_to, tell, worst, huge=True)
         if channels:
             self._channels = channels
-            spin_seconds = SPIN_SECONDS if self._has_own_core() else 0.0
-            self.turns = Turns(channels, self.rank == 0 and self.size > 2, spin_seconds)
+            self.turns = Turns(channels, self.rank == 0 and self.size > 2, self._spin_seconds)
         return mapping
 
     def close(self) -> None:

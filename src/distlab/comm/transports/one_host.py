@@ -30,7 +30,7 @@ class OneHost(MemoryTransport):
 
     def __init__(self, members: Members, takes_all: bool, library: Any) -> None:
         super().__init__(members, takes_all)
-        self._memory = SharedMemory(library, members.ranks, members.rank, lambda: members.context.has_own_core)
+        self._memory = SharedMemory(library, members.ranks, members.rank, members.context.has_own_core)
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self._memory.allocate(elements, dtype, self.limit)

@@ -46,7 +46,7 @@ class SeveralHosts(MemoryTransport):
         if self._memory is None:
             here = self.members.here
             with patient_threads():
-                memory = SharedMemory(self._meet(here), here, here.index(self.members.context.rank), lambda: False)
+                memory = SharedMemory(self._meet(here), here, here.index(self.members.context.rank), False)
                 if self._is_first:
                     self._between = self._meet(self.members.first_of_hosts)
             self._memory = memory
