@@ -11,6 +11,7 @@ from support.exercises_attempts import PATIENCE, SHORT_PATIENCE, Attempt, judge,
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.checker import check, prepare
 from distlab_exercises.skeleton import write_out
+from distlab_exercises.training import expected_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,6 +50,11 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
 )
 def test_an_attempt_is_judged_by_what_it_does(name: str, attempt: Attempt, tmp_path: Path) -> None:
     judge(name, attempt, tmp_path)
+
+
+def test_the_run_of_one_process_is_computed_once_for_all_files() -> None:
+    trial = smallest(EXERCISES["dp-ga"]).trials[0]
+    assert expected_of(trial) is expected_of(trial)
 
 
 def test_an_exercise_over_mpi_without_mpi4py_says_how_to_install_it(

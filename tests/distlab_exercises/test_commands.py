@@ -278,11 +278,12 @@ def test_imports_that_the_file_of_an_exercise_does_not_have_are_told(tmp_path: P
     more = """import math, intro_DP_GA
 from intro_PP_microbatches import run_program
 from distlab.pipeline.schedules import gpipe
+import distlab.pipeline.split as other
 from mine import gpipe
 solution = __import__("distlab.pipeline.auto")
 """
     path.write_text(path.read_text() + more)
-    found = ["distlab.pipeline.auto", "distlab.pipeline.schedules.gpipe", "intro_DP_GA"]
+    found = ["distlab.pipeline.auto", "distlab.pipeline.schedules.gpipe", "distlab.pipeline.split", "intro_DP_GA"]
     assert taken_from_the_lab(EXERCISES["pp-gpipe"], path) == [*found, "intro_PP_microbatches.run_program"]
     path.write_text("from distlab import")
     assert taken_from_the_lab(EXERCISES["pp-gpipe"], path) == [], "it cannot be read: another sentence says so"
@@ -306,11 +307,21 @@ def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
     told = capsys.readouterr().out
     assert "# trying 1 file, " in told
     assert "# 1 of 1\n" in told, "the progress"
+    with monkeypatch.context() as judged:
+        wrong = Verdict("train: dp 2", False, "summed", ["is 2 times too large", "its norm is 3"])
+        judged.setattr("distlab_exercises.grading.check", lambda *_: [wrong])
+        assert launch(["grade", str(tmp_path)]) == 1
+    assert "# 1 of 1 file of ep-permutation: summed: is 2 times too large\n" in capsys.readouterr().out
     path.write_text(f"{path.read_text()}\nwhile True: ...\n")
+    for student in ("bob", "cem"):
+        (tmp_path / student).mkdir()
+    monkeypatch.setattr("distlab_exercises.grading.SECONDS_BETWEEN_LINES", 0.3)
     monkeypatch.setattr("distlab_exercises.grading.SECONDS_OF_A_TRIAL", 0)
     assert launch(["grade", str(tmp_path)]) == 1
-    stopped = "# 1 of 1 file of ep-permutation: no-end: the check did not come to an end, and was stopped"
-    assert stopped in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "# 1 of 1 file of ep-permutation: no-end: the check did not come to an end, and was stopped" in told
+    assert "# 1 of 1\n" in told
+    assert "# 3 of 1\n" not in told, "at once after the second"
 
 
 def test_no_more_files_are_checked_at_once_than_asked_for(tmp_path: Path) -> None:
