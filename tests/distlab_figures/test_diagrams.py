@@ -97,7 +97,7 @@ def test_only_the_all_reduce_has_arrows_between_ranks(drawn: list[Any], arrows: 
 
 def test_the_messages_of_a_topology_go_down_in_time_from_sender_to_receiver(drawn: list[Any], arrows: Any) -> None:
     diagrams.topologies(Path("a.png"), world_size=4)
-    naive, tree, ring, _, reduce_naive, *_, reduce_ring = drawn[0].axes
+    naive, tree, ring, enlarged, reduce_naive, *_, reduce_ring = drawn[0].axes
     wide, thin = ({patch.get_linewidth() for patch in axes.patches} for axes in (reduce_naive, reduce_ring))
     assert min(wide) > max(thin), "messages of a ring are chunks of the tensor"
     for axes in (naive, tree, ring):
@@ -107,6 +107,9 @@ def test_the_messages_of_a_topology_go_down_in_time_from_sender_to_receiver(draw
     assert {round(begin[0]) for begin, *_ in arrows(naive)} == {0}
     assert {round(begin[0]) for begin, *_ in arrows(tree)} == {0, 1}
     assert {round(begin[0]) for begin, *_ in arrows(ring)} == {0, 1, 2}
+    around = {(round(begin[0]), round(end[0])) for begin, end, _ in arrows(reduce_ring)}
+    assert around == {(rank - 1, rank) for rank in range(5)}, "from the last to the first across both edges"
+    assert enlarged.get_ylim()[0] == pytest.approx(max(end[1] for _, end, _ in arrows(enlarged)))
 
 
 def test_contiguous_parts_of_sequences_are_unequal_work_by_the_pairs_of_positions(drawn: list[Any]) -> None:

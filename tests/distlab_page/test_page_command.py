@@ -16,7 +16,7 @@ from distlab_page.command import command
 from distlab_page.contents import contents
 from distlab_page.drawing_library import needed_parts
 from distlab_page.records import read
-from distlab_page.writing import as_script
+from distlab_page.writing import as_script, write
 from simplellm.errors import InputError
 
 plotly = pytest.importorskip("plotly.offline", reason="pages need plotly: pip install plotly")
@@ -29,6 +29,7 @@ def test_it_is_made_at_once_and_small(hybrid: Path) -> None:
     assert ended.out == f"# {hybrid / 'page.html'}\n", ended.err
     assert (hybrid / "page.html").stat().st_size < 2e6
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2, "seconds of a core"
+    assert write(hybrid.parent) == hybrid / "page.html", "in the folder of the newest run"
     code = "import sys, distlab_page.command; print('torch' in sys.modules)"
     assert run(sys.executable, "-c", code).out == "False\n"
 

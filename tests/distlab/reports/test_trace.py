@@ -234,6 +234,12 @@ def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace
     last = [(bar.label, bar.start, bar.end) for bar in panel.bars if bar.row == 3 and bar.label == "B1"]
     assert last == [("B1", 500 + 7 * 250, 500 + 10 * 250), ("B1", 6 * 250, 9 * 250)], "measured, planned"
     assert min(bar.start for bar in panel.bars) == 0
+    waiting = [rank_trace([(WAIT, "weights", -1, 0), *events], begin) for begin in (1.0, 1.5) for events in STAGES]
+    passes, after_waits = (
+        [bar for bar in own if bar.label != "wait"]
+        for own in (panel.bars, measured_panel("run", replace(pipelines, ranks=waiting)).bars)
+    )
+    assert passes == after_waits, "the first pass begins with the plan"
     ranks = [rank_trace(events, 1.0) for events in STAGES for _ in range(2)]  # neighbors have the same stage
     bars = measured_panel("run", Trace(ranks, {"pp": 2, "dp": 2}, pipelines.programs)).bars
     planned = [[replace(bar, row=0) for bar in bars if (bar.row, bar.edges) == (row, PLANNED)] for row in range(4)]
