@@ -356,7 +356,7 @@ def forked(command: list[str], **more: Any) -> Any:
 )
 def test_output_to_a_full_disk_is_one_sentence(command: str) -> None:
     full = shlex.join([sys.executable, "-m", *command.split()]) + " > /dev/full"
-    ended = run("bash", "-c", full, PYTHONPATH=str(LAB / "src"))
+    ended = run("bash", "-c", full, PYTHONPATH=str(LAB / "src"), PYTHONUNBUFFERED="")  # written as the program ends
     assert ended.err == "# cannot write the output or a file (No space left on device); make room\n"
     mute = run("bash", "-c", f"{full} 2>&1", PYTHONPATH=str(LAB / "src"))
     assert (ended.status, mute.status) == (2, 2)

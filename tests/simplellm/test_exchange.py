@@ -5,12 +5,14 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.hub_folders import assert_same_logits, change_config
 from support.small_models import SIZES, saved_model, status_of
@@ -86,11 +88,22 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
     ],
     ids=["multi-head", "tied", "multi-query", "theta", "sharded"],
 )
-def test_a_llama_of_transformers(options: dict[str, Any], how: dict[str, Any], tmp_path: Path) -> None:
+def test_a_llama_of_transformers(
+    options: dict[str, Any], how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = transformers_llama(**options)
     folder = save(theirs, tmp_path / "theirs", **how)
     assert (folder / "model.safetensors").exists() != bool(how)
+    opened = Counter[str]()
+
+    def counted(path: Path, **options: Any) -> Any:
+        opened[path.name] += 1
+        return safe_open(path, **options)
+
+    monkeypatch.setattr("simplellm.import_hf.safe_open", counted)
     saved = read_llama(folder)
+    assert opened.keys() == {path.name for path in folder.glob("*.safetensors")}
+    assert max(opened.values()) < 4, "whatever the number of its tensors"
     assert_same_logits(saved.build(), theirs)
     embedding, head = (saved.parameters[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
     assert embedding.data_ptr() != head.data_ptr()

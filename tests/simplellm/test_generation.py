@@ -48,6 +48,8 @@ def test_spaces_are_kept_but_for_the_first(llama_like: SPTokenizer) -> None:
     given = pieces(llama_like, llama_like.encode(text))
     assert "".join(given) == text
     assert all(given[:-1])
+    ids = [*llama_like.encode("Once"), llama_like.eos_id, *llama_like.encode("the cat")]
+    assert "".join(pieces(llama_like, ids)) == "Once the cat", "also for the first after a token without text"
 
 
 @settings(deadline=None, max_examples=200)

@@ -42,11 +42,15 @@ def test_only_generated_stories_depend_on_the_seed() -> None:
 
 
 def test_a_folder_of_stories_is_known_by_its_files_under_their_names(tmp_path: Path) -> None:
-    for name in "ab":
+    (tmp_path / "more").mkdir()
+    for name in ("a", "b", "more/c"):
         (tmp_path / name).write_text(f"a story of {name}")
     before = TrainSettings(data=str(tmp_path)).data_identity
     (tmp_path / "a").rename(tmp_path / "A")
-    assert TrainSettings(data=str(tmp_path)).data_identity != before
+    after = TrainSettings(data=str(tmp_path)).data_identity
+    assert after != before
+    (tmp_path / "more/c").write_text("a story of more/d")
+    assert TrainSettings(data=str(tmp_path)).data_identity != after
 
 
 def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
