@@ -1,5 +1,7 @@
 """Context parallelism gives the training run of one process: losses, gradients, parameters, under plain SGD."""
 
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from support.processes import LAB
 from support.terminals import terminals
 
 from distlab.exchange import read_saved
-from distlab.reports.trace import read_chrome
+from distlab.reports.trace import Trace, read_chrome
 
 PLAIN, RING = "CP/intro_CP.py", "CP/intro_CP_ring.py"
 MODEL = (
@@ -18,6 +20,14 @@ ROUNDING = 2e-6  # relative: sums over ranks are added up in another order
 
 
 EVEN, DOCUMENTS = "--seq-len 24", "--seq-len 99 --lr 0.6 --document-mask"  # in some rows a story ends
+
+
+def names_of_messages(trace: Trace) -> dict[str, set[str]]:
+    """By message between two ranks, the names that its sender and its receiver give it."""
+    names = defaultdict[str, set[str]](set)
+    for event in (event for rank in trace.ranks for event in rank.events if event.flow):
+        names[event.flow].add(re.split(" (?:to|from) rank", event.name)[0])
+    return names
 
 
 @pytest.mark.parametrize(
@@ -44,8 +54,10 @@ def test_is_the_run_of_one_process(
             sent = records(tmp_path)[-1]["sent_bytes"]
             assert {*sent} == {"keys and values", "gradients of keys and values", "gradients", "loss"}
         if "--trace" in flags:
+            trace = read_chrome(tmp_path / "trace.json")
             steps = rank + 1 if "contiguous" in flags else ranks  # queries see no keys of later ranks
-            assert [*read_chrome(tmp_path / "trace.json").seconds_in_ring(rank)] == [*range(steps)]
+            assert [*trace.seconds_in_ring(rank)] == [*range(steps)]
+            assert all(len(names) == 1 for names in names_of_messages(trace).values())
 
 
 def test_a_mask_changes_the_losses(one_process: OneProcess) -> None:

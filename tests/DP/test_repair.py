@@ -12,8 +12,10 @@ from support.repairs import DIES_IN, SHAPE, STEPS, run_dying, run_with
 from support.terminals import fork_python
 
 from distlab.checkpoints.format import latest_valid
+from distlab.comm.recorder import DEATH
 from distlab.launching import local_ranks
 from distlab.launching.forks import fork_ranks
+from distlab.reports.trace import read_chrome
 from distlab.settings.common import parse
 from distlab.settings.replicas import RepairSettings
 
@@ -29,24 +31,29 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("deaths", "transport"),
+    ("deaths", "flags"),
     [
-        ([(0, DIES_IN, 1, "SIGKILL")], "shared"),  # the writer, between its micro-batches
-        ([(1, DIES_IN, 5, "SIGSTOP")], "shared"),  # between the sums of the gradients and of the losses
-        ([(0, DIES_IN, 4, "SIGKILL"), (2, DIES_IN, 7, "exception")], "gloo"),  # then another, in the repeated step
+        ([(0, DIES_IN, 1, "SIGKILL")], "--transport shared"),  # the writer, between its micro-batches
+        ([(1, DIES_IN, 5, "SIGSTOP")], "--transport shared"),  # between the sums of the gradients and of the losses
+        # Another rank dies in the repeated step.
+        ([(0, DIES_IN, 4, "SIGKILL"), (2, DIES_IN, 7, "exception")], "--transport gloo --trace"),
         # Rank 0 has to undo the step that rank 1 lacks.
-        ([(1, DIES_IN, 7, "lost"), (2, DIES_IN + 1, 0, "SIGKILL")], "gloo"),
+        ([(1, DIES_IN, 7, "lost"), (2, DIES_IN + 1, 0, "SIGKILL")], "--transport gloo"),
     ],
     ids=["kill", "stop", "two", "undo"],
 )
 def test_the_losses_are_those_of_the_undisturbed_run(
-    deaths: list[tuple[int, int, int, str]], transport: str, expected: list[float], tmp_path: Path
+    deaths: list[tuple[int, int, int, str]], flags: str, expected: list[float], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    printed = run_with(deaths, out, LESSON, *FLAGS, "--transport", transport)
+    printed = run_with(deaths, out, LESSON, *FLAGS, *flags.split())
     assert losses(out) == pytest.approx(expected, abs=1e-6)
     for rank in (rank for rank, _, _, how in deaths if how != "lost"):
         assert f"# rank {rank} was terminated by SIG" in printed or f"# rank {rank} failed: " in printed
+    if "--trace" in flags:
+        events = read_chrome(out / "trace.json").oldest.events
+        told = [event.name.split()[:2] for event in events if event.kind == DEATH]
+        assert told == [["rank", str(rank)] for rank, *_ in deaths], "each of them once"
 
 
 @pytest.mark.parametrize(("within", "transport"), [("agree", "shared"), ("groups", "gloo")])

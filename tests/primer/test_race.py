@@ -43,6 +43,9 @@ def test_processes_lose_updates_and_the_cures_do_not(tmp_path: Path) -> None:
     assert all(result + lost == 3_000_000 for _, result, lost in rows(ended.out))
     assert lock == ("processes, one number, a lock", 3_000_000, 0)
     assert own == ("processes, a number each, added up", 3_000_000, 0)
+    times_as_long = re.search(r"the lock takes ([\d.]+) times as long as a number each", ended.out)
+    assert times_as_long
+    assert float(times_as_long[1]) > 1
     assert (threads[2] == 0) == HAS_GLOBAL_LOCK
     assert threads_with_call[2] > 0
 
