@@ -82,7 +82,7 @@ class Ranks:
 
     Args:
         script: its path and its arguments.
-        errors: a folder to be made, for the record of each rank.
+        errors: a folder to be made, for the records of failures.
         forks: that have yet to begin (`fork_ranks`). Those that begin are taken out; when too few are left, processes
             are new interpreters, which take seconds to import torch.
     """
@@ -94,49 +94,44 @@ class Ranks:
         self.ended: list[int] = []  # those that have exited, for whatever reason
         self._spares: dict[int, Process] = {}  # those that are not counted among the ranks, by their numbers
         self._stopped: dict[Process, float] = {}  # since when
+        self._records: dict[Process, Path] = {}  # files for the record of a failure
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
         self._errors.mkdir()
-        own = {int(each["RANK"]): self.environment_of(each) for each in environments}
-        self._start(self.processes, own, "the ranks")
-
-    def environment_of(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a rank, with the file for the record of its failure."""
-        return {**own, "TORCHELASTIC_ERROR_FILE": str(self._errors / own["RANK"])}
+        self._start(self.processes, {int(own["RANK"]): own for own in environments}, "the ranks")
 
     def start_spare(self, number: int, of_others: Mapping[str, str]) -> None:
         """Start a process that will be told which rank's place it takes."""
-        file = self._error_file(number)
-        own = {**of_others, "RANK": "-1", NEWCOMER: str(number), "TORCHELASTIC_ERROR_FILE": str(file)}
+        own = {**of_others, "RANK": "-1", NEWCOMER: str(number)}
         self._start(self._spares, {number: own}, f"spare {number}")
-
-    def _error_file(self, spare: int) -> Path:
-        """Return the file for the record of a failure of a spare that waits."""
-        return self._errors / f"spare{spare}"
 
     def exited_spares(self) -> dict[int, RankFailure]:
         """Return the spares that have exited since the last call, and how."""
-        found = {number: process.poll() for number, process in self._spares.items()}
-        exited = {number: status for number, status in found.items() if status is not None}
-        for number in exited:
-            del self._spares[number]
-        return {number: RankFailure.of(status, self._error_file(number)) for number, status in exited.items()}
+        exited: dict[int, RankFailure] = {}
+        for number, process in list(self._spares.items()):
+            status = process.poll()
+            if status is not None:
+                del self._spares[number]
+                exited[number] = RankFailure.of(status, self._records[process])
+        return exited
 
     def count_spare(self, number: int, rank: int) -> None:
         """Count a spare among the ranks from now on."""
-        (self._errors / str(rank)).unlink(missing_ok=True)  # of the rank before it
         self.processes[rank] = self._spares.pop(number)
 
     def _start(self, among: dict[int, Process], group: Mapping[int, Mapping[str, str]], who: str) -> None:
         forks = self._forks if len(self._forks) >= len(group) else []  # a start is as slow as its slowest
         with can_start(who), handlers_later():  # a signal between a start and its entry would leave a process running
-            for number, own in group.items():
+            for number, variables in group.items():
+                record = self._errors / str(len(self._records))
+                own = {**variables, "TORCHELASTIC_ERROR_FILE": str(record)}
                 if forks:
                     among[number] = fork = forks.pop(0)
                     fork.begin(own)
                 else:
                     command = [sys.executable, "-u", *self._script]
                     among[number] = subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True)
+                self._records[among[number]] = record
 
     def look(self) -> None:
         """Collect the ranks that have exited."""
@@ -146,7 +141,7 @@ class Ranks:
                 del self.processes[rank]
                 self.ended.append(rank)
             if status:
-                self.failures[rank] = RankFailure.of(status, self._errors / str(rank))
+                self.failures[rank] = RankFailure.of(status, self._records[process])
 
     def kill(self, rank: int) -> None:
         """End a rank that cannot go on; this is not a failure."""

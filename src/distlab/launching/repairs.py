@@ -91,7 +91,7 @@ class Repairs:
                 number = self._idle.pop(0)
                 self._vacant.remove(rank)
                 self._taking[number] = rank
-                self._arbiter.give_place(number, self._ranks.environment_of(self._environments[rank]))
+                self._arbiter.give_place(number, self._environments[rank])
         self._is_ready = self._is_ready or self._arbiter.are_ready(self._ranks.processes)
         while self._is_ready and self._unused and len(self._idle) < len(self._units[0]):
             self._start_spare()

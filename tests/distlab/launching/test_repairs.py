@@ -1,14 +1,18 @@
 """What the launcher tells the ranks when some have died, and others have finished."""
 
 import json
+import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.processes import wait_for
 
-from distlab.launching.processes import RankFailure
+from distlab.launching.processes import RankFailure, Ranks
 from distlab.launching.repairs import Repairs
+from distlab.machine.processes import NEWCOMER
 from distlab.rendezvous.survivors import (
     FINISHED,
     KEEP,
@@ -53,9 +57,6 @@ class FakeRanks:
 
     def kill(self, rank: int) -> None:
         del self.processes[rank]
-
-    def environment_of(self, own: dict[str, str]) -> dict[str, str]:
-        return own
 
     def start_spare(self, number: int, of_others: dict[str, str]) -> None:
         self.spares.append(number)
@@ -175,6 +176,52 @@ def test_a_spare_that_exits_while_it_waits_for_a_death_is_given_no_place(capfd: 
     repairs.look()
     assert capfd.readouterr().err == "# a spare failed: no memory; the run goes on without it\n"
     assert {key for key in store if key.startswith(PLACE)} == {f"{PLACE}/2", f"{PLACE}/3"}
+
+
+def test_a_spare_that_fails_in_the_place_of_a_rank_is_told_with_its_cause(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, place = tmp_path / "script.py", tmp_path / "place"
+    script.write_text(f"""
+import json, os, pathlib, sys, time
+place = pathlib.Path({str(place)!r})
+what = "row"
+if "{NEWCOMER}" in os.environ:
+    while not place.exists():
+        time.sleep(0.01)
+    os.environ.update(json.loads(place.read_text()))
+    what = "weight"
+elif os.environ["RANK"] == "1":
+    time.sleep(60)
+json.dump({{"message": f"rank 0 failed: a bad {{what}}"}}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+sys.exit(1)
+""")
+
+    def look() -> bool:
+        ranks.look()
+        repairs.look()
+        if f"{PLACE}/1" in store and not place.exists():
+            (tmp_path / "written").write_text(store[f"{PLACE}/1"])
+            (tmp_path / "written").rename(place)
+        told.append(capfd.readouterr().err)
+        return "a spare" in told[-1]
+
+    ranks, store, told = (
+        Ranks([str(script)], tmp_path / "errors", []),
+        Store({f"{READY}/0": "", f"{READY}/1": ""}),
+        [""],
+    )
+    environments = [{"RANK": "0"}, {"RANK": "1"}]
+    settings: Any = SimpleNamespace(layout={"dp": 2}, why_lost=lambda _: "")
+    repairs = Repairs(settings, spares=1)
+    try:
+        ranks.start(environments)
+        repairs.begin(ranks, store, environments)  # type: ignore[arg-type]
+        assert wait_for(look)
+    finally:
+        ranks.end(signal.SIGKILL)
+    assert told[-1] == "# a spare for rank 0 failed: a bad weight; the run goes on without it\n"
+    assert News.from_json(store[NEWS]).gone == {"0": "failed: a bad row"}
 
 
 def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
