@@ -34,6 +34,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop("PYTHONUNBUFFERED", None)  # users' programs write part of their output only when they end
     os.environ["SIMPLELLM_CACHE"] = tempfile.mkdtemp(prefix="lab-tokens-")  # commands that tests start inherit it
     if not hasattr(config, "workerinput"):
         os.environ["LAB_TESTS_LOCK"] = str(Path(os.environ["SIMPLELLM_CACHE"], "lock"))

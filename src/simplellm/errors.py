@@ -57,8 +57,10 @@ def say(text: str) -> None:
 
 def tell(sentence: str) -> None:
     """Print the message of an error; ignore a failure to write it."""
-    with contextlib.suppress(OSError):
+    try:
         print(f"# {sentence}\n", end="", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # Python flushes once more as it ends
 
 
 def open_streams() -> None:
