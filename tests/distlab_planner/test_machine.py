@@ -133,6 +133,7 @@ def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
     machine = cluster(cores_per_host=2, slowdown=(1.0, 1.25))
     assert [machine.slowdown_of(busy) for busy in (1, 2, 4, 8)] == [1, 1.25, 2.5, 5]
     assert [cluster(cores_per_host=4).slowdown_of(busy) for busy in (1, 4, 8)] == [1, 1, 2]
+    assert cluster(slowdown=(1e30, 1.25)).slowdown_of(2) >= 1, "rounding gives 0, by which others would divide"
     further = cluster(cores_per_host=2, slowdown=(1.0, 1.25, 2.0, 3.0))
     assert [further.slowdown_of(busy) for busy in (3, 8)] == [2, 6], "those that were measured count beyond the cores"
 
