@@ -54,8 +54,6 @@ class SharedMemory:
         self._slots: list[list[Tensor]] = []  # two, each by rank: (SLOT_BYTES,) uint8
         self._headers: list[list[memoryview]] = []  # of these slots
         self.not_done: deque[SharedCollective] = deque()  # of which this rank has yet to do its part
-        self.started = 0  # collectives
-        self.asked_for = 0  # this rank has computed its part of the collectives up to this one, or is about to
 
     def has_slots(self) -> bool:
         return bool(self._slots)
@@ -184,28 +182,28 @@ class SharedCollective(SharedWork):
         address: of this rank's tensor, or `ELSEWHERE`.
         call: the collective in words, for a rank that has called another (`call_of`).
         turns: does this rank's part.
+
+    Attributes:
+        is_held_back: this rank has yet to compute its part, without which no rank gets the result.
     """
 
     def __init__(self, memory: SharedMemory, address: Address, call: str, turns: Iterator[None]) -> None:
         self._memory, self._address, self._call, self._turns = memory, address, call, turns
+        self.is_held_back = True
         self._taken = 0  # turns
         self._is_over = False
         self._error: Exception | None = None  # of `turns`, which then has ended
-        memory.started += 1
-        self._number = memory.started
         memory.not_done.append(self)
         if memory.not_done[0] is self:
             self._take_turn()  # the others need not wait for it later
 
-    @property
-    def is_held_back(self) -> bool:
-        """True if this rank has yet to compute its part, without which no rank gets the result."""
-        return self._number > self._memory.asked_for
-
     def advance(self, deadline: float) -> None:
         memory = self._memory
-        if deadline:  # otherwise this rank may compute for long before it returns here
-            memory.asked_for = max(memory.asked_for, self._number)
+        if deadline and not self._is_over:  # without a deadline, it may be long until this rank returns here
+            for begun in memory.not_done:
+                begun.is_held_back = False
+                if begun is self:
+                    break
         while not self._is_over:
             if not memory.has_slots():
                 raise RuntimeError("the group of this collective was destroyed before the collective was waited for")
