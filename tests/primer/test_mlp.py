@@ -176,7 +176,7 @@ def test_evaluate_weighs_every_sample_alike() -> None:
     assert evaluate(model, train_set, batch_size=10, max_batches=2) == pytest.approx(first_two, rel=1e-5)
 
 
-def test_a_run_ends_quietly_when_its_reader_does() -> None:
+def test_a_run_says_that_its_reader_has_exited() -> None:
     command = f"{sys.executable} {LAB / 'primer/mlp.py'} --niters 2"
     ended = run("bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}", PYTHONPATH=str(LAB / "src"))
-    assert (ended.status, ended.err) == (1, "")
+    assert (ended.status, ended.err) == (141, "# the reader of the output has exited\n")
