@@ -1,5 +1,6 @@
 """Failure handling: every exception becomes a `Failure`, which informs the user, the other ranks and the launcher."""
 
+import contextlib
 import json
 import os
 import re
@@ -65,7 +66,8 @@ class Failure:
         is_told = isinstance(error, ChangedError | LostError)
         cause = str(error) if is_told else out_of_memory(error) or refused_by_gpu(error)
         if cause is None:
-            traceback.print_exception(error)
+            with contextlib.suppress(OSError):  # the reader of the output may have exited
+                traceback.print_exception(error)
             cause = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")  # an error without a text
         # After a repair, ranks have other numbers in the process group.
         who = world.context.describe(world.context.rank) if world else f"rank {rank}"
@@ -77,10 +79,11 @@ class Failure:
         found = notices.explain(error) if notices else None
         if found is None or notices is None:
             return cls(str(error), lost_a_peer=error.lost_a_peer)
-        print(f"# {error}", file=sys.stderr)
+        tell(str(error))
         if found.picture and (not started_by_torchrun() or notices.may_draw()):
-            for line in found.picture:
-                say(line)
+            with contextlib.suppress(OSError):
+                for line in found.picture:
+                    say(line)
         notices.publish_diagnosis(found)
         lost_a_peer = error.lost_a_peer or found.is_partial
         return cls(found.sentence, names_rank=True, lost_a_peer=lost_a_peer, is_diagnosed=True)

@@ -1,6 +1,7 @@
 """The entry point of every script: `main(train, DEFAULTS, __doc__)`, from the command line to the exit status."""
 
 import argparse
+import contextlib
 import os
 import runpy
 import signal
@@ -61,8 +62,9 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
         from distlab.run.failure import Failure
 
         failure = Failure.of(error, rank)
-        if run is not None and not isinstance(error, BrokenPipeError):  # it may print
-            run.end_early(error)
+        if run is not None:
+            with contextlib.suppress(BrokenPipeError):  # Ctrl-C also ends the reader of the output
+                run.end_early(error)
         failure.end()
     leave(0)
 

@@ -1,5 +1,6 @@
 """A run owns its parts: what a script has not handed over is missed at the start, and what it has is used."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -269,6 +270,32 @@ def test_a_script_of_another_checkout_is_told_by_one_rank(
         warn_of_other_checkout(script / PRIMER)
         told = f"not in {other}: start it with ./launch.sh, or PYTHONPATH={other}" in capsys.readouterr().out
         assert told == ((script, rank) == (tmp_path, "0"))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [("KeyboardInterrupt", 130, "interrupted"), ("ValueError('a bad row')", 1, "rank 0 failed: ValueError: a bad row")],
+)
+def test_a_run_that_nobody_reads_any_more_ends_as_others_do(error: str, status: int, told: str, tmp_path: Path) -> None:
+    """As when Ctrl-C also ends the program that reads."""
+    script, file = tmp_path / "script.py", tmp_path / "error"
+    script.write_text(f"""
+import os
+from distlab.run.main import main
+from distlab.settings.training import TrainSettings
+
+def train(run):
+    reads, writes = os.pipe()
+    os.close(reads)
+    for stream in (1, 2):
+        os.dup2(writes, stream)
+    raise {error}
+
+main(train, TrainSettings(), None)
+""")
+    flags = ["--data", "sample", "--out", str(tmp_path / "run")]
+    ended = fork_python(script, *flags, TORCHELASTIC_ERROR_FILE=str(file)).finish()
+    assert (ended.status, json.loads(file.read_text())["message"]) == (status, told)
 
 
 def test_a_rank_that_fails_before_its_flags_are_read_is_named(tmp_path: Path) -> None:
