@@ -7,7 +7,7 @@ from typing import Any
 from distlab.comm.recorder import COMPUTE, PART, SEND, STEP, WAIT, Event
 from distlab.pipeline.actions import ACTION_KINDS, labels
 from distlab.pipeline.engine import Engine, Graph
-from distlab.reports import style
+from distlab.reports.timeline import COLORS
 from distlab.reports.trace import Trace
 from distlab_page.records import Records, name_of
 from distlab_page.tables import Json, evenly_spaced, table
@@ -113,8 +113,8 @@ def _look(kind: str) -> Json:
     """Return the words and the color of a kind; the palette is safe for color-blind readers."""
     others = {
         "wait": ("waiting for other ranks", "#bbbbbb"),
-        "part": ("part of a computation", style.BLUE),
-        "compute": ("computing", style.SKY),
+        "part": ("part of a computation", COLORS["ring step"]),
+        "compute": ("computing", COLORS["compute"]),
     }
     if kind in others:
         words, color = others[kind]
