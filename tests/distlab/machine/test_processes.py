@@ -26,7 +26,7 @@ from distlab.machine.processes import leave
 for _ in range(3):
     if not (child := os.fork()):
         break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)  # or the next fork would have it, too
 else:
     leave(0)
 
