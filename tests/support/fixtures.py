@@ -14,11 +14,9 @@ from distlab.reports.style import SETTINGS
 from simplellm import mixed_precision
 from support.chapters import OneProcess, train_alone
 from support.huge_pages import gather_in_huge_pages
-from support.kept_parsers import keep_parsers
 from support.processes import before_forks, leave_group, make_group_of_one, wait_for
 
 torch.set_num_threads(1)
-keep_parsers()
 SETTINGS["savefig.dpi"] = 50  # figures are looked at for what they show; their pixels take most of the time
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
     for other in (torch.cuda, torch.xpu, torch.mtia):  # each would keep every seed, with a trace of the stack
