@@ -109,7 +109,7 @@ class Failure:
             names = "status", "names_rank", "lost_a_peer", "recurs_on_restart", "is_diagnosed"
             record = {"message": self.sentence, "timestamp": int(time.time())}
             Path(error_file).write_text(json.dumps(record | {name: getattr(self, name) for name in names}))
-        if not self.cause and started_by_torchrun():  # which ends all ranks when one fails: others have messages, too
+        if not self.cause and started_by_torchrun():  # which ends all ranks when one fails; others also have messages
             time.sleep(1)
         leave(self.status)
 

@@ -1,6 +1,6 @@
 """The interface of a transport of tensors between the ranks of a group, as `distlab.comm.lab_group` uses it.
 
-`MemoryTransport` is what transports have in common that make memory which ranks share.
+`MemoryTransport` is the common part of the transports that make memory which ranks share.
 """
 
 import contextlib
