@@ -74,9 +74,8 @@ def threads() -> int:
 def held_at_the_end() -> dict[str, int]:
     """Return what is held when one connection, to the store, and one thread are left; or `SECONDS_TO_CLOSE` later."""
     deadline = time.monotonic() + SECONDS_TO_CLOSE
-    gc.collect()
     while max((now := held())["descriptors"], now["threads"]) > 1 and time.monotonic() < deadline:
-        pass
+        gc.collect()  # again: what threads hold that end late
     return now
 
 
