@@ -82,8 +82,7 @@ def test_all_ranks_know_what_passes_take_and_keep_what_was_planned(
     assert SLOW <= each.forward[2] < 10 * SLOW
     assert max(seconds for stage, seconds in enumerate(each.forward) if stage != 2) < SLOW
     assert all(0 < share < 1 for share in (*each.weight_share, *each.weight_bytes_share))
-    # The other rank may have the answer, and go on, a moment before this `send` returns and the next round starts.
-    assert 0.9 * LATE <= each.transfer < 1.8 * LATE, "of each link, however many there are"
+    assert LATE <= each.transfer < 1.8 * LATE, "of each link, however many there are"
     assert each.activation_bytes[1] > 1.8 * each.activation_bytes[2] > 0
     assert [kept for *_, kept in found[: layout["pp"]]] == pytest.approx(planned, rel=0.05)
     if recompute:
