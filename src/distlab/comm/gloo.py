@@ -21,7 +21,8 @@ def connect(
     `check` is called while the ranks connect; an exception that it raises ends that.
 
     gloo's own connecting cannot be ended. It waits in the store, and blocks other calls to it; so it gets a connection
-    to the store of its own. A rank that has left would still accept the connections of others, which would then wait
+    to the store of its own, which can. If it waits for another rank to connect, it goes on until the timeout, in a
+    thread of its own. A rank that has left would still accept the connections of others, which would then wait
     for it; so no rank uses the group before all have said in the store that they are there.
     """
     if check is None or size == 1:
