@@ -71,9 +71,9 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def held_at_the_end(seconds: float) -> dict[str, int]:
-    """Return what is held when one connection, to the store, and one thread are left, or after `seconds`."""
-    deadline = time.monotonic() + seconds
+def held_at_the_end() -> dict[str, int]:
+    """Return what is held when one connection, to the store, and one thread are left; or `SECONDS_TO_CLOSE` later."""
+    deadline = time.monotonic() + SECONDS_TO_CLOSE
     while max((now := held())["descriptors"], now["threads"]) > 1 and time.monotonic() < deadline:
         gc.collect()  # again: what threads hold that end late
     return now
@@ -188,7 +188,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
     def close(close: Callable[[], None] = run.close) -> None:
         found: dict[str, Any] = {"writes": run.is_first, "has claimed": run.is_first and is_claimed(run.out)}
         close()
-        found |= {"steps": holdings, "at the end": held_at_the_end(run.settings.timeout + SECONDS_TO_CLOSE)}
+        found |= {"steps": holdings, "at the end": held_at_the_end()}
         (run.out / f"held{run.rank}.json").write_text(json.dumps(found))
 
     run.close = close  # type: ignore[method-assign]

@@ -7,9 +7,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from distlab.machine.supervision import open_sockets, shut_down, within
+from distlab.machine.supervision import ResultT, open_sockets, shut_down, within
 
 SECONDS_BETWEEN_LOOKS = 0.005  # while ranks connect that can be abandoned
+SECONDS_TO_CONNECT = 2.0  # usually less, when all ranks have come
 Sockets = set[tuple[int, int]]  # as `open_sockets` returns them
 
 
@@ -20,43 +21,58 @@ def connect(
 
     `check` is called while the ranks connect; an exception that it raises ends that.
 
-    gloo's own connecting cannot be ended. It waits in the store, and blocks other calls to it; so it gets a connection
-    to the store of its own, which can. If it waits for another rank to connect, it goes on until the timeout, in a
-    thread of its own. A rank that has left would still accept the connections of others, which would then wait
-    for it; so no rank uses the group before all have said in the store that they are there.
+    gloo's own connecting cannot be ended: a rank that waits for the connection of another one, which has left, waits
+    until the timeout. So the ranks first wait for each other in the store, and when all have come, `check` gives them
+    time to connect. gloo also blocks other calls to the store; so it gets a connection to the store of its own. A rank
+    that has left would still accept the connections of others, which would then wait for it; so no rank uses the group
+    before all have said in the store that they are there.
     """
     if check is None or size == 1:
         return dist.ProcessGroupGloo(store, rank, size, timeout), set()
     before, lock, has_left = open_sockets(), threading.Lock(), False
+    deadline, undisturbed_until = time.monotonic() + timeout.total_seconds(), 0.0
     sockets: Sockets = set()
 
-    def note_sockets() -> None:
+    def say(own_store: dist.Store, what: str) -> None:
+        """Say in the store that this rank, unless it has left, has done something, and wait until all have."""
         nonlocal sockets
         with lock:
             if has_left:
                 raise RuntimeError
             sockets = open_sockets() - before
-
-    def meet() -> dist.ProcessGroupGloo:
-        nonlocal sockets
-        own_store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
-        note_sockets()
-        group = dist.ProcessGroupGloo(own_store, rank, size, timeout)
-        with lock:
-            if not has_left:
-                sockets = open_sockets() - before
-                own_store.set(f"is there/{rank}", "")
-        while not has_left and not own_store.check([f"is there/{other}" for other in range(size)]):
+            own_store.set(f"{what}/{rank}", "")
+        while not has_left and not own_store.check([f"{what}/{other}" for other in range(size)]):
             time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def come() -> dist.Store:
+        own_store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
+        say(own_store, "has come")
+        return own_store
+
+    def meet(own_store: dist.Store) -> dist.ProcessGroupGloo:
+        nonlocal undisturbed_until
+        group = dist.ProcessGroupGloo(own_store, rank, size, timeout)
+        undisturbed_until = 0.0
+        say(own_store, "is there")
         return group
 
-    try:
-        group = within(timeout.total_seconds(), meet, check, every=10 * SECONDS_BETWEEN_LOOKS)
-        if group is None:
+    def look() -> None:
+        if time.monotonic() > undisturbed_until:
+            check()
+
+    def in_time(call: Callable[[], ResultT]) -> ResultT:
+        result = within(deadline - time.monotonic(), call, look, every=10 * SECONDS_BETWEEN_LOOKS)
+        if result is None:
             raise RuntimeError("Timed out connecting to the other ranks")
+        return result
+
+    try:
+        own_store = in_time(come)
+        check()
+        undisturbed_until = time.monotonic() + SECONDS_TO_CONNECT
+        return in_time(lambda: meet(own_store)), sockets
     except Exception:
         with lock:
             has_left = True
         shut_down(sockets)
         raise
-    return group, sockets
