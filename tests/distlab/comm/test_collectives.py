@@ -27,7 +27,7 @@ def operand(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def combine(operands: Sequence[Tensor], op: ReduceOp.RedOpType) -> Tensor:
-    stacked = torch.stack(list(operands)).to(torch.int64)
+    stacked = torch.stack(list(operands))
     if op == ReduceOp.MAX:
         return stacked.amax(0)
     if op == ReduceOp.MIN:
