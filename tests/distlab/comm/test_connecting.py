@@ -1,0 +1,54 @@
+"""Ranks that leave while gloo connects them: what is left of it ends at once, and not at the timeout."""
+
+import gc
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from support.held import threads
+from support.processes import free_port, leave_group, run_ranks, wait_for
+
+from distlab.comm.gloo import connect
+
+ROUNDS = 4  # which of two ranks waits for the other one's connection is chance
+SECONDS_UNTIL_NEWS, SECONDS_TO_END = 0.2, 5.0  # the latter for gloo's threads, on busy cores; the timeout is longer
+
+
+def held() -> tuple[int, int]:
+    """This process's descriptors and threads."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threads()
+
+
+def leave_while_connecting(rank: int, port: int) -> None:
+    """There are news while rank 0 waits for the others, and it leaves; only then do these come. Rank 3 is the store."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    leave_group()
+    of_all = dist.TCPStore("localhost", port, is_master=rank == 3)
+    if rank == 3:
+        return of_all.wait([f"has ended/{other}" for other in range(3)])
+    for number in range(ROUNDS):
+        store, before = dist.PrefixStore(f"round {number}", of_all), held()
+
+        def check(store: dist.Store = store) -> None:
+            if store.check(["news"]):
+                raise InterruptedError
+
+        if rank == 2:
+            time.sleep(SECONDS_UNTIL_NEWS)
+            store.set("news", "")
+        if rank > 0:
+            store.wait(["left/0"])
+        with pytest.raises(InterruptedError):
+            connect(store, rank, 3, timedelta(seconds=60), check)
+        store.set(f"left/{rank}", "")
+        assert wait_for(lambda before=before: held() == before, SECONDS_TO_END)  # type: ignore[misc]
+        store.wait([f"left/{other}" for other in range(3)])
+    of_all.set(f"has ended/{rank}", "")
+    return None
+
+
+def test_nothing_is_left_of_ranks_that_leave_while_others_connect() -> None:
+    run_ranks(4, leave_while_connecting, free_port())
