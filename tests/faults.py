@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: `compare` computes here, and forks inherit no threads
 
@@ -29,7 +28,7 @@ from support.chapters import load
 from support.processes import LAB, free_port, run_ranks
 
 from distlab.launching.local_ranks import temporary_folder
-from distlab.run.training import TrainingRun
+from distlab.run.main import training_run
 from distlab.settings.common import parse
 from distlab_compare.command import Request, compare
 
@@ -308,7 +307,7 @@ def train(rank: int, script: str, flags: list[str]) -> None:
     """A rank's part of a run."""
     module = load(script)
     settings = parse(module.DEFAULTS, "", [str(rank), *FLAGS, *flags])
-    with TrainingRun[Any](settings, LAB / script) as run:
+    with training_run(settings, LAB / script) as run:
         module.train(run)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.processes import LAB
 
-MOST_FILES, MOST_LINES = 61, 6475
+MOST_FILES, MOST_LINES = 60, 6360
 
 COUNT = """
 import os, runpy, sys

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distlab.axes.layout import times_counted
 from distlab.comm.names import CONTROL, named
 from distlab.machine import devices
 from distlab.machine.processes import started_by_torchrun
@@ -21,7 +22,7 @@ from distlab.run.logs import LEDGER, RunLog, remove_records_of_the_end
 from distlab.run.model import ModelParts
 from distlab.run.provenance import provenance
 from distlab.run.starting import Joined, identity, start_alone
-from distlab.run.steps import LossSum, NotFiniteError, Steps
+from distlab.run.steps import NotFiniteError, Steps
 from distlab.run.terminal import Terminal, counted, say
 from distlab.settings.common import ResumableSettings, RunSettings, as_json
 from distlab.settings.folders import write_config
@@ -170,14 +171,29 @@ class Run(Generic[SettingsT]):
             dist.all_reduce(torch.zeros((), device=self.device))
 
     def global_loss(self, step: int, losses: Iterable[Tensor]) -> float:
-        """Return the loss of the global batch, on every rank, and record it; `losses` are those of `LossSum`."""
-        return self._wait_for_loss(self.sum_loss(step, losses))
+        """Return the loss of the global batch, on every rank, and record it.
 
-    def _wait_for_loss(self, under_way: LossSum) -> float:
-        step, loss = under_way.step, under_way.wait()
+        `losses` are this rank's micro-batch losses, scalars whose sum is the loss of its replica; empty if another
+        stage of the replica computes them. Ranks that share a stage all compute the same losses.
+
+        Raises:
+            NotFiniteError: it is infinite or NaN.
+        """
+        own = self._sum_of(losses)
+        total = own.clone()
+        with named(f"the loss of step {step}", "loss"):
+            dist.all_reduce(total)
+        return self._checked_loss(step, total.item() / times_counted(self.grid.layout), own)
+
+    def _sum_of(self, losses: Iterable[Tensor]) -> Tensor:
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        return sum((loss.detach().double() for loss in losses), zero)
+
+    def _checked_loss(self, step: int, loss: float, own: Tensor) -> float:
+        """Record the loss of the global batch, and return it; `own` is this rank's share."""
         self.records.loss = loss
         if not math.isfinite(loss):
-            cause = self._why_not_finite(step, under_way.own.item())
+            cause = self._why_not_finite(step, own.item())
             raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{self._lr_hint}")
         return loss
 
@@ -191,10 +207,6 @@ class Run(Generic[SettingsT]):
     def _lr_hint(self) -> str:
         """Return the end of a sentence about a value that is not finite."""
         return f" (is --lr {self.settings.lr:g} too large?)" if hasattr(self.settings, "lr") else ""
-
-    def sum_loss(self, step: int, losses: Iterable[Tensor]) -> LossSum:
-        """Start to add up the loss of the global batch."""
-        return LossSum(step, losses, self.grid.layout, self.device)
 
     def close(self) -> None:
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""

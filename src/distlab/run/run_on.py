@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from distlab.parallel.clipping import NormSum, is_too_long
 from distlab.reports import METRICS
 from distlab.reports.records import keep_records, read_steps
+from distlab.run.clipping import ClippingRun, LossSum
 from distlab.run.logs import RunLog
 from distlab.run.state_copy import StateCopy, parameters_of
-from distlab.run.steps import BatchT, LossSum, Steps
-from distlab.run.training import TrainingRun, TrainSettingsT
+from distlab.run.steps import BatchT, Steps
+from distlab.run.training import TrainSettingsT
 from simplellm.errors import require
 
 
@@ -208,7 +209,7 @@ class UndoableSteps(Steps[BatchT]):
         super()._evaluate(step)
 
 
-class UndoableRun(TrainingRun[TrainSettingsT]):
+class UndoableRun(ClippingRun[TrainSettingsT]):
     """A training run that keeps a copy of the state before the last update.
 
     With `--run-on`, `log` and `clip` do not wait for the loss and the norm of a step, which the next step checks.

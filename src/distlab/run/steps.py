@@ -1,16 +1,9 @@
-"""The steps of a run: each gets its batch, is timed and recorded, and is saved where that is due; and their losses."""
+"""The steps of a run: each gets its batch, is timed and recorded, and is saved where that is due."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from distlab.axes.layout import Layout, times_counted
-from distlab.comm.late import LateNumber
-from distlab.comm.names import named
 from distlab.comm.recorder import STEP
 from distlab.run.logs import remove_records_of_the_end
 from distlab.run.progress import Progress
@@ -107,22 +100,3 @@ class Steps(Generic[BatchT]):
 
 class NotFiniteError(RuntimeError):
     """A loss, or a norm of gradients, is infinite or NaN; all ranks raise this, with the same words."""
-
-
-class LossSum(LateNumber):
-    """The loss of a step's global batch, while it is added up over the ranks.
-
-    `losses` are this rank's micro-batch losses, scalars whose sum is the loss of its replica; empty if another stage of
-    the replica computes them. Ranks that share a stage all compute the same losses.
-    """
-
-    def __init__(self, step: int, losses: Iterable[Tensor], layout: Layout, device: torch.device) -> None:
-        self.step = step
-        self.own = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64, device=device))
-        total, self._counted = self.own.clone(), times_counted(layout)  # how many times each micro-batch is in the sum
-        with named(f"the loss of step {step}", "loss"):
-            super().__init__(total, dist.all_reduce(total, async_op=True))
-
-    def wait(self) -> float:
-        """Return the loss, the same number on all ranks."""
-        return self.read() / self._counted

@@ -1,7 +1,6 @@
 """A run that trains the lab's Llama on stories."""
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,7 +14,6 @@ from distlab.axes.layout import replicas_in
 from distlab.reports.memory import MemoryReport
 from distlab.run.model import Loss, ModelParts, build_optimizer, own_parameters
 from distlab.run.run import Run
-from distlab.run.steps import LossSum, NotFiniteError
 from distlab.run.terminal import RankOutput, counted, say
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
@@ -23,7 +21,6 @@ from simplellm.errors import require
 from simplellm.tokenizers import SPTokenizer
 
 if TYPE_CHECKING:
-    from distlab.parallel.clipping import NormSum
     from distlab.parallel.gradient_compression import Compressor
     from distlab.parallel.outer import OuterState
     from distlab.run.checkpointer import Batches
@@ -38,10 +35,7 @@ class TrainingRun(Run[TrainSettingsT]):
     """A run that trains the lab's Llama: options for its model and data, and the components that `track` creates."""
 
     validator: "Validator | None" = None  # with `--eval-every`
-    sums_exactly = False  # whether a norm is the same bit for bit, however many replicas add it up
     _optimizer: Optimizer | None = None
-    _step: int  # the current one
-    _loss_under_way: LossSum | None = None  # with `--clip-norm`, between `log` and `clip` or the update
     _batch: Tensor  # its token ids
 
     @property
@@ -117,8 +111,6 @@ class TrainingRun(Run[TrainSettingsT]):
         state: dict[str, Any] = {"shards": shards or {}, "gather": gather, "outer": outer, "compressor": compressor}
         parts = ModelParts.of(model, self.grid, owners, loss, self._sizes(), **state)
         self._track(parts, optimizer)
-        if args.clip_norm is not None:  # before an update, if the script does not call `clip`
-            optimizer.register_step_pre_hook(lambda *_: self._print_loss_under_way())
         if self.rank == 0 and self.recorder.programs:
             from distlab.pipeline.stages import remark_on_weight_gradients
 
@@ -170,14 +162,13 @@ class TrainingRun(Run[TrainSettingsT]):
             for group in self._optimizer.param_groups if self._optimizer else ():
                 group["lr"] = lr
             pinned = batch.pin_memory() if self.device.type == "cuda" else batch  # so that the copy is asynchronous
-            self._step, self._batch = step, pinned.to(self.device, non_blocking=True)
+            self._batch = pinned.to(self.device, non_blocking=True)
             with contextlib.ExitStack() as contexts:
                 if self.memory is not None and step == self.first_step:  # all steps save the same activations
                     contexts.enter_context(self.memory.counting())
                 if compiler is not None:
                     contexts.enter_context(compiler.applied())
                 yield step, self._batch
-                self._print_loss_under_way()  # if the script has neither clipped nor updated the weights
 
     def _is_validation_due(self, step: int) -> bool:
         return self.validator is not None and (step + 1) % (self.settings.eval_every or 1) == 0
@@ -187,6 +178,9 @@ class TrainingRun(Run[TrainSettingsT]):
         steps = self.settings.steps
         is_saved = self.checkpointer is not None and self.checkpointer.is_due(step, steps)
         return step + 1 == steps or is_saved or self._is_validation_due(step)
+
+    def _is_reported(self, step: int) -> bool:
+        return (step + 1) % getattr(self.settings, "report_every", 1) == 0 or self._needs_loss(step)
 
     def _validate(self, step: int) -> None:
         """With `--eval-every`, evaluate on the validation split."""
@@ -209,60 +203,20 @@ class TrainingRun(Run[TrainSettingsT]):
 
         return f": {find_in_step(self._parts, step, self._batch.chunk(self.settings.micro_batches))}"
 
-    def clip(self, optimizer: Optimizer) -> None:
-        """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
-
-        Call it between `log` and `optimizer.step`, on all ranks. Each weight counts once, whichever ranks hold it. The
-        ranks wait for the loss and the norm together; a GPU gets the work for both before the host waits.
-
-        Raises:
-            NotFiniteError: the loss or the norm is infinite or NaN, on all ranks.
-        """
-        most, step = self.settings.clip_norm, self._step
-        if most is None:
-            return
-        from distlab.parallel.clipping import clip
-        from distlab.run.state_copy import parameters_of
-
-        parameters = parameters_of(optimizer)
-        under_way = self._sum_norm(parameters)
-        under_way.leave()
-        self._print_loss_under_way()
-        norm = self.records.values["grad_norm"] = under_way.wait()
-        if not math.isfinite(norm):
-            from distlab.run.not_finite import find_gradient
-
-            cause = find_gradient(self._parts.by_stage(), self.grid)
-            raise NotFiniteError(f"the norm of the gradients of step {step} is {norm}: {cause}{self._lr_hint}")
-        clip([parameter.grad for parameter in parameters if parameter.grad is not None], norm, most)
-
-    def _sum_norm(self, parameters: Sequence[Tensor]) -> "NormSum":
-        """Start to add up the global norm of the current step's gradients."""
-        from distlab.parallel.clipping import sum_norm
-
-        what = f"the norm of the gradients of step {self._step}"
-        return sum_norm(parameters, self.grid, what, self.device, self.sums_exactly)
-
     def log(self, step: int, losses: Iterable[Tensor]) -> None:
         """Print the loss of the global batch; the arguments are as in `global_loss`.
 
         With `--report-every N`, the ranks add it up only after every N-th step; the records of other steps have no
-        loss. Call this before the update, which a non-finite loss prevents. With `--clip-norm`, `clip` waits for the
-        loss and prints it, or the update, if the script does not call `clip`.
+        loss. Call this before the update, which a non-finite loss prevents.
         """
-        if (step + 1) % getattr(self.settings, "report_every", 1) and not self._needs_loss(step):
-            return
-        self._loss_under_way = self.sum_loss(step, losses)
-        if self.settings.clip_norm is None:
-            self._print_loss_under_way()
-        else:
-            self._loss_under_way.leave()
+        if self._is_reported(step):
+            self._print_loss(step, self.global_loss(step, losses))
 
-    def _print_loss_under_way(self) -> None:
-        """Wait for the loss that `log` has started to add up, if it is not printed yet, and print it."""
-        if self._loss_under_way is not None:
-            under_way, self._loss_under_way = self._loss_under_way, None
-            self._print_loss(under_way.step, self._wait_for_loss(under_way))
+    def clip(self, optimizer: Optimizer) -> None:
+        """With `--clip-norm`, limit the norm of a step's gradients; see `ClippingRun`.
+
+        Call it between `log` and `optimizer.step`, on all ranks.
+        """
 
     def _print_loss(self, step: int, loss: float) -> None:
         line = f"{step} {loss:.8f}{self.records.speed()}"

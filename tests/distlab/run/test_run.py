@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ from support.processes import LAB, run, wait_for
 from support.small_models import saved_model
 from support.terminals import fork_python, terminals
 
+from distlab.axes.grid import Grid
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
+from distlab.run.clipping import LossSum
 from distlab.run.failure import Failure, refused_by_gpu
 from distlab.run.main import warn_of_other_checkout
-from distlab.run.steps import LossSum
-from distlab.settings.common import parse
+from distlab.run.run import Run
+from distlab.run.steps import NotFiniteError
+from distlab.settings.common import RunSettings, parse
 from distlab.settings.folders import new_folder
 from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import DataParallelSettings, DiLoCoSettings, WeightAverageSettings
@@ -184,13 +188,21 @@ def test_what_is_not_finite_is_named_in_the_order_of_the_model(where: str, name:
 def test_a_ranks_share_of_a_loss_stays_beside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the shares, the first rank is found whose loss is not finite."""
 
-    def make_not_finite(total: torch.Tensor, async_op: bool) -> None:
+    def make_not_finite(total: torch.Tensor, async_op: bool = False) -> None:
         total.fill_(torch.nan)
 
+    def cause(_: int, share: float) -> str:
+        return f", and the share was {share}"
+
     monkeypatch.setattr("torch.distributed.all_reduce", make_not_finite)
-    loss = LossSum(0, [torch.tensor(2.0)], {"dp": 2}, torch.device("cpu"))
-    assert loss.own == 2
+    own: Any = Run.__new__(Run)
+    own.device, own.grid, own.settings = torch.device("cpu"), Grid(0, {"dp": 2}), RunSettings()
+    own.records, own._why_not_finite = SimpleNamespace(), cause
+    with pytest.raises(NotFiniteError, match=r"the loss of step 0 is nan, and the share was 2\.0"):
+        own.global_loss(0, [torch.tensor(2.0)])
+    loss = LossSum(0, torch.tensor(2.0), 2)
     assert math.isnan(loss.wait())
+    assert loss.own == 2
 
 
 def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from distlab.checkpoints.format import latest_valid
 from distlab.comm.context import context_of
 from distlab.comm.recorder import StepTime
 from distlab.pipeline.executor import Pipeline
-from distlab.run.run_on import Arrived, LossSum, RunningOn, UndoableLog, UndoableRun
+from distlab.run.clipping import LossSum
+from distlab.run.run_on import Arrived, RunningOn, UndoableLog, UndoableRun
 from distlab.run.state_copy import StateCopy
 from distlab.run.steps import NotFiniteError
 from distlab.run.training import TrainingRun
@@ -196,7 +197,7 @@ def loss_of_step_3(transfer: Any) -> LossSum:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.all_reduce", begin)
-        return LossSum(3, [torch.tensor(1.0)], {"dp": 2}, torch.device("cpu"))
+        return LossSum(3, torch.tensor(1.0), 2)
 
 
 def running_on(tell: Callable[[int, float, float | None], None], **options: float) -> RunningOn:
