@@ -130,7 +130,7 @@ def _by_replica(rows: list[float], own: int, n: int, member: str) -> Mistake:
         if _near(rows[own], 1):
             return Mistake("not-added-up", f"{its_own}, divided by {n}, but not added up")
         scale = "" if _near(rows[own], n) else f", {_factor(rows[own] / n)} as large"
-        return Mistake("not-averaged", f"{its_own}{scale}: it was not averaged")
+        return Mistake("not-averaged", f"{its_own}{scale}: it was not averaged, or the average went elsewhere")
     if len(present) == 1 < n - 1:
         return Mistake("one-rank-only", f"is that of {member} {present[0]}'s sequences alone; the others' are lost")
     if len(present) < n:

@@ -104,11 +104,12 @@ EXERCISES = [
         task="""Write two collectives in which every rank sends to the next one and receives from the one before, at the
         same time, size - 1 times. After `allgather_ring`, `gathered[r]` is rank r's tensor, on every rank. After
         `reducescatter_ring`, `scattered` on rank r is block r of the sum of all ranks' `tensor` (size, *shape of
-        `scattered`), which does not change. One after the other, the two are the all-reduce with the fewest bytes.
+        `scattered`); `tensor` stays as it is. The second and then the first are the all-reduce with the fewest bytes.
 
         Given: `shift(data, received, endpoint)` sends `data` to the next rank and receives from the one before into
         `received`; `reduce_function(op, dtype)` returns a function `combine(a, b, out=c)`; `scratch_buffer(tensor,
-        number)` is memory, another for each number.""",
+        number)` is memory, another for each number. You need not handle tensors that are not contiguous or have a wrong
+        shape, for which `in_place` and `one_for_each_rank` are imported.""",
         hints=(
             "All-gather: in each turn, pass on what you have just received. In turn t, whose tensor is that?",
             "Reduce-scatter: a partial sum of block b starts at rank b + 1, and ends at rank b. Each rank on its way "
