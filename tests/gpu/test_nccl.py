@@ -10,6 +10,8 @@ from support.processes import run
 # Most important first. Ranks share a GPU if there are too few; six sequences to a step.
 LINES = """
 dp-ga --world-size 2 --batch-size 3
+dp-overlap --world-size 2 --batch-size 3
+dp-buckets --world-size 2 --batch-size 3
 cp-ring --world-size 2 --batch-size 6
 cp-ring --world-size 3 --batch-size 6
 5d --dp 1 --pp 2 --cp 2 --batch-size 6

@@ -8,6 +8,8 @@ from support.gpu_runs import NEAR, SAME, GPURun, assert_trained_alike, launch, t
 FLOAT32 = """
 primer --batch-size 6
 dp-ga --world-size 3 --batch-size 2
+dp-overlap --world-size 3 --batch-size 2
+dp-buckets --world-size 3 --batch-size 2
 pp-dapple --world-size 3 --batch-size 6 --micro-batches 6
 hybrid --dp 2 --pp 2 --tp 2 --batch-size 3
 ddp --world-size 3 --batch-size 2
