@@ -293,13 +293,6 @@ def test_a_wrong_value_in_a_terminal(script: str, flags: list[str], sentence: st
     assert "which runs now" not in ended.out
 
 
-def test_a_script_says_which_one_runs_in_its_place(tmp_path: Path) -> None:
-    flags = [*TINY, "--steps", "1", "--world-size", "1", "--out", tmp_path]
-    ended = fork_python(GA, "0", *flags, "--compress", "topk").finish()
-    assert ended.status == 0
-    assert ended.out.startswith("# these flags are those of intro_DP_buckets.py, which runs now\n")
-
-
 def test_quickstart_is_a_run_whose_model_tells_a_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its flags, of which the user's own may replace any."""
     monkeypatch.chdir(tmp_path)

@@ -52,7 +52,7 @@ def test_steps_that_run_on() -> None:
         "stage 1    . F0 I0 F1 I1 F2 I2 W0 W1 W2 F3 I3 F4 I4 F5 I5 W3 W4 W5",
     ]
     assert lines[-1] == "# idle on average, 2 steps: 5.3%"
-    *lines, last = show(Request("gpipe", stages=2, cost_per_stage="1,2", steps=2, run_on=True))
+    *lines, last = show(Request("gpipe", stages=2, cost_per_stage="1,2", steps=3, run_on=True))
     first, second = (float(idle) for idle in re.findall(r": idle ([\d.]+)%", "\n".join(lines)))
     assert first != second
     assert float(last.rpartition(": ")[2].rstrip("%")) == pytest.approx((first + second) / 2, abs=0.11)
@@ -78,6 +78,7 @@ def test_uneven_stages_parts_of_the_backward_pass_and_the_limit_of_auto() -> Non
         (Request("gpipe", transfer=1), False),
         (Request("gpipe", stages=2, cost_per_stage="1,2"), False),
         (Request("dapple", recompute=True), False),
+        (Request("dapple", pipelines=2), False),
     ],
 )
 def test_the_formula_is_shown_where_it_holds(asked: Request, shown: bool) -> None:

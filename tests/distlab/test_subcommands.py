@@ -2,8 +2,10 @@
 
 import importlib
 import re
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.planner_machines import cluster
@@ -67,6 +69,19 @@ def test_a_topology_may_follow_the_word_launch(capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert shown.startswith("usage: ./launch.sh primer ")
     assert re.search(r"--resume DIR .*(\s.*){1,3}\(default: a new run\)", shown), "not None"
+
+
+@pytest.mark.parametrize(
+    ("before", "then"), [(signal.SIG_DFL, signal.default_int_handler), (signal.SIG_IGN, signal.SIG_IGN)]
+)
+def test_ctrl_c_interrupts_a_subcommand_unless_it_is_ignored(before: Any, then: Any) -> None:
+    """It has to end what it has started; in a script's background, Ctrl-C is for others."""
+    own = signal.signal(signal.SIGINT, before)
+    try:
+        launch(["exercise"])
+        assert signal.getsignal(signal.SIGINT) is then
+    finally:
+        signal.signal(signal.SIGINT, own)
 
 
 def test_help_of_a_lesson_lists_the_flags_of_the_scripts_that_run_instead(capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,13 +199,13 @@ def test_launch_finds_mpirun_beside_the_interpreter_first(
     other.touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     script, python = str(MPI / "mpi-test.py"), sys.executable
-    for executable, flags in ((python, ""), (python, "--seed 3 --world_size=5"), ("/nowhere/python", "")):
+    for executable, flags in ((python, ""), (python, "--seed 3 --world_size=1"), ("/nowhere/python", "")):
         monkeypatch.setattr(sys, "executable", executable)
         with pytest.raises(SystemExit):
             launch_command(["mpi", *flags.split()])
     assert no_exec == [
         [MPIRUN, "-n", "8", python, script],
-        [MPIRUN, "-n", "5", python, script, "--seed", "3"],
+        [MPIRUN, "-n", "1", python, script, "--seed", "3"],
         [str(other), "-n", "8", "/nowhere/python", script],
     ]
 

@@ -120,9 +120,9 @@ class Repairs:
         """Count spares among the ranks as soon as they, and those for the other slices, are ready to train."""
         ready = {rank: number for number, rank in self._taking.items() if self._arbiter.is_ready(number)}
         for unit in self._units:
-            if ready.keys().isdisjoint(unit) or not ready.keys() | self._ranks.processes.keys() >= {*unit}:
+            if not ready.keys() >= {*unit}:
                 continue
-            new = {ready[rank]: rank for rank in unit if rank in ready}
+            new = {ready[rank]: rank for rank in unit}
             for number, rank in new.items():
                 self._ranks.count_spare(number, rank)
                 del self._taking[number]

@@ -111,7 +111,7 @@ class Arbiter:
         self._epoch += 1
         self._gone |= {str(rank): why for rank, why in gone.items()}
         self._newcomers |= {str(rank): number for number, rank in (newcomers or {}).items()}
-        old = [rank for rank in self._alive if rank in alive and rank not in gone]
+        old = [rank for rank in self._alive if rank in alive]
         self._alive = old + sorted(rank for rank in alive if rank not in old)
         news = News(self._epoch, tuple(self._alive), self._newcomers, self._gone, time.time())
         self._store.set(NEWS, json.dumps(asdict(news)))

@@ -17,7 +17,7 @@ from support.processes import free_port, wait_for
 
 from distlab.launching.launcher_flags import Nodes, assign_ranks, read_flags
 from distlab.launching.local_ranks import run_ranks
-from distlab.launching.nodes import NodeRendezvous
+from distlab.launching.nodes import ElsewhereError, NodeRendezvous
 from distlab.machine.devices import Place
 from distlab.machine.network import interface_of, own_address
 from distlab.rendezvous.ranks import say_hosts
@@ -90,8 +90,8 @@ def test_machines_join_again_in_every_round() -> None:
 
 
 def test_a_failed_machine_is_followed_into_the_next_round() -> None:
-    first = join(0, (1, 1), 0)
-    second = join(1, (1, 1), first.port)
+    first = join(0, (1, 1), 0, max_restarts=2)
+    second = join(1, (1, 1), first.port, max_restarts=2)
     with ThreadPoolExecutor() as pool:
         list(pool.map(NodeRendezvous.next_round, (first, second)))
         assert not first.has_next_round()
@@ -101,6 +101,9 @@ def test_a_failed_machine_is_followed_into_the_next_round() -> None:
         first.next_round()
         restarted.result(5)
     assert first.restarts == second.restarts == 1
+    second.leave("rank 1 failed")
+    with pytest.raises(ElsewhereError, match="on another machine, node 1, rank 1 failed"):
+        first.next_round()
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +177,13 @@ def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
         assert launcher.pid is not None
         if has_nohup:
             os.kill(launcher.pid, signal.SIGHUP)
+            other = join(1, (1, 1), port, max_restarts=0)
+            assert wait_for(other.has_next_round, 30), "node 0 waits for it"
         os.kill(launcher.pid, sent)
+        if has_nohup:
+            with pytest.raises(ElsewhereError, match=f"node 0, the launcher was terminated by {sent.name}"):
+                wait_for(other.check_others, 5)  # type: ignore[arg-type]
+            other.leave("")
         launcher.join(5)
         assert launcher.exitcode == 128 + sent
         assert [line for line in written(out).splitlines() if looks not in line] == [f"# terminated by {sent.name}"]

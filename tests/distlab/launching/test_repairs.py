@@ -80,6 +80,7 @@ def test_a_spare_that_comes_after_the_others_have_finished_hears_that_they_have(
     store[f"{READY}/newcomer1"] = ""
     if is_counted:
         repairs.look()
+        assert News.from_json(store[NEWS]).alive == (1, 0), "those that have been there longer come first"
     del ranks.processes[1]
     ranks.ended.append(1)
     repairs.look()
@@ -104,6 +105,7 @@ def test_a_spare_waits_for_those_of_other_slices_and_other_ranks_for_no_news(mon
     assert news.epoch == 2
     counted.join(10)
     arbiter.tell([0, 1, 3], {2: "died"})
+    assert News.from_json(store[NEWS]).processes() == {0: 0, 1: 0, 3: 2}
     with pytest.raises(NewsError):
         survivor.agree(news, Answer(Position(0, TAKE), 0), 5)
 
@@ -127,13 +129,15 @@ def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.Captu
     assert capfd.readouterr().err == sentence
 
 
-def test_no_spare_is_started_for_a_run_that_cannot_be_repaired() -> None:
+@pytest.mark.parametrize("why", ["recurs_on_restart", "is_diagnosed"])
+def test_no_spare_is_started_for_a_run_that_cannot_be_repaired(why: str) -> None:
     ranks, store = FakeRanks(), Store()
-    repairs = Repairs(SimpleNamespace(layout={"dp": 2}), spares=1)  # type: ignore[arg-type]
+    settings: Any = SimpleNamespace(layout={"dp": 2}, why_lost=lambda _: "")
+    repairs = Repairs(settings, spares=1)
     repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
     store.update({f"{READY}/0": "", f"{READY}/1": ""})
     del ranks.processes[0]
-    ranks.failures[0], ranks.ended = SimpleNamespace(cause="failed", cannot_be_repaired=True), [0]
+    ranks.failures[0], ranks.ended = RankFailure(1, {"message": "failed", why: True}, 0), [0]
     repairs.look()
     assert ranks.spares == []
 
@@ -143,7 +147,7 @@ def after_a_death(ranks: FakeRanks, store: Store, spares: int = 2) -> Repairs:
     ranks.processes |= {2: object(), 3: object()}
     settings: Any = SimpleNamespace(layout={"dp": 2, "tp": 2}, why_lost=lambda _: "")
     repairs = Repairs(settings, spares)
-    repairs.begin(ranks, store, [{}] * 4)  # type: ignore[arg-type]
+    repairs.begin(ranks, store, [{"RANK": f"{rank}"} for rank in range(4)])  # type: ignore[arg-type]
     store.update({f"{READY}/{rank}": "" for rank in range(4)})
     repairs.look()
     del ranks.processes[3]
@@ -156,11 +160,16 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
     exited: dict[int, RankFailure] = {}
     ranks.kill_spare = killed.append  # type: ignore[attr-defined]
     ranks.exited_spares = lambda: exited  # type: ignore[method-assign]
-    repairs = after_a_death(ranks, store)
+    repairs = after_a_death(ranks, store, spares=3)
     repairs.look()
-    assert {f"{PLACE}/1", f"{PLACE}/2"} <= store.keys(), "one for each of the two slices"
+    places = [json.loads(store[f"{PLACE}/{number}"])["RANK"] for number in (1, 2)]
+    assert places == ["2", "3"], "one for each of the two slices"
     store[f"{READY}/newcomer1"] = ""
     exited[2] = RankFailure(1, {}, 0)
+    repairs.look()
+    assert json.loads(store[f"{PLACE}/3"])["RANK"] == "3", "it is replaced while there is another spare"
+    exited.clear()
+    exited[3] = RankFailure(1, {}, 0)
     repairs.look()
     exited.clear()
     repairs.look()
@@ -226,7 +235,7 @@ sys.exit(1)
 
 def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
     ranks, store = FakeRanks(), Store()
-    repairs = after_a_death(ranks, store, spares=5)
+    repairs = after_a_death(ranks, store, spares=3)
     assert ranks.spares == [1, 2], "one for each slice waits for a death"
     for number, alive in ((2, (0, 1)), (1, (0, 1, 2, 3))):
         repairs.look()
@@ -235,7 +244,7 @@ def test_spares_for_slices_of_the_same_layers_are_counted_together() -> None:
         assert News.from_json(store[NEWS]).alive == alive
     partner = "has slices of the same layers as rank 3 and was ended"
     assert News.from_json(store[NEWS]).gone == {"2": partner, "3": "died"}
-    assert ranks.spares == [1, 2, 3, 4]
+    assert ranks.spares == [1, 2, 3], "no more than were asked for"
 
 
 @pytest.mark.parametrize(

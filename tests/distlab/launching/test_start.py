@@ -2,16 +2,23 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
-from distlab.launch import TOPOLOGIES, find_script
+from distlab.launch import TOPOLOGIES, find_script, launch
 from distlab.launching.local_ranks import temporary_folder
-from distlab.launching.start import tell_story, whole_sentences
+from distlab.launching.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
+from distlab.launching.processes import RankFailure
+from distlab.launching.start import check_story, tell_story, whole_sentences
+from distlab.rendezvous.store import StoreError
 from distlab.settings.common import RunSettings
 from distlab.settings.scripts import read_script, read_script_for
+from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
@@ -72,6 +79,8 @@ def test_a_refusal_is_not_about_a_flag_that_was_not_given(tmp_path: Path) -> Non
     flags = f"--out {tmp_path} --save-every 1 --eval-every 1".split()
     with pytest.raises(InputError, match=f"^--out {tmp_path}: .* is in the way"):
         read_script_for(LAB / "hybrid/intro_hybrid.py", flags)
+    with pytest.raises(InputError, match=f"^--out {tmp_path}: .* is in the way"):  # of the checkpoint of the story
+        launch(["dp-ga", "--out", str(tmp_path), "--tell", "Once"])
     with pytest.raises(InputError, match=r"^--repair on with --eval-every: "):
         read_script_for(LAB / "hybrid/intro_hybrid.py", [*flags, "--repair"])
 
@@ -132,6 +141,15 @@ def test_a_story_that_stopped_at_a_limit_ends_with_a_whole_sentence(told: str, s
     assert next(whole_sentences([f"{told}\n", "# the model ended its story\n"])) == told
 
 
+def test_the_beginning_of_a_story_may_be_as_long_as_the_resumed_model_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(record={"model": {"ctx_size": 64}})
+    monkeypatch.setattr("distlab.launching.start.latest_valid", lambda *_, **__: found)
+    settings = TrainSettings(seq_len=2, resume=tmp_path)
+    assert check_story("Once upon a time", settings, "script.py") is settings
+
+
 def test_a_story_is_printed_in_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +160,28 @@ def test_a_story_is_printed_in_comments(
     monkeypatch.setattr("distlab.launching.start.tell", tell)
     assert tell_story(tmp_path, "Once", "cpu") == 3
     assert capsys.readouterr().out == f"# Am\u00e9lie sang {tmp_path}.\n# 3 tokens\n"
+
+
+LOST = RankFailure(1, {"message": "rank 1 is gone", "status": 1, "lost_a_peer": True, "names_rank": True}, 5)
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "told", "told_elsewhere"),
+    [
+        ({0: LOST}, 1, "rank 1 is gone", "rank 1 is gone"),
+        (InputError("spare 1: no room"), 2, "spare 1: no room", "spare 1: no room"),
+        (ElsewhereError("on another machine, node 1, nan"), 1, "on another machine, node 1, nan", ""),
+        (StoreError("no answer", TimeoutError()), 1, LOST_NODE_0, ""),
+    ],
+)
+def test_how_ranks_ended_is_told_here_and_to_other_machines_unless_they_know(
+    end: Any, status: int, told: str, told_elsewhere: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (script := tmp_path / "never_started.py").touch()
+    monkeypatch.setattr("distlab.launching.local_ranks.supervise", Mock(side_effect=[end]))
+    monkeypatch.setattr(NodeRendezvous, "leave", lambda _, cause: print(f"left: {cause}", flush=True))
+    ended = fork_launcher(script).finish()
+    assert (ended.status, ended.err, ended.out) == (status, f"# {told}\n", f"left: {told_elsewhere}\n")
 
 
 @pytest.mark.parametrize(("kills", "by"), [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGABRT")])
@@ -182,6 +222,7 @@ def test_a_script_with_more_flags_takes_over(flags: list[str], name: str, starts
         ended = fork_launcher(tmp_path / "lesson.py", *flags).finish()
     assert ended.status == 0, ended.err
     assert f"this is {name} of 1" in ended.out
+    assert ended.out.startswith("# these flags are those of more.py, which runs now\n") == (name == "more")
 
 
 def test_a_rank_that_fails_before_it_has_joined_the_others_is_named(tmp_path: Path) -> None:

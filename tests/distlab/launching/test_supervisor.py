@@ -63,7 +63,10 @@ def run(
 
 
 @pytest.mark.parametrize("forks", [True, False])
-def test_ranks_have_numbers_and_sessions_and_finish_when_all_machines_have(forks: bool, tmp_path: Path) -> None:
+def test_ranks_have_numbers_and_sessions_and_finish_when_all_machines_have(
+    forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "9")  # of the launcher, which another one has started
     tells = "(folder / os.environ['RANK']).write_text(os.environ['LOCAL_RANK'] + str(os.getsid(0) == os.getpid()))"
     rounds = Rounds()
     assert run(tells, tmp_path, rounds, forks=forks) == {}
@@ -203,27 +206,6 @@ while True:
             os.kill(int((tmp_path / rank).read_text()), 0)
 
 
-def test_a_signal_while_interpreters_start_does_not_lose_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class StartedAtASignal(subprocess.Popen[bytes]):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)  # it may arrive in another thread
-
-    script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(60)")
-    ranks, before = Ranks([str(script)], tmp_path / "errors", []), signal.signal(signal.SIGTERM, raise_signal)
-    monkeypatch.setattr(subprocess, "Popen", StartedAtASignal)
-    try:
-        with pytest.raises(TerminatedError):
-            ranks.start([{"RANK": "3"}, {"RANK": "5"}])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        found = [*ranks.processes]
-        ranks.end(signal.SIGKILL)
-    assert found == [3, 5]
-
-
 def test_of_a_spare_that_has_exited_the_cause_is_known_and_one_that_is_stopped_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"""
@@ -247,6 +229,7 @@ sys.exit(1)
     finally:
         ranks.end(signal.SIGKILL)
     assert causes == {1: "was terminated by SIGKILL", 2: "failed: a bad row"}
+    assert not ranks.exited_spares(), "each is told once"
 
 
 def test_a_rank_that_was_stopped_and_goes_on_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,5 +275,6 @@ sys.exit(1)
         ranks.count_spare(1, 3)
         os.kill(ranks.processes[3].pid, signal.SIGKILL)
         assert failure() == (-signal.SIGKILL, {})
+        assert not ranks.exited_spares(), "it was a rank"
     finally:
         ranks.end(signal.SIGKILL)

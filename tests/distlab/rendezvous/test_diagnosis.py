@@ -114,6 +114,7 @@ def test_a_rank_that_reported_why_it_ended_is_the_cause() -> None:
     found = explain(receives(0, 1, lost_a_peer=True), receives(2, 0), rank1="MemoryError: 3 GB")
     assert found.sentence == "rank 1 failed: MemoryError: 3 GB"
     assert "  rank 1  has exited: MemoryError: 3 GB" in found.picture
+    assert explain(receives(0, 1), rank1="nan", rank2="also nan").sentence == "rank 1 failed: nan", "the others follow"
     found = explain(receives(0, 1, lost_a_peer=True), receives(1, 0), rank2="MemoryError: 3 GB")
     assert found.sentence == "rank 2 failed: MemoryError: 3 GB", "though nobody waits for it"
 
@@ -259,6 +260,7 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
         ({4: failure(-40, 100)}, "rank 4 (stage 1 of replica 1) failed: it was terminated by signal 40"),
         ({3: LOST, 4: failure(1, 101, "no disk", status=1)}, "rank 4 (stage 1 of replica 1) failed: no disk"),
         ({4: failure(1, 100, "rank 4 has no disk", status=1)}, "rank 4 has no disk"),
+        ({3: failure(1, 100, "rank 4 is odd", status=1)}, "rank 3 (stage 0 of replica 1) failed: rank 4 is odd"),
     ],
 )
 def test_the_launcher_names_the_rank_that_failed_first_with_its_place(failures: Any, sentence: str) -> None:

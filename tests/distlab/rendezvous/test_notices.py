@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -83,9 +84,10 @@ def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
 
 
 def board_of_rank_1(
-    store: dist.Store, is_rank_0s: bool = True, device: str = "cpu", rank: int = 1, ranks: int = 2
+    store: dist.Store, is_rank_0s: bool = True, device: str = "cpu", rank: int = 1, ranks: int = 2, own: Any = ()
 ) -> notices.NoticeBoard:
-    waits = SimpleNamespace(waits_for=lambda _: None, timeout_seconds=5, timeout_name="--timeout")
+    """A board whose rank waits for the last of `own`, if there is any."""
+    waits = SimpleNamespace(waits_for=lambda _: [None, *own][-1], timeout_seconds=5, timeout_name="--timeout")
     context = SimpleNamespace(
         rank=rank, world_size=ranks, describe="rank {}".format, waits=waits, begun={}, held_back=dict
     )
@@ -116,20 +118,26 @@ def test_a_failure_counts_more_than_the_answer_of_the_same_rank() -> None:
     found = board.explain(lost_wait())
     own.set("ended/0", "no room")
     last = board.explain(TrafficError("", TimeoutError(), Wait("the tensor", "receive", (0,))))
-    board.close()
     assert found is not None
+    for is_partial in (True, False):
+        board.publish_diagnosis(replace(found, is_partial=is_partial))
+        assert own.check(["diagnosis"]) != is_partial, "others see as much by themselves"
+    board.close()
     assert "  rank 0  waits to send the loss  -> rank 1" in found.picture
     assert time.monotonic() - started < notices.SECONDS_FOR_OTHERS
     assert last is not None
     assert last.sentence == "rank 0 failed: no room", "and its exit more than both"
 
 
-def test_a_board_that_is_asked_closes_at_once() -> None:
+def test_a_board_that_is_asked_answers_again_when_its_rank_waits_and_closes_at_once() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     own = dist.PrefixStore("notices", store)
     own.set("asked", "")
-    board = board_of_rank_1(store)
+    waits: list[Wait] = []
+    board = board_of_rank_1(store, own=waits)
     assert wait_for(lambda: own.check(["answers/1"]))
+    waits.append(Wait("the loss", "send", (0,)))
+    assert wait_for(lambda: Notice.from_json(own.get("answers/1").decode()).wait == waits[0])
     started = time.monotonic()
     board.close()
     assert time.monotonic() - started < notices.SECONDS_FOR_THE_STORE
