@@ -26,11 +26,8 @@ def load(script: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.argv = [str(script)]
-    start, main.main = main.main, _refuse_to_start  # what the file imports
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        main.main = start
+    main.main = _refuse_to_start  # what the file imports; this process is a rank that tries it
+    spec.loader.exec_module(module)
     return module
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,8 @@ def run_exhibit(submission: Submission, exhibit: Exhibit, **others: Any) -> tupl
     first, whole = folder / "first", folder / "run"
     until = values | {"out": first, "steps": stops, "save_every": stops}
     before, losses = run_script(submission, exhibit.trial, until)
-    again = replace(submission, port=submission.port + 1)
     rest = values | {"resume": first, "record_gradients": STEPS - stops}
-    reports, later_losses = run_script(again, exhibit.trial, rest)
+    reports, later_losses = run_script(submission, exhibit.trial, rest)
     shutil.copytree(first / RECORDED, whole / RECORDED, dirs_exist_ok=True)
     for earlier, report in zip(before, reports, strict=True):
         for kind in ("logged", "tokens"):

@@ -57,6 +57,12 @@ def test_the_run_of_one_process_is_computed_once_for_all_files() -> None:
     assert expected_of(trial) is expected_of(trial)
 
 
+def test_a_script_is_trained_in_each_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab_exercises.training.try_layout", lambda *_: None)
+    trials = [verdict.trial for verdict in check(EXERCISES["dp-ga"], tmp_path / "mine.py")]
+    assert trials == ["train: 3 replicas, 2 micro-batches", "train: 2 replicas, 1 micro-batch"]
+
+
 def test_an_exercise_over_mpi_without_mpi4py_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

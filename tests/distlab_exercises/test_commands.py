@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,11 @@ def test_what_cannot_work_is_said_in_a_sentence(
 
 
 def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for student, solved in (("ada", True), ("bob", False)):
-        hand_in(tmp_path / student / "broadcast.py", "broadcast", solved)
+    unwritten = 'def broadcast_{0}(*_, **__):\n    raise NotImplementedError("write broadcast_{0}")\n'.format
+    for student in ("ada", "bob"):
+        hand_in(tmp_path / student / "broadcast.py", "broadcast")
+    with (tmp_path / "bob/broadcast.py").open("a") as file:
+        file.writelines(map(unwritten, ("naive", "tree")))
     (tmp_path / "notes.py").write_text("print('not an exercise')\n")
     (tmp_path / "intro_DP_GA.py").write_text("print('its first lines are gone')\n")
     (tmp_path / "bytes.py").write_bytes(b"\xff")
@@ -123,13 +127,14 @@ def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys
     ada, bob = [json.loads(line) for line in written.out.splitlines()]
     assert (ada["exercise"], ada["passed"]) == ("broadcast", True)
     assert ada["file"].endswith("ada/broadcast.py")
+    assert 0 <= sum(trial["seconds"] for trial in ada["trials"]) <= ada["seconds"] + 0.1
     assert bob["passed"] is False
-    assert [trial["mistake"] for trial in bob["trials"]] == ["not-written"] * 3
+    assert [trial["mistake"] for trial in bob["trials"]] == ["not-written"] * 2 + [""]
     with (tmp_path / "ada/broadcast.py").open("a") as file:
         file.write("import distlab.pipeline.auto\n")
     assert launch(["check", str(tmp_path / "ada"), str(tmp_path / "bob")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "2 to 8 ranks" in line] == ["right"] * 3 + ["WRONG"] * 3
+    assert [line.split()[0] for line in lines if "2 to 8 ranks" in line] == ["right"] * 3 + ["WRONG"] * 2 + ["right"]
     files, title = (tmp_path / name / "broadcast.py" for name in ("ada", "bob")), EXERCISES["broadcast"].title
     assert [line for line in lines if line.startswith("# /")] == [f"# {file}: broadcast, {title}" for file in files]
     imports = lines[lines.index("# passed") - 1]
@@ -216,7 +221,7 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         own = f'raise NotImplementedError("write broadcast_{name}")'
         text = text.replace(own, f"algorithms.broadcast_{name}(tensor, src, endpoint)")
     stolen.write_text(text)
-    kills = hand_in(course / "dan/my/pp-gpipe/intro_PP_microbatches.py", "pp-gpipe")  # its first lines are gone
+    kills = hand_in(course / "abe/my/pp-gpipe/intro_PP_microbatches.py", "pp-gpipe")  # its first lines are gone
     kills.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n")  # the process that checks it
     (course / "eva").mkdir()
     latin = course / os.fsdecode(b"J\xf6rg")  # a name in another encoding than UTF-8
@@ -229,9 +234,11 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         (course / cache).mkdir()
         (course / cache / "gpipe.py").write_text("def gpipe(): ...\n")
     table, record = tmp_path / "grades.csv", tmp_path / "grades.json"
+    started = time.monotonic()
     assert launch(["grade", str(course), "--csv", str(table), "--json", str(record)]) == 1
-    told = capsys.readouterr().out
+    seconds, told = time.monotonic() - started, capsys.readouterr().out
     found = json.loads(record.read_text())
+    assert max(grade["seconds"] for grade in found["grades"]) < seconds
     results = {(grade["student"], grade["exercise"]): (grade["result"], grade["mistake"]) for grade in found["grades"]}
     missing = {(student, "pp-gpipe"): ("missing", "") for student in ("bob", "cem", "eva")}
     assert results == missing | {
@@ -239,8 +246,8 @@ def test_a_course_has_a_row_for_each_student_and_exercise(tmp_path: Path, capsys
         ("ada", "pp-gpipe"): ("passed", ""),
         ("bob", "broadcast"): ("wrong", "not-written"),
         ("cem", "broadcast"): ("passed", ""),
-        ("dan", "broadcast"): ("missing", ""),
-        ("dan", "pp-gpipe"): ("wrong", "no-answer"),
+        ("abe", "broadcast"): ("missing", ""),
+        ("abe", "pp-gpipe"): ("wrong", "no-answer"),
         ("eva", "broadcast"): ("missing", ""),
         ("J\N{REPLACEMENT CHARACTER}rg", "broadcast"): ("missing", ""),
         ("J\N{REPLACEMENT CHARACTER}rg", "pp-gpipe"): ("wrong", "not-written"),
@@ -292,16 +299,16 @@ solution = __import__("distlab.pipeline.auto")
 def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = hand_in(tmp_path / "ada/mine.py", "ep-permutation")
     (tmp_path / "bob").mkdir()
     other = hand_in(tmp_path / "ada/other.py", "broadcast")
     assert launch(["grade", str(tmp_path), "--exercise", "ep-permutation"]) == 1
     told = capsys.readouterr().out
-    assert "# trying 1 file, " in told, "of the two"
-    assert "# 1 of 2 passed" in told
+    assert "# trying 0 files, " in told, "of the one"
+    assert "# 0 of 2 passed" in told
     assert f"# not graded: {other}: is not asked for\n" in told
     other.unlink()
     (tmp_path / "bob").rmdir()
+    path = hand_in(tmp_path / "ada/mine.py", "ep-permutation")
     monkeypatch.setattr("distlab_exercises.grading.SECONDS_BETWEEN_LINES", 0)
     assert launch(["grade", str(tmp_path)]) == 0
     told = capsys.readouterr().out
@@ -325,10 +332,12 @@ def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
 
 
 def test_no_more_files_are_checked_at_once_than_asked_for(tmp_path: Path) -> None:
-    alone = f"import time\nopen({str(tmp_path / 'busy')!r}, 'x')\ntime.sleep(0.1)\n"
+    alone = f"open({str(tmp_path / 'busy')!r}, 'x')\ntime.sleep(0.1)\nos.unlink({str(tmp_path / 'busy')!r})\n"
     for student in ("ada", "bob"):
         path = hand_in(tmp_path / f"course/{student}/mine.py", "ep-permutation")
-        path.write_text(f"{path.read_text()}\n{alone}import os; os.unlink({str(tmp_path / 'busy')!r})\n")
+        (path.parent / "beside.py").write_text("NAME = 'a module of the student'\n")
+        begins = "import beside, os, sys, time\nassert sys.argv == [__file__]\n"
+        path.write_text(f"{path.read_text()}\n{begins}{alone}")
     assert launch(["grade", str(tmp_path / "course"), "--at-once", "1"]) == 0
 
 

@@ -15,7 +15,10 @@ import torch.distributed as dist
 from support.processes import alive, wait_for
 from support.written_records import SHAPE, record
 
+from distlab.comm.waits import Wait
+from distlab.rendezvous.diagnosis import Notice
 from distlab.settings.common import RunSettings
+from distlab.settings.training import TrainSettings
 from distlab_compare.records import Recordings
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.collectives import name_difference, whose
@@ -42,11 +45,17 @@ def test_a_part_that_is_missing_is_told_before_what_fails_without_it() -> None:
         assert trouble(reports[:count]).mistake == mistake
 
 
+def test_only_ranks_at_one_line_are_said_to_be_in_the_same_collective() -> None:
+    waits = [Notice(rank, Wait("the sum", "collective", (1 - rank,), 0), {"0,1": 1}).to_json() for rank in range(2)]
+    reports = [Report(rank, "stuck", ["waits"], line=f"line {rank}", notice=wait) for rank, wait in enumerate(waits)]
+    assert trouble(reports).sentences[0] == "the ranks wait for each other, and none can go on"
+
+
 def misbehave(rank: int, submission: Submission) -> Facts:
     """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started a process that leaves its group."""
     if rank == 0:
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        (submission.folder / "pid").write_text(str(child.pid))
+        Path("pid").write_text(str(child.pid))  # in its folder
         while True:
             time.perf_counter()
     if rank == 1:
@@ -97,6 +106,8 @@ def test_a_port_at_which_another_program_listens_is_passed_over(monkeypatch: pyt
 def test_settings_of_a_file_that_cannot_work_are_refused() -> None:
     with pytest.raises(InputError, match="--timeout 0: "):
         settings_for(0, RunSettings(), RunSettings, {"timeout": 0})
+    with pytest.raises(InputError, match="the file needs DEFAULTS, of the class TrainSettings, as in its chapter"):
+        settings_for(0, RunSettings(), TrainSettings, {})
 
 
 def exit_early(rank: int, submission: Submission) -> Facts:
@@ -204,12 +215,13 @@ def stand_still_in_turn(rank: int, submission: Submission) -> Facts:
     while not turns[1].exists():
         pass
     time.sleep(rank / 2)
-    return {}
+    return {"seed": torch.initial_seed()}
 
 
 def test_a_rank_that_moves_on_does_not_stand_still(tmp_path: Path) -> None:
     reports = Submission(Path(__file__), tmp_path, Patience(still=0.7, longest=20)).run_ranks(2, stand_still_in_turn)
     assert [report.state for report in reports] == ["ended", "ended"]
+    assert reports[0].facts != reports[1].facts, "each draws random numbers of its own"
 
 
 @pytest.mark.parametrize(

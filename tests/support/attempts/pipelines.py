@@ -109,11 +109,6 @@ ATTEMPTS = {
             "return [kind(stage, k) for kind in (Forward, Backward) for k in range(micro_batches - stage)]",
         ),
         Attempt(
-            "missing",
-            "stage 0 lacks F0 and B0",
-            "return [kind(stage, k) for kind in (Forward, Backward) for k in range(1, micro_batches)]",
-        ),
-        Attempt(
             "wrong-stage",
             "stage 0 runs Forward of a stage 1, which does not exist",
             "return [kind(k, stage) for kind in (Forward, Backward) for k in range(micro_batches)]",
@@ -152,11 +147,6 @@ ATTEMPTS = {
         ),
     ],
     "pp-dapple": [
-        Attempt(
-            "keeps-too-much",
-            "keeps the activations of 3 micro-batches at a time, and needs to keep 1",
-            "return gpipe(stage, stages, micro_batches)",
-        ),
         Attempt("wrong-order", "runs B0 before F0", changes={"min(stages - stage,": "min(stages - stage - 1,"}),
         Attempt("keeps-too-much", "needs to keep 1 at most", changes={"min(stages - stage,": "min(stages,"}),
         Attempt(
