@@ -74,6 +74,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --steps", "--steps: give a value (--help lists the flags)"),
         ("dp-ga --betas 0.9", "--betas: give 2 values (--help lists the flags)"),
         ("dp-ga --betas 0.9 x", "--betas 0.9 x: give it as --betas FLOAT FLOAT (--help lists the flags)"),
+        ("plan --dp", "--dp: give a value (--help lists the flags)"),
         ("plan --dp 1 x", "--dp 1 x: give it as --dp INT ... (--help lists the flags)"),
         ("dp-ga --optimizer lion", "--optimizer lion: give one of 'adam', 'adamw', 'sgd' (--help lists the flags)"),
         ("dp-ga --backend nccl --device cpu", "--backend nccl"),
@@ -93,6 +94,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("hybrid-repair --recompute all", "--repair on with --recompute all: "),
         ("hybrid-repair --eval-every 5", "--repair on with --eval-every: "),
         ("hybrid --repair=exact --shard optimizer", "--repair goes with the flags of dp-ga or hybrid"),
+        ("pp-gpipe --repair=exact", "--repair goes with the flags of dp-ga or hybrid"),
         (
             "hybrid --repair --dmodel 16384 --num-heads 64 --n-layers 64 --batch-size 96",
             "--repair on: all ranks together would hold ",
@@ -141,6 +143,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("5d --experts 4 --record-routes x --replay-routes x", "--record-routes with --replay-routes: they would be"),
         ("5d --experts 4 --cp 2 --seq-len 30", "give a multiple of 4"),
         ("5d --capacity 1.25", "--capacity 1.25: there are no experts to limit"),
+        ("ep --capacity inf", "--capacity inf: give 0 for no limit"),
         ("5d --qk-norm", "--qk-norm: it is for models with experts"),
         ("5d --shared-expert", "--shared-expert: it is for models with experts"),
         ("5d --router-scores sigmoid", "--router-scores sigmoid: it is for models with experts"),

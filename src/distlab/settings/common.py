@@ -253,7 +253,7 @@ def parse(
     try:
         settings = read(defaults)
     except FlagError as error:
-        hint = "; --repair goes with the flags of dp-ga or hybrid" * (has_repair and hasattr(defaults, "repair"))
+        hint = "; --repair goes with the flags of dp-ga or hybrid" * has_repair
         raise FlagError(f"{error}{hint}") from None
     try:
         if isinstance(settings, ResumableSettings) and settings.resume is not None:  # again: its values are defaults
