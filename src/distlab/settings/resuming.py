@@ -178,7 +178,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 def require_same(what: str, name: str, saved: Any, own: Any) -> None:
     """Raise `InputError` unless a setting has the checkpoint's value; `what` is the beginning of the message."""
-    require(saved == own, f"{what} --{name.replace('_', '-')} {saved}, not {own}; leave that flag out")
+    require(saved == own, f"{what} {as_flag(name)} {saved}, not {own}; leave that flag out")
 
 
 def check_data(checkpoint: Checkpoint, own: dict[str, Any] | None) -> None:
