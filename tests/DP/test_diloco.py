@@ -240,6 +240,7 @@ def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Pat
         ("--dp 2 --pp 1", r"moments of its own gradients.*--dp 2 --pp 2"),
         (f"{layout} --schedule gpipe", "trained with --schedule dapple, not gpipe"),
         (f"{layout} --neighbors stages", "trained with --neighbors replicas, not stages"),
+        (f"{layout} --layers-per-stage 2,0", "trained with --layers-per-stage None, not 2,0"),
     ):
         with pytest.raises(InputError, match=sentence):
             parse(load(HYBRID).DEFAULTS, "", [*resumed, *flags.split()])

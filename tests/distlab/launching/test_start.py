@@ -68,9 +68,12 @@ def test_a_schedule_that_the_script_s_own_file_registers(tmp_path: Path) -> None
 def test_a_script_that_takes_over_has_the_ranks_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = "--schedule zb-v --n-layers 2".split()  # too few layers for the six stages of three ranks
-    found, settings = read_script_for(LAB / "PP/microbatches/intro_PP_microbatches.py", flags)
-    assert (found.path.stem, settings.layout) == ("intro_PP_schedules", {"pp": 2})
+    for further in ("--schedule zb-v", "--schedule interleaved", "--trace", "--run-on"):
+        flags = f"{further} --n-layers 2 --batch-size 2 --micro-batches 2"  # for the six stages of three ranks, too few
+        found, settings = read_script_for(LAB / "PP/microbatches/intro_PP_microbatches.py", flags.split())
+        assert (found.path.stem, settings.layout) == ("intro_PP_schedules", {"pp": 2})
+    for further in ("--schedule auto", "--run-on"):
+        assert read_script_for(LAB / "hybrid/intro_hybrid.py", further.split())[0].path.stem == "intro_5d"
 
 
 def test_a_refusal_is_not_about_a_flag_that_was_not_given(tmp_path: Path) -> None:

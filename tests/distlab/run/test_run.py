@@ -132,6 +132,7 @@ def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> 
     for settings in (TrainSettings(), DataParallelSettings(), HybridSettings()):
         assert set(marked(settings, ResumePolicy.PER_REPLICA)) == {"batch_size"}
         assert "micro_batches" in marked(settings, ResumePolicy.SAME_LAYOUT)
+    assert "sync_every" in marked(DiLoCoSettings(), ResumePolicy.FIXED), "unlike in a class that it is derived from"
     assert "schedule" in marked(HybridSettings(), ResumePolicy.SAME_LAYOUT)
     assert "sync_every" in marked(WeightAverageSettings(), ResumePolicy.SAME_LAYOUT)
     assert "sync_every" in marked(DiLoCoSettings(), ResumePolicy.FIXED), "which overrides the policy"

@@ -53,6 +53,7 @@ def test_an_empty_folder_is_fine_also_with_what_is_hidden_or_empty(tmp_path: Pat
     (tmp_path / ".notes").write_text("hidden")
     (tmp_path / "log.txt").touch()  # to which a shell directs the output of the run
     (tmp_path / "lost+found").mkdir()
+    (tmp_path / "rank2.log").write_text("# rank 2 failed\n")  # before there was a config.json
     parse(TrainSettings(), "", ["--out", str(tmp_path)])
 
 
@@ -68,6 +69,9 @@ def test_a_run_that_begins_while_its_folder_is_looked_at_is_a_run(
     monkeypatch.setattr(os, "listdir", begins_and_is_listed)
     check_out(tmp_path)
     assert listed(tmp_path) == ["config.json"]
+    with (tmp_path / "config.json").open() as being_read:
+        write_config(tmp_path, {"settings": {"steps": 3}, "layout": {}})
+        assert json.load(being_read)["settings"] == {}, "a reader sees all of a file, or of the one before it"
 
 
 def test_a_run_that_is_about_to_leave_its_folder_is_waited_for(tmp_path: Path) -> None:

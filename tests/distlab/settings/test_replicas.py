@@ -3,13 +3,14 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridRepairSettings, HybridSettings
-from distlab.settings.replicas import DiLoCoSettings, RepairSettings
+from distlab.settings.replicas import BucketSettings, DiLoCoSettings, RepairSettings, WeightAverageSettings
+from distlab.settings.stages import PipelineSettings
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 
@@ -24,6 +25,17 @@ def test_each_rank_has_moments_of_its_own_where_several_replicas_train_independe
         assert DiLoCoSettings(optimizer=optimizer, world_size=ranks).per_rank_optimizer_state == expected
         assert HybridSettings(optimizer=optimizer, dp=ranks, outer="diloco").per_rank_optimizer_state == expected
     assert not HybridSettings(optimizer="adam", dp=2).per_rank_optimizer_state
+
+
+def test_moments_that_stay_with_a_rank_and_the_layers_of_stages_are_told() -> None:
+    decided = {"data_because": "the generator", "layers_per_stage": (1, 2, 0)}
+    kinds: list[tuple[Any, dict[str, str]]]
+    kinds = [(WeightAverageSettings, {}), (DiLoCoSettings, {}), (HybridSettings, {"outer": "diloco"})]
+    for kind, options in kinds:
+        for optimizer, told in (("adam", ["adam's moments"]), ("sgd", [])):
+            remarks = kind(optimizer=optimizer, **options).remarks(decided)
+            assert re.findall(r"each rank keeps (adam's moments)", " ".join(remarks)) == told
+    assert PipelineSettings().remarks(decided) == ["stories from the generator", "layers of each stage: 1, 2, 0"]
 
 
 def test_steps_after_the_last_exchange_are_told() -> None:
@@ -53,6 +65,12 @@ def test_a_folder_of_stories_is_known_by_its_files_under_their_names(tmp_path: P
     assert TrainSettings(data=str(tmp_path)).data_identity != after
 
 
+def test_what_needs_the_cpu_or_gloo_has_it_whatever_the_machine_has() -> None:
+    assert parse(RepairSettings(data="sample"), "", []).device == "cpu"
+    by_hand = parse(BucketSettings(data="sample"), "", ["--all-reduce", "ring"])
+    assert (by_hand.backend, by_hand.transport) == ("gloo", "gloo")
+
+
 def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
     settings = parse(HybridRepairSettings(data="sample"), "", [])
     told = re.search(DEATH, " ".join(settings.remarks(settings.decide())))
@@ -73,12 +91,14 @@ def test_the_memory_that_a_machine_lacks_after_a_death_is_told_in_gb() -> None:
         settings.check_memory(100e9)
 
 
-def test_a_pass_of_a_stage_is_over_the_positions_of_a_micro_batch_that_a_rank_has() -> None:
-    flags = "--batch-size 1 --micro-batches 1", "--batch-size 6 --micro-batches 3", "--cp 2 --batch-size 3"
-    work = [
+def test_the_work_of_a_pass_is_that_of_the_positions_that_a_rank_has_with_its_heads_and_networks() -> None:
+    flags = ["--batch-size 1 --micro-batches 1", "--batch-size 6 --micro-batches 3", "--cp 2 --batch-size 3"]
+    flags += ["--experts 4 --shared-expert", f"--hidden-dim {3 * 4 * 288}", "--num-kv-heads 2"]
+    one, two, half, experts, wide, grouped = (
         parse(HybridSettings(data="sample"), "", each.split()).pass_costs(100).layer_multiply_adds for each in flags
-    ]
-    assert work == [work[0], 2 * work[0], work[0] / 2]
+    )
+    assert (two, half, experts) == (2 * one, one / 2, wide)
+    assert grouped < one
 
 
 def test_the_slices_of_a_stage_share_the_cores_in_the_plan_of_a_death() -> None:

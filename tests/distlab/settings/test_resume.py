@@ -152,12 +152,6 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
     assert not [*remarks(replace(settings, lr_schedule="constant"), checkpoint)]
 
 
-def test_a_batch_that_replicas_cannot_share_is_not_taken(saved: Any) -> None:
-    resume = ["--resume", str(half_way(saved["primer"][0])), "--world-size"]
-    for ranks, batch_size in ((2, BATCH // 2), (BATCH + 1, DataParallelSettings().batch_size)):
-        assert parse(DataParallelSettings(), "", [*resume, str(ranks)]).batch_size == batch_size
-
-
 def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> None:
     run("dp-ga", tmp_path, "--trace", "--save-every", str(STEPS))
     kept = [(tmp_path / name).read_bytes() for name in ("trace.json", "ledger.json")]
@@ -176,21 +170,6 @@ def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
     for settings, also in ((TrainSettings(), []), (DataParallelSettings(), ["--world-size", "2"])):
         with pytest.raises(InputError, match=r"2 ranks kept adam's moments .* the same script and --world-size 2"):
             parse(settings, "", [*resume, *also])
-
-
-def test_torchs_wrapper_goes_on_but_for_rounding(tmp_path: Path) -> None:
-    """After its first backward pass, torch's wrapper puts gradients in other places of its buckets.
-
-    A sum's rounding depends on the place, so a resumed run's first step is not that of the whole run to the last bit.
-    """
-    script = "DP/ddp/intro_DP_DDP.py"
-    flags = [*TRAINING, *"--world-size 3 --batch-size 1 --dmodel 96 --num-heads 6 --save-every 2".split()]
-    expected_parameters, _, expected = train_on(3, script, tmp_path / "a", *flags)
-    parameters, _, own = train_on(3, script, tmp_path / "b", *flags, "--resume", str(half_way(tmp_path / "a")))
-    assert own == pytest.approx(expected[HALF:], rel=1e-6)
-    for ours, theirs in zip(parameters, expected_parameters, strict=True):
-        for name in theirs:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5)
 
 
 def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
