@@ -20,7 +20,8 @@ from support.terminals import fork_launcher
 from torch import Tensor
 
 from distlab.checkpoints import saving
-from distlab.checkpoints.format import RECORD, checksum_of, latest_valid, place_of
+from distlab.checkpoints.format import RECORD, UNFINISHED, checksum_of, latest_valid, place_of
+from distlab.checkpoints.slices import Slice, TensorBlock
 from distlab.comm import together as rounds
 from distlab.comm.context import context_of
 from distlab.comm.together import texts_of_all, together
@@ -156,7 +157,7 @@ def test_texts_of_all_ranks(text_of: Callable[[int], str]) -> None:
 def sees_only_its_own_files(rank: int, out: Path) -> str:
     """As two machines do without a shared folder: rank 1 writes somewhere else."""
     own = out if rank == 0 else out / "elsewhere"
-    tensors = {f"weight {rank}": torch.ones(3), "both": torch.ones(2)}
+    tensors = {"weight": Slice(torch.ones(3), [6], [TensorBlock((3 * rank,), (3,))])}  # a half of it
     record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
     try:
         saving.save(own, tensors, record, b"", keep=1)
@@ -169,6 +170,19 @@ def test_half_a_checkpoint_is_not_declared_whole(tmp_path: Path) -> None:
     sentences = run_group(2, sees_only_its_own_files, tmp_path)
     assert sentences[0] == f"--out {tmp_path}: files of some ranks are missing; give a folder that all machines share"
     assert not (tmp_path / "checkpoints" / "step-00000001").exists()
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = list[str]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    record = {"step": 1, "tokens": 0, "model": {}, "settings": {}}
+    saving.save(tmp_path, {"weight": torch.ones(3)}, record, b"a tokenizer", keep=1)
+    unfinished, place = place_of(tmp_path, 1, UNFINISHED), place_of(tmp_path, 1)
+    *before, last = map(Path, synced)
+    assert {*before} == {unfinished, *(unfinished / path.name for path in place.iterdir())}
+    assert last == place.parent
 
 
 def resume_from_own_files(rank: int, runs: list[Path]) -> tuple[int, str]:
@@ -186,6 +200,11 @@ def test_a_checkpoint_that_differs_between_hosts_is_skipped(saved: Path, tmp_pat
     shutil.copytree(saved, other)
     skipped = "# skipped a checkpoint: step-00000004: {}\n".format
     assert run_group(2, resume_from_own_files, [saved, other]) == [(4, ""), (4, "")]
+    *_, second, _ = sorted(place_of(other, 4).iterdir(), key=lambda path: path.stat().st_size)
+    second.write_bytes(bytes(second.stat().st_size))
+    found = run_group(2, resume_from_own_files, [other, other])
+    assert [step for step, _ in found] == [2, 2], "each rank reads some of the files"
+    shutil.copy(place_of(saved, 4) / second.name, second)
     path = place_of(other, 4) / RECORD
     record = json.loads(path.read_text()) | {"torch": "of another run"}
     del record["sha256"]
