@@ -80,12 +80,6 @@ def test_the_largest_rank_is_the_one_that_holds_most_of_all_kinds_together(tmp_p
         read_largest(tmp_path / "nothing")
 
 
-def test_with_recomputation_what_would_have_been_kept_has_a_column() -> None:
-    head, line = memory.as_table({0: counts(0, 0, 0, 0, 0, 2_000_000, 9_000_000, 0)})
-    assert head.split() == "memory, MB parameters gradients optimizer state activations without --recompute".split()
-    assert line.split() == "rank 0 0.00 0.00 0.00 2.00 9.00".split()
-
-
 def counts_of_a_pipeline(out: Path, *flags: str) -> list[dict[str, int]]:
     """What each of two stages held."""
     shape = "--world-size 2 --batch-size 4 --micro-batches 4 --steps 1".split()

@@ -78,6 +78,8 @@ def test_shares_of_a_pipelines_time(pipelines: Trace) -> None:
     for trace in (pipelines, replace(pipelines, layout={"ep": 2, "pp": 2})):
         for rank in range(4):
             assert trace.busy(rank) == pytest.approx([(6 / 13, 7 / 13), (8 / 13, 5 / 13)][rank % 2])
+    pipelines.ranks[0] = rank_trace([*STAGES[0], (WAIT, "the sums of slices", 0, 1)], 1.0)  # during a pass
+    assert pipelines.busy(0) == pytest.approx((5 / 13, 8 / 13))
 
 
 def test_the_plan_has_the_mean_costs_and_free_messages(pipelines: Trace) -> None:
@@ -225,7 +227,10 @@ def test_waits_between_two_steps_are_in_neither() -> None:
 def test_the_time_in_a_step_of_a_ring_is_that_of_both_passes_of_a_layer() -> None:
     parts = [("ring step 0", 1), ("ring step 0, backward", 2), ("ring step 1", 4)] * 2  # layers
     events = [Event(PART, name, at, at + seconds) for at, (name, seconds) in enumerate(parts)]
-    assert Trace([RankTrace([Event(STEP, "step", 0, 10), *events])], {"cp": 2}).seconds_in_ring(0) == {0: 3, 1: 4}
+    trace = Trace([RankTrace([Event(STEP, "step", 0, 10), *events])], {"cp": 2})
+    assert trace.seconds_in_ring(0) == {0: 3, 1: 4}
+    drawn = [bar.label for bar in measured_panel("run", trace).bars]
+    assert drawn == ["compute", *["ring step 0", "ring step 0", "ring step 1"] * 2]
 
 
 def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace) -> None:
@@ -269,6 +274,9 @@ def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path)
     assert computed == [(0, "F0"), (0, "F1*"), (2, "F1*"), (2, "F2")]
     assert [row for row, _ in panel.deaths] == [1]
     assert (min(bar.start for bar in panel.bars), max(bar.end for bar in panel.bars)) == (0, 5000)
+    whole = repair_panel(replace(trace, programs=None, pipelines=1), trace.repairs()[0])
+    steps = [(bar.row, bar.start, bar.end) for bar in whole.bars if bar.label == "compute"]
+    assert steps == [(row, *times) for row in (0, 2) for times in ((0, 2000), (3000, 5000))], "without passes"
     assert [step[0].start for step in trace.steps()] == [8], "without the first after the last repair"
     write_chrome(trace, tmp_path / "trace.json")
     assert read_chrome(tmp_path / "trace.json") == trace

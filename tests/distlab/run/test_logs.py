@@ -66,7 +66,9 @@ def test_keeps_the_records_of_earlier_steps_and_drops_what_is_none(tmp_path: Pat
     lines = [b'{"step": %d, "loss": 1.0}\n' % step for step in range(5)]
     rubbish = [b"\0" * 30 + b"\n", b"\xff\xfe\n", b"{}\n", b"[1]\n", b'{"step": null}\n', b"\n"]
     path.write_bytes(b"".join([lines[0], *rubbish, *lines[1:], b'{"step": 1}']))
-    keep_records(path, before=3)
+    with path.open("rb") as being_read:
+        keep_records(path, before=3)
+        assert being_read.read().endswith(b'{"step": 1}'), "a reader sees all of a file, or of the one before it"
     assert path.read_bytes() == b"".join(lines[:3])
 
 
