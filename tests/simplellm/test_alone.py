@@ -73,6 +73,10 @@ def of_file(number: int, file: str | None = "f") -> OSError:
         (RuntimeError("pipe: Too many open files"), "open files are at their limit: raise it (ulimit -n)"),
         (RuntimeError("can't start new thread"), TOO_MANY_PROCESSES),
         (of_file(errno.ENOENT, "/gone/f"), "cannot open /gone/f: there is no folder /gone; has it been removed?"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            "no folder for temporary files can be written to: set TMPDIR to one that can",
+        ),
         (of_file(errno.ENOENT, f"{os.curdir}/f"), None),
         (of_file(errno.ENOENT), None),
         (of_file(errno.EACCES, None), None),

@@ -1,16 +1,18 @@
 """What goes through the compiler, and on which GPU."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 import torch
+from support.small_models import enliven
 from torch import Tensor
 
 from simplellm.compiled import applied
-from simplellm.compiler import Compiler
+from simplellm.compiler import Compiler, key_of, parts_of_model
 from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
 
 
 def test_it_compiles_on_the_gpu_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,17 +42,32 @@ def test_it_compiles_on_the_gpu_of_the_calling_thread(monkeypatch: pytest.Monkey
     assert found == [1]
 
 
-def test_only_training_passes_are_compiled() -> None:
-    model, ids = LLama(CausalLLama, 9, dmodel=8, num_heads=2, n_layers=1), torch.tensor([[1, 2]])
-    compiled: list[object] = []
+@pytest.mark.parametrize("options", [{}, {"document_end": 1}, {"recompute": "except-attention"}, {"experts": 2}])
+def test_what_a_training_pass_compiles_is_prepared_before_the_first(options: dict[str, Any]) -> None:
+    """And passes without gradients compile nothing."""
+    model = LLama(CausalLLama, 9, dmodel=8, num_heads=2, n_layers=1, **options)
+    ids, compiled = torch.tensor([[1, 2, 3]]), set[Hashable]()
 
     def compiler(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        compiled.append(function)
-        return function(*arguments)
+        compiled.add(key_of(function, arguments))
+        with applied(lambda part, *its_arguments: part(*its_arguments)):  # as a part of a program is no program
+            return function(*arguments)
 
     with applied(compiler):
         with torch.no_grad():
             model(ids)
         assert not compiled
         model(ids)
-    assert compiled
+    assert compiled == {key_of(*part) for part in parts_of_model(model, *ids.shape)}
+
+
+def test_the_plain_form_that_layers_have_inside_of_a_program_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {"dmodel": 8, "num_heads": 2, "n_layers": 2, "ctx_size": 6}
+    model = LLama(CausalLLama, 9, **sizes, attention_bias=True, mlp_bias=True, qk_norm=True)
+    enliven(model)
+    ids, results = torch.arange(18).view(3, 6) % 9, []
+    for is_compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda answer=is_compiling: answer)
+        loss = causalLLMLoss(model(ids), ids, 9)
+        results.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+    torch.testing.assert_close(*results)

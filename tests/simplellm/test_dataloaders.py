@@ -168,9 +168,3 @@ def test_batches_of_a_small_file_never_end(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("abc")
     assert next(letters(path, batch_size=5, seq_l=3)).flatten().tolist() == ([97, 98, 99, 0] * 4)[:15]
-
-
-def test_an_empty_document_is_one_token(tmp_path: Path) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_bytes(b'{"text": "a"}\n{"text": ""}\n{"text": "\\u00e9"}')
-    assert next(letters(path, seq_l=5)).tolist() == [[97, 0, 0, 233, 0]]

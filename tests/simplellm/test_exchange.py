@@ -47,6 +47,8 @@ def test_transformers_loads_an_export(options: dict[str, Any], tmp_path: Path) -
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "there")
     assert tokenizer(story(3))["input_ids"] == SPTokenizer().encode(story(3))
     assert tokenizer.model_max_length == saved.options["ctx_size"]
+    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert special == (ids.bos_id, ids.eos_id, ids.pad_id)
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "there").iterdir()}
     assert len(set(modes.values())) == 1, modes
 
@@ -244,11 +246,12 @@ NORM = "model.norm.weight"
     ("change", "sentence"),
     [
         (lambda tensors: {k: v for k, v in tensors.items() if k != NORM}, f"DIR: has no tensor {NORM}, which must be"),
+        (lambda tensors: {k: v for k, v in tensors.items() if "embed" not in k}, "DIR: has no tensor model.embed_"),
         (lambda tensors: {**tensors, NORM: torch.ones(31)}, f"{NORM} has the shape [31]; by config.json it must have"),
         (lambda tensors: {**tensors, NORM: torch.ones(32, dtype=torch.int8)}, f"{NORM} is of int8; it must be of flo"),
         (lambda tensors: {**tensors, f"{NORM}.bias": torch.ones(32)}, f"has a tensor {NORM}.bias, for which the lab"),
     ],
-    ids=["missing", "shape", "dtype", "bias"],
+    ids=["missing", "no embedding", "shape", "dtype", "bias"],
 )
 def test_tensors_of_another_model(change: Any, sentence: str, folder: Path) -> None:
     change_tensors(folder, change)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from simplellm.feed_forward import MixtureOfExperts
 from simplellm.initial_weights import initialize
-from simplellm.layers import MLP
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import Mixture, Recompute
 
@@ -123,16 +122,6 @@ def test_the_rows_that_are_told_are_those_of_the_largest_pass_of_training() -> N
         net(torch.randn(9, DMODEL, dtype=torch.float64))
     assert told[0] < told[1] == told[2] == 1.5 * told[0]
     assert net.most_rows_bytes == 6 * 2 * (DMODEL + 4 * net.hidden_dim) * 8
-
-
-@pytest.mark.parametrize("k", [1, 3, 4])
-def test_equal_experts_are_a_dense_layer(k: int) -> None:
-    net, dense = mixture_of(Mixture(4, k)), MLP(DMODEL, HIDDEN).double()
-    dense.load_state_dict(net.experts["0"].state_dict())
-    for expert in net.experts.values():
-        expert.load_state_dict(dense.state_dict())
-    x = torch.randn(2, TOKENS, DMODEL, dtype=torch.float64)
-    torch.testing.assert_close(net(x), dense(x), rtol=1e-13, atol=1e-13)
 
 
 def test_ties_go_to_the_lower_number() -> None:

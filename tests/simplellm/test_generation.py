@@ -1,6 +1,5 @@
 """Text out of tokens that come one by one, and models that have come to nothing."""
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,11 +78,6 @@ def test_the_prompt() -> None:
     other.bos_id = -1
     with pytest.raises(InputError, match="prompt is empty, and the tokenizer marks no end of a document"):
         prompt_ids("", other, 10)
-
-
-def test_how_long_a_model_has_been_trained() -> None:
-    assert dataclasses.replace(saved_model(), step=1200).after_steps == " after 1,200 steps"
-    assert saved_model().after_steps == ""
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -93,7 +94,9 @@ def test_the_local_cache_serves_without_a_network(
         / "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
     )
     snapshot.mkdir(parents=True)
-    assert sources.source_identity("tinystories", "train", seed=0) is None, "nobody knows which stories the hub has"
+    unknown, one, other = (sources.source_identity("tinystories", "train", 0, which) for which in (None, "abc", "def"))
+    assert unknown is None, "nobody knows which stories the hub has"
+    assert None is not one != other is not None
     (local_hub / "data").rename(snapshot / "data")
     identity = sources.source_identity("tinystories", "train", seed=0)
     assert identity is not None
@@ -183,13 +186,18 @@ def test_auto_takes_the_generator_if_names_cannot_be_looked_up(monkeypatch: pyte
     assert problem == "no answer within 0.5 seconds"
 
 
-def test_an_error_without_a_message_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_tells_its_newest_revision_and_an_error_without_a_message_is_told_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, unreachable_hub: None
+) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise TimeoutError
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
-    assert hub.hub_problem(seconds=10) == "TimeoutError"
+    asked = "huggingface_hub.HfApi.dataset_info"
+    monkeypatch.setattr(asked, lambda *_, **__: SimpleNamespace(sha="abc"))
+    assert (hub.hub_problem(seconds=10), hub.hub_revision()) == (None, "abc")
+    monkeypatch.setattr(asked, fail)
+    assert (hub.hub_problem(seconds=10), hub.hub_revision()) == ("TimeoutError", None)
 
 
 def test_auto_takes_the_generator_at_once_if_offline(tmp_path: Path) -> None:

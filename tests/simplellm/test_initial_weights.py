@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from simplellm.initial_weights import initial_weight, initialize
-from simplellm.llama import CausalLLama, LLama, LLamaStage
+from simplellm.llama import CausalLLama, LLama
 
 pytestmark = pytest.mark.quick
 
@@ -51,15 +51,6 @@ def test_the_global_random_generator_stays_where_it_is(build: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(12)
     torch.testing.assert_close(build(), first, rtol=0, atol=0)
-
-
-def test_a_stage_takes_the_weights_of_its_layers() -> None:
-    stage = LLamaStage(**SIZES | {"n_layers": 1}, first_layer=2)
-    expected = weights(0)
-    assert stage.state_dict()
-    for name, weight in stage.state_dict().items():
-        assert torch.equal(weight, initial_weight(0, name, weight.shape))
-        assert torch.equal(weight, expected[name])
 
 
 def test_initialize_overwrites_every_parameter() -> None:

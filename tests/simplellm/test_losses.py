@@ -100,12 +100,6 @@ def test_a_sequence_of_one_token_is_refused() -> None:
     assert str(error.value) == "a sequence of length 1 has no token to predict: it must be at least 2"
 
 
-def test_logits_of_another_vocabulary_are_refused() -> None:
-    logits, target = random_pair(3, 7)
-    with pytest.raises(RuntimeError):
-        causalLLMLoss(logits, target, VOCAB_SIZE + 1)
-
-
 def test_each_sequence_ignores_its_own_positions() -> None:
     logits, next_tokens = torch.randn(2, 4, 7, requires_grad=True), torch.arange(8).view(2, 4) % 7
     ignored = torch.tensor([[True, False, False, True], [False, False, False, True]])

@@ -169,6 +169,7 @@ def test_it_is_imported_trained_in_the_hybrid_and_exported(name: str, tokenizer_
     assert exported["pad_token_id"] is None, "there is none"
     scaling: Any = config["rope_scaling"] or {}
     assert exported.get("rope_scaling", {}).items() >= scaling.items(), "for transformers 4"
+    assert exported["rope_theta"] == config["rope_theta"], "likewise"
     before, after = (load_file(tmp_path / where / "model.safetensors") for where in ("theirs", "ours"))
     assert all(not torch.equal(tensor, after[each]) for each, tensor in before.items()), "all of it was trained"
     assert AutoTokenizer.from_pretrained(tmp_path / "ours")(story(9), add_special_tokens=False)["input_ids"] == (

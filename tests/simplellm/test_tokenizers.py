@@ -15,7 +15,6 @@ from support.small_tokenizers import LIKE_LLAMA, TRICKY, trained
 
 from simplellm.errors import InputError
 from simplellm.hub_tokenizer import special_ids
-from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 
 SHIPPED = SPTokenizer()
@@ -49,13 +48,6 @@ def test_decode_takes_tensors_and_arrays() -> None:
         == SHIPPED.decode(tuple(ids))
         == "Once upon a time"
     )
-
-
-def test_stories_take_few_tokens_and_paragraphs_one() -> None:
-    text = story(0)
-    assert len(text) / len(SHIPPED.encode(text)) > 3.7
-    assert len(SHIPPED.encode("\n\n")) == 1
-    assert len(SHIPPED.encode("One.\n\nTwo.")) < len(SHIPPED.encode("One.")) + len(SHIPPED.encode("Two.")) + 1
 
 
 def test_the_shipped_model_is_small_and_carries_no_path() -> None:

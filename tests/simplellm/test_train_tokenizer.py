@@ -38,17 +38,6 @@ def test_the_same_text_gives_the_same_file(
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_words_of_a_text_are_its_pieces(stories: Path, tmp_path: Path) -> None:
-    write(Settings(str(stories), tmp_path / "own.model", vocab_size=410))
-    tokenizer = SPTokenizer(tmp_path / "own.model")
-    assert [tokenizer.decode([piece]) for piece in tokenizer.encode("They said hello.")] == [
-        "They",
-        " said",
-        " hello",
-        ".",
-    ]
-
-
 def test_a_document_that_sentencepiece_would_skip_is_read_in_parts(tmp_path: Path) -> None:
     text = tmp_path / "long.txt"
     text.write_text("She found an umbrella.\n" * (LONGEST_TEXT // 20), encoding="utf-8")
