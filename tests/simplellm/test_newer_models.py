@@ -283,8 +283,8 @@ def test_what_the_lab_does_not_use_is_said(
     for flag, remarks in flags:  # of a class that puts the token there by default
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **flag}))
         assert len(import_hf.remarks(tmp_path)) == remarks
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizerFast"}')
-    assert len(import_hf.remarks(tmp_path)) == 1
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizerFast", "chat_template": ""}')
+    assert len(import_hf.remarks(tmp_path)) == 2
 
 
 def test_a_run_of_the_lab_needs_no_import(
