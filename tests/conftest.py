@@ -35,19 +35,17 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONUNBUFFERED", None)  # users' programs write part of their output only when they end
-    os.environ["SIMPLELLM_CACHE"] = tempfile.mkdtemp(prefix="lab-tokens-")  # commands that tests start inherit it
+    tokens = tempfile.mkdtemp(prefix="lab-tokens-")
+    os.environ["SIMPLELLM_CACHE"] = tokens  # commands that tests start inherit it
+    config.add_cleanup(lambda: shutil.rmtree(tokens, ignore_errors=True))
     if not hasattr(config, "workerinput"):
-        os.environ["LAB_TESTS_LOCK"] = str(Path(os.environ["SIMPLELLM_CACHE"], "lock"))
+        os.environ["LAB_TESTS_LOCK"] = str(Path(tokens, "lock"))
     if not config.getoption("gpu"):  # before anything can initialize CUDA; commands that tests start inherit it
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif not hasattr(config, "workerinput"):  # of several processes, the one that prints
         config.pluginmanager.register(GPUReport(config))
     if not getattr(config.option, "numprocesses", None):  # else other processes run the tests
         config.pluginmanager.import_plugin("support.fixtures")
-
-
-def pytest_unconfigure() -> None:
-    shutil.rmtree(os.environ["SIMPLELLM_CACHE"], ignore_errors=True)
 
 
 class GPUReport:
