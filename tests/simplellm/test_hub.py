@@ -318,7 +318,7 @@ def test_a_revision_is_the_one_that_is_asked_for(cache: Path) -> None:
         identities.append(sources.source_identity("tinystories", "train", 0))
     assert identities[0] != identities[1]
     assert hub.hub_revision() == "def"
-    first = [next(sources.open_source("tinystories", "train", 0, which).documents(0)) for which in (None, "abc", "def")]
-    assert [text[:3] for text in first] == ["def", "abc", "def"]
+    loaders = [TinyStories(TOKENIZER, data="tinystories", revision=which) for which in (None, "abc", "def")]
+    assert [TOKENIZER.decode(next(loader)[0])[:3] for loader in loaders] == ["def", "abc", "def"]
     with pytest.raises(InputError, match="its revision fff is not cached: HF_HUB_OFFLINE is set"):
         sources.open_source("tinystories", "train", 0, "fff")
