@@ -162,9 +162,3 @@ def test_a_position_that_does_not_exist(tmp_path: Path) -> None:
         "token 3 of document 1 does not exist (3 tokens); "
         "go on with the data and the tokenizer that the position is from"
     )
-
-
-def test_batches_of_a_small_file_never_end(tmp_path: Path) -> None:
-    path = tmp_path / "one.txt"
-    path.write_text("abc")
-    assert next(letters(path, batch_size=5, seq_l=3)).flatten().tolist() == ([97, 98, 99, 0] * 4)[:15]

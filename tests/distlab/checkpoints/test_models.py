@@ -20,8 +20,14 @@ from distlab.launching.start import check_story
 from distlab.run.main import flags_to_resume
 from distlab.settings.common import parse
 from distlab.settings.experts import ExpertParallelSettings
-from distlab.settings.hybrid import HybridSettings
-from distlab.settings.replicas import DataParallelSettings, DiLoCoSettings, StreamingSettings
+from distlab.settings.hybrid import HybridSettings, ThreeAxesSettings
+from distlab.settings.replicas import (
+    DataParallelSettings,
+    DiLoCoSettings,
+    GradientAverageSettings,
+    RepairSettings,
+    StreamingSettings,
+)
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -103,9 +109,14 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     assert parse(StreamingSettings(), "", resume).fragments == 2
     with pytest.raises(InputError, match="it was trained with --fragments 2, which this script does not have"):
         parse(DiLoCoSettings(), "", resume)
-    record |= {"settings": {"compress": "topk"}, "layout": {"dp": 3}}  # as of dp-buckets, where it has other choices
+    record |= {"settings": {"compress": "topk", "outer": "diloco"}, "layout": {"dp": 3}}
     saving.save(tmp_path / "topk", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
-    assert parse(StreamingSettings(), "", ["0", "--resume", str(tmp_path / "topk")]).compress == "none"
+    resume = ["0", "--resume", str(tmp_path / "topk")]
+    assert parse(StreamingSettings(), "", resume).compress == "none", "as topk is of dp-buckets, with other choices"
+    for script in (GradientAverageSettings(), RepairSettings(), ThreeAxesSettings()):
+        flag = "outer diloco" if isinstance(script, ThreeAxesSettings) else "compress topk"
+        with pytest.raises(InputError, match=f"it was trained with --{flag}, which this script does not have"):
+            parse(script, "", resume)
 
 
 def test_only_restarted_ranks_go_on_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,6 @@ def test_shares_of_a_pipelines_time(pipelines: Trace) -> None:
     for trace in (pipelines, replace(pipelines, layout={"ep": 2, "pp": 2})):
         for rank in range(4):
             assert trace.busy(rank) == pytest.approx([(6 / 13, 7 / 13), (8 / 13, 5 / 13)][rank % 2])
-    pipelines.ranks[0] = rank_trace([*STAGES[0], (WAIT, "the sums of slices", 0, 1)], 1.0)  # during a pass
-    assert pipelines.busy(0) == pytest.approx((5 / 13, 8 / 13))
 
 
 def test_the_plan_has_the_mean_costs_and_free_messages(pipelines: Trace) -> None:
