@@ -46,7 +46,7 @@ def connect(
 
     def come() -> dist.Store:
         own_store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
-        say(own_store, "has come")
+        say(own_store, "came")
         return own_store
 
     def meet(own_store: dist.Store) -> dist.ProcessGroupGloo:
