@@ -19,7 +19,8 @@ from simplellm.errors import InputError
 HIDDEN = "runs", "build"
 PAGES = sorted(
     page.relative_to(LAB)
-    for page in LAB.rglob("*.md")
+    for pattern in ("*.md", "[!.]*/**/*.md")  # hidden folders, such as .venv/, have thousands of others
+    for page in LAB.glob(pattern)
     if not any(part.startswith(".") or part in HIDDEN for part in page.relative_to(LAB).parts)
 )
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"")

@@ -284,7 +284,6 @@ print(statistics.median(times))
 """
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(cores() < 2 or sys.platform != "linux", reason="needs a second core, and GNU's OpenMP")
 def test_threads_that_have_computed_leave_their_cores_to_other_ranks() -> None:
     """And soon: by default they would use them for 15 times as long, waiting in a loop."""

@@ -172,7 +172,6 @@ def step_with_delays(rank: int, schedule: str) -> tuple[int, int]:
     return sent, waits
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h2", "zb-v"])
 def test_no_worker_waits_for_a_slot(schedule: str) -> None:
     for sent, waits in run_group(3, step_with_delays, schedule):
