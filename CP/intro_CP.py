@@ -69,7 +69,7 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # all ranks read the same sequences
     optimizer = run.optimizer(net)
-    gradients = flatten_gradients(net, run.grid.axis("cp"))  # every parameter.grad is a view of this buffer
+    gradients = flatten_gradients(net)  # every parameter.grad is a view of this buffer
     run.track(net, optimizer)
 
     everywhere = torch.arange(args.seq_len, device=run.device)

@@ -80,7 +80,7 @@ def train(run: TrainingRun[ExpertParallelSettings]) -> None:
             place(parameter, Placement(apart=("ep",)))
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    balance = LoadBalance([net], args.balance_rate, run.grid.axis("ep"))
+    balance = LoadBalance([net], args.balance_rate)  # gives experts with few tokens better scores
     parameters = dict(net.named_parameters())
 
     for step, batch in run.steps(stories):
@@ -94,7 +94,7 @@ def train(run: TrainingRun[ExpertParallelSettings]) -> None:
         run.log(step, losses)
         run.clip(optimizer)
         optimizer.step()
-        run.records.values.update(balance.step())
+        run.records.values.update(balance.step())  # the loads, for metrics.jsonl
 
 
 if __name__ == "__main__":

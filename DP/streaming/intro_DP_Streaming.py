@@ -41,9 +41,10 @@ def train(run: TrainingRun[StreamingSettings]) -> None:
             losses.append(loss)
         run.log(step, losses)
         optimizer.step()
-        # Every H / P steps, start to average (outer weights - own weights) of a fragment. --overlap-steps later, take
-        # the outer step with that mean as its gradient, and continue from the new outer weights.
-        outer.after(step)
+        if (fragment := schedule.sent_after(step)) is not None:
+            outer.send(fragment)  # starts to average (outer weights - own weights) of this fragment
+        if (fragment := schedule.sent_after(step - args.overlap_steps)) is not None:
+            outer.merge(fragment)  # an outer step with that mean as its gradient, and on from the new outer weights
     outer.wait()
 
 

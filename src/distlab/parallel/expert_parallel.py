@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.axes.grid import Axis
+from distlab.axes.grid import Axis, all_ranks
 from distlab.axes.layout import STAGES
 from distlab.axes.placement import Placement, place
 from distlab.comm.group import all_gather_single
@@ -162,7 +162,7 @@ class LoadBalance:
     Args:
         nets: this rank's stages.
         rate: 0 for no balance.
-        over: the ranks that have other tokens, and the same routers.
+        over: the ranks that have other tokens, and the same routers; by default all ranks.
 
     Attributes:
         loads: tokens of each expert in the last step, (layers of this rank, experts), int64; also those that a
@@ -171,8 +171,8 @@ class LoadBalance:
         smallest_gap: in the last step, on this rank; see `MixtureOfExperts`.
     """
 
-    def __init__(self, nets: Iterable[nn.Module], rate: float, over: Axis) -> None:
-        self._mixtures, self._rate, self._over = mixtures_in(nets), rate, over
+    def __init__(self, nets: Iterable[nn.Module], rate: float, over: Axis | None = None) -> None:
+        self._mixtures, self._rate, self._over = mixtures_in(nets), rate, over or all_ranks("ep")
         self.loads, self.smallest_gap = torch.zeros(0, 0, dtype=torch.int64), float("inf")
         self.dropped = 0
         self._restart()
