@@ -45,6 +45,7 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
         text = path.read_text()
         compile(text, str(path), "exec")
         assert text.count(f"{launcher()} check {path}") == 1
+        assert "\nMORE = " not in text, "a path from the chapter's folder"
         hints = []
         for number in range(1, len(exercise.hints) + 1):
             assert launch(["hint", name, str(number)]) == 0

@@ -52,10 +52,9 @@ def test_only_ranks_at_one_line_are_said_to_be_in_the_same_collective() -> None:
 
 
 def misbehave(rank: int, submission: Submission) -> Facts:
-    """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started a process that leaves its group."""
+    """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started processes that leave its group."""
     if rank == 0:
-        child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        Path("pid").write_text(str(child.pid))  # in its folder
+        subprocess.Popen(["sh", "-c", "sleep 1000 & echo $! > pid; wait"], start_new_session=True)  # pid: in its folder
         while True:
             time.perf_counter()
     if rank == 1:
@@ -64,9 +63,10 @@ def misbehave(rank: int, submission: Submission) -> Facts:
     return {"rank": rank}
 
 
-def test_ranks_end_with_what_they_have_started(tmp_path: Path) -> None:
+def test_ranks_end_with_what_they_have_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab_exercises.ranks.SECONDS_FOR_CONSEQUENCES", 0.2)  # after a death, others say where
     started = time.monotonic()
-    submission = Submission(Path(__file__), tmp_path, PATIENCE)
+    submission = Submission(Path(__file__), tmp_path, Patience(still=5, longest=1))
     reports = submission.run_ranks(3, misbehave)
     assert time.monotonic() - started < 20
     assert [report.state for report in reports][1:] == ["died", "ended"]

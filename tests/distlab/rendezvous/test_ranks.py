@@ -235,8 +235,9 @@ def connect_to_one_that_ends(rank: int) -> None:
 
     threading.Thread(target=be_seen_and_end, daemon=True).start()
     started = time.monotonic()
-    with pytest.raises(TrafficError, match=ENDED):
+    with pytest.raises(TrafficError, match=ENDED) as caught:
         open_store(1, "127.0.0.1", port, 20)
+    assert caught.value.lost_a_peer, "so it is not the cause of the run's end"
     assert time.monotonic() - started < 15, "before the timeout"
 
 
