@@ -187,9 +187,9 @@ class Pair:
         n, m = self.run.replicas, self.micro_batches
         if n * m < 2 or any(name not in self.other.names(step, f"share.{k}") for k in range(n * m)):
             return []
-        flat = [part.of(self.other.whole(step, f"share.{k}", name)) * n * m for k in range(n * m)]
+        flat = [part.of(self.other.whole(step, f"share.{k}", name)) for k in range(n * m)]
         right = part.of(self.other.whole(step, "gradient", name))
-        scale = shares.fit(right, [torch.stack(flat).mean(0)])  # not 1 where gradients are clipped
+        scale = shares.fit(right, [torch.stack(flat).mean(0)])  # less than n * m where gradients are clipped
         if scale is None or self.other.names(step, f"share.{n * m}"):
             return []
         flat = [scale[0] * share for share in flat]

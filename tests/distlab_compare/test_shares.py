@@ -30,7 +30,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     assert "divided by the 3 ranks again and again" in name_ratios([[1 / n**2] * m] * n, 0).sentence
     assert named(*[[1.37] * m] * n) == named(*[[-1] * m] * n) == "scaled"
     assert named(*[[0.95 * n**4] * m] * n) == named(*[[0.95 / n**4] * m] * n) == "scaled", "near a power is not one"
-    assert named([n, n], [0, 0], [0, 0]) == "not-averaged"
+    assert "sequences: it was not averaged" in name_ratios([[n, n], [0, 0], [0, 0]], 0).sentence
     assert "sequences, 2 times as large: it" in name_ratios([[2 * n] * m, [0] * m, [0] * m], 0).sentence
     assert named([1, 1], [0, 0], [0, 0]) == "not-added-up"
     assert named([0, 0], [n, n], [0, 0]) == "one-rank-only"
@@ -73,7 +73,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
         "loss-divided-twice",
         "loss",
     ]
-    assert name_loss(1.0, 0.0, n, m).name == "loss"
+    assert name_loss(1.0, 0.0, n, m).name == name_loss(8.1, 8.0, 1, 1).name == "loss"
     assert "average" not in name_loss(16.0, 8.0, n, m).sentence
     assert "by their number, 2, or average over the 2 replicas" in name_loss(16.0, 8.0, 2, 2).sentence
 

@@ -43,13 +43,14 @@ def test_an_element_whose_gradient_was_rounding_once_may_have_any_weight_from_th
 
 
 def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, rounded = tmp_path / "float32", tmp_path / "bfloat16"
-    for run, factor in ((plain, 1.0), (rounded, 1.01)):
-        record(run, 0, {"gradient.first": factor * torch.ones(SHAPE), "gradient.last": torch.ones(SHAPE)})
+    plain, rounded, other = (tmp_path / dtype for dtype in ("float32", "bfloat16", "float16"))
+    for run, factor in ((plain, 1.0), (rounded, 1.01), (other, 1.01)):
+        values = {"first": factor, "middle": 1e-6 * (1.005 - factor), "last": 1.0}  # the second one is rounding
+        record(run, 0, {f"gradient.{name}": torch.full(SHAPE, value) for name, value in values.items()})
         config = {"settings": {"dtype": run.name}, "layout": {}, "world_size": 1}
         (run / "config.json").write_text(json.dumps(config))
         (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": factor}) + "\n")
-    for own, right in ((plain, rounded), (rounded, plain)):
+    for own, right in ((plain, rounded), (rounded, plain), (other, plain)):
         assert compare(Request(own, right)) == 0
         assert "largest relative difference: 0.01 (tolerance 0.02)" in capsys.readouterr().out
     assert compare(Request(plain, rounded, tolerance=1e-3)) == 1
@@ -87,3 +88,14 @@ def test_with_adam_the_weights_after_the_only_step_have_the_larger_tolerance(
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     assert compare(Request(tmp_path / "run", tmp_path / "one")) == 0
     assert "difference: 0.0005 (tolerance 0.0001; 0.001 for gradients and weights" in capsys.readouterr().out
+
+
+def test_a_loss_is_compared_relative_to_itself_and_named_by_replicas_and_micro_batches(tmp_path: Path) -> None:
+    for rank in range(3):
+        record(tmp_path, rank, {"gradient.weight": torch.ones(SHAPE)})
+    run = Recordings(tmp_path, {"layout": {"dp": 3}, "world_size": 3})
+    for factor, told in ((1 + 5e-5, ""), (2, "by their number, 2 "), (3, "added up over 3 replicas, not averaged ")):
+        losses = {0: 8.0 * factor}, {0: 8.0}
+        divergence = Pair(run, run, tolerance=1e-4, losses=losses, micro_batches=2).first_divergence()
+        said = divergence.sentences[0] if divergence else ""
+        assert (bool(said), told in said) == (bool(told), True), said
