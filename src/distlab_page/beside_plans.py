@@ -102,11 +102,10 @@ def _ledger_of_rank_0(run: Records) -> Json | None:
             totals[kind] += size
     if not totals:
         return None
-    costs, planned = costs_of(run), dict[str, tuple[int, str]]()
-    for (kind, _), formula in sent_by(run, costs, 0, len(run.metrics)).items() if costs else ():
-        size, words = planned.get(kind, (0, ""))
-        planned[kind] = size + formula.bytes, " + ".join(filter(None, (words, formula.words)))
-    rows = [(kind, size, size / len(run.metrics), *planned.get(kind, (None, ""))) for kind, size in totals.items()]
+    costs, count = costs_of(run), len(run.metrics)
+    formulas = sent_by(run, costs, 0, count) if costs else {}  # those of a kind have one receiver each
+    planned = {kind: (one.bytes, one.words) for (kind, _), one in formulas.items()}
+    rows = [(kind, size, size / count, *planned.get(kind, (None, ""))) for kind, size in totals.items()]
     caption = f"Bytes that {run.reporter} sent ({run.why_alone})"
     return {"table": table(caption, ("kind", *BYTES), rows), "matrix": None, "has_formulas": costs is not None}
 

@@ -119,7 +119,7 @@ def test_a_run_that_ended_early_says_so_and_why(killed: Path) -> None:
     assert page["time"]["rows"] == [pytest.approx((sums[0] - sums[1], sums[1] - sums[2], sums[2]))]
     waits = ["who waits for whom:", "  rank 0  waits for the gradients  -> rank 1", "  rank 1  has published no wait"]
     long = ["    it was killed", *map(str, range(300))]
-    logs = {"rank 0": ["rank 0 waited 10 s", *waits[:2], "next"], "rank 1": long, "rank 2": waits}
+    logs = {"rank 0": ["rank 0 waited 10 s", *waits[:2], "next"], "rank 1": long, "rank 2": waits, "rank 3": waits[:2]}
     page = contents(replace(read(killed), logs=logs))
     assert page["ended"]["waits"] == waits
     assert page["ended"]["causes"] == ["rank 0 waited 10 s"]
@@ -152,6 +152,10 @@ def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Pat
         found = detours(replace(run, config=config, logs={"rank 0": said}, trace=None, ledger=[]))
         assert found is not None
         assert sorted(row[3][:6] for row in found["rows"]) == hosts
+        config["layout"] = {"dp": 6}
+        assert detours(replace(run, config=config, logs={"rank 0": said}, trace=None, ledger=[])) is None, (
+            "no pipelines"
+        )
     resumed = replace(run, ledger=[], metrics=run.metrics[5:])
     rows = contents(resumed)["ledger"]["table"]["rows"]
     assert {kind: each for kind, _, each, *_ in rows if kind in ("activations", "gradients", "loss")} == {
@@ -279,6 +283,8 @@ def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, alone: Path, tm
         assert (page["memory"]["plan"] is not None) == is_planned, recompute
     weights, costs = run.memory[0]["parameters"], costs_of(run)
     assert costs is not None
+    on_gpus = costs_of(replace(run, config=run.config | {"machine": {"gpu": "H200"}}))
+    assert (costs.machine.device, on_gpus and on_gpus.machine.device) == ("cpu", "cuda")
     outer = {"outer": "diloco", "sync_every": 2, "outer_lr": 0.7, "fragments": 2}
     for compress, times in (("none", 2.5), ("int8", 3.5)):  # outer weights, momentum, a fragment; what one lacked
         config = run.config | {"settings": run.settings | outer | {"compress": compress}}
@@ -296,15 +302,20 @@ def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, alone: Path, tm
     assert "rank 0 and, after it died, the first rank that was left (after a repair" in caption
     (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())
     (tmp_path / "metrics.jsonl").write_text((hybrid / "metrics.jsonl").read_text() + '{"step": 20, "lo')
-    (tmp_path / "rank0.log").write_text("# began\n0 8.3\n")
+    (tmp_path / "rank0.log").write_bytes(b"# began \xff\n0 8.3\n")
     assert read(tmp_path).steps == STEPS, "a rank is writing the last line"
-    assert read(tmp_path).logs["rank 0"] == ["began"]
+    assert read(tmp_path).logs["rank 0"] == ["began \ufffd"]
 
 
 def test_the_curves_of_a_long_run_keep_all_validation_losses(alone: Path) -> None:
     record = lines(alone)[0]
-    steps = [record | {"step": n} | ({"validation_loss": 1.0} if n % 97 == 96 else {}) for n in range(9700)]
-    [curve] = contents(replace(read(alone), metrics=steps))["curves"]["runs"]
+    own = {"loss": 2.5, "seconds": record["seconds"], "reviews_per_second": 1.0}  # as of a classifier, without waits
+    steps = [own | {"step": n, "reviews": 2 * n} for n in range(9700)]
+    for validated in steps[96::97]:
+        validated["validation_loss"] = 1.0
+    page = contents(replace(read(alone), metrics=steps, ledger=[]))
+    [curve] = page["curves"]["runs"]
+    assert (curve["at"]["reviews"][-1], page["time"]) == (2 * 9699, None)
     assert curve["values"]["validation_loss"].count(1.0) == 100
     assert 4000 <= len(curve["at"]["steps"]) < 4100
     assert curve["at"]["seconds"][-1] == pytest.approx(9700 * record["seconds"]), "of all steps"

@@ -118,6 +118,9 @@ def test_a_page_is_read_with_keys_and_on_paper(hybrid: Path, browser: Browser, t
     page.press("Tab")
     assert page.value("document.activeElement.ariaLabel") == "next step"
     assert page.value("getComputedStyle(document.activeElement).outlineStyle") == "solid", "the focus is seen"
+    page.press("Enter")
+    at = min(at + 1, len(steps) - 1)
+    assert page.value(label).startswith(f"{steps[at]['label']}: ")
     page.value("document.querySelector('#timeline details summary').focus()")
     page.press("Enter")
     listed = page.wait_for("document.querySelector('#timeline details[open] table')?.tBodies[0].rows.length")
@@ -125,7 +128,9 @@ def test_a_page_is_read_with_keys_and_on_paper(hybrid: Path, browser: Browser, t
     assert "waiting for other ranks" in page.value("document.querySelector('#timeline details').innerText")
     assert page.value("+document.getElementById('step').max") == len(steps) - 1
     page.value("[...document.querySelectorAll('button')].find(button => button.innerText == 'slowest').click()")
-    assert page.value(label).startswith(f"{steps[content['slowest']]['label']}: ")
+    slowest = steps[content["slowest"]]
+    assert page.value(label).startswith(f"{slowest['label']}: ")
+    assert page.value("document.querySelector('#timeline details caption').textContent") == slowest["label"]
     against = "document.getElementById('against')"
     page.value(f"{against}.value = 'tokens', {against}.dispatchEvent(new Event('change'))")
     where = page.value("document.querySelector('#curves .js-plotly-plot').data[0].x")
@@ -154,9 +159,12 @@ def test_a_served_page_follows_the_run(killed: Path, browser: Browser, tmp_path:
         with (folder / "metrics.jsonl").open("a") as metrics:
             print(json.dumps(last | {"step": last["step"] + 1}), file=metrics)
         says = f"The run goes on: {last['step'] + 2:,} of"
+        against = "document.getElementById('against')"
+        page.value(f"{against}.value = 'tokens', {against}.dispatchEvent(new Event('change'))")
         page.value("document.querySelector('#curves summary').focus()")
         page.wait_for(f"document.getElementById('top').innerText.includes({says!r})")
         assert page.value("document.activeElement.closest('section').id") == "curves", "the focus stays"
+        assert page.value(f"{against}.value") == "tokens"
         assert page.value("document.querySelectorAll('.js-plotly-plot').length") >= 1
     finally:
         process.send_signal(signal.SIGINT)

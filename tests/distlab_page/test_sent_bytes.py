@@ -52,7 +52,11 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "--schedule zb-h1 --shard gradients --dtype bfloat16",
         "gradients, weights, loss",
     ),
-    "stages by hand": ("pp-dapple --batch-size 2 --micro-batches 2 --dtype bfloat16", "activations, loss"),
+    "stages by hand, and several on each rank": (
+        "pp-dapple --batch-size 2 --micro-batches 2 --dtype bfloat16; "
+        "pp-interleaved --world-size 2 --n-layers 4 --batch-size 2 --micro-batches 2 --dtype bfloat16",
+        "activations, loss; activations, loss",
+    ),
     "averages in each pass": ("ddp --batch-size 2 --micro-batches 2", "gradients, loss"),
     "shards by hand": ("dp-zero --optimizer adam", "gradients, weights, loss"),
     "shards, and whole weights at the start": (
@@ -106,6 +110,8 @@ def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: P
         for kind, _, _, _, each, formula, words in (row for row in rows if row[-1]):
             assert each == pytest.approx(formula, rel=1e-4), kind
             assert computed(words) == pytest.approx(formula, rel=1e-3, abs=1), words
+        pairs = page["ledger"]["pairs"]["rows"] if kinds else []
+        assert all(formula is not None for *_, kind, _, formula in pairs if kind == "activations"), "of each receiver"
         assert (page["memory"]["plan"] is None) == any(flag in command for flag in NOT_PLANNED)
         for kind, planned in (page["memory"]["plan"] or {}).items():
             assert planned == pytest.approx(page["memory"]["bars"].get(kind, 0), rel=0.01, abs=1000), kind
