@@ -118,8 +118,9 @@ def test_contiguous_parts_of_sequences_are_unequal_work_by_the_pairs_of_position
     for axes, share in zip(drawn[0].axes, ("zigzag: busiest rank 1 ", "contiguous: busiest rank 1.5 "), strict=True):
         assert axes.get_title().startswith(share)
     diagrams.sequence_parts(Path("a.png"), ranks=3)
-    steps = {text.get_position(): text.get_text() for text in drawn[1].axes[1].texts}  # contiguous
+    zigzag, steps = ({text.get_position(): text.get_text() for text in axes.texts} for axes in drawn[1].axes)
     assert [steps[0.5, 0.5 + 2 * rank] for rank in range(3)] == ["0", "1", "2"], "the keys of rank 0 come that late"
+    assert (zigzag[2.5, 5.5], zigzag[1.5, 5.5]) == ("1", "2"), "those of ranks 2 and 1 at rank 0"
 
 
 def test_a_replica_holds_its_own_part_of_what_is_sharded(drawn: list[Any]) -> None:
