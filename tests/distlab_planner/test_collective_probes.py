@@ -24,26 +24,21 @@ from distlab_planner.collective_probes import (
 def two_in_turn(rank: int, size: int, port: int) -> tuple[list[str], dict[str, list[float]]]:
     with process_group(rank, size, port):
         calls: list[str] = []
-        works = {name: partial(calls.append, name) for name in ("a", "b")}
-        return calls, seconds_in_turn(works, rounds=2, in_a_row=2)
+
+        def nap() -> None:
+            calls.append("nap")
+            time.sleep(0.05)
+
+        return calls, seconds_in_turn({"nap": nap, "b": partial(calls.append, "b")}, rounds=2, in_a_row=5)
 
 
 def test_what_is_compared_runs_in_turn() -> None:
     outcomes = run_ranks(2, two_in_turn, 2, free_port())
     for calls, seconds in outcomes:
-        assert calls == ["a", "a", "b", "b", "b", "b", "a", "a", "a", "a", "b", "b"]
+        assert calls == [*5 * ["nap"], *10 * ["b"], *10 * ["nap"], *5 * ["b"]]
+        assert 0.05 <= min(seconds["nap"]) < 0.2, "of one of five in a row, not 0.25"
         assert [len(of_one) for of_one in seconds.values()] == [2, 2]
         assert seconds == outcomes[0][1], "the slowest rank's, on all ranks"
-
-
-def naps_in_a_row(rank: int, size: int, port: int) -> list[float]:
-    with process_group(rank, size, port):
-        return seconds_in_turn({"nap": partial(time.sleep, 0.05)}, rounds=1, in_a_row=5)["nap"]
-
-
-def test_the_seconds_are_those_of_one_of_several_in_a_row() -> None:
-    for [seconds] in run_ranks(2, naps_in_a_row, 2, free_port()):
-        assert 0.05 <= seconds < 0.2, "not 0.25, which they take together"
 
 
 def fit_on_gloo(rank: int, size: int, port: int) -> tuple[dict[int, CostModel], dict[str, list[str]]]:

@@ -25,18 +25,13 @@ RANKS, SEQUENCES = 4, 8
 
 
 def settings(layout: RunLayout) -> HybridSettings:
-    model: dict[str, Any] = {
-        "dmodel": 24,
-        "num_heads": 6,
-        "num_kv_heads": 2,
-        "hidden_dim": 96,
-        "seq_len": 8,
-        "n_layers": 3,
-    }
+    names = "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "seq_len"
+    model: dict[str, Any] = {name: getattr(SIZES, name) for name in names}
     sizes: dict[str, Any] = {axis: layout.size(axis) for axis in ("dp", "pp", "cp", "tp")}
     return HybridSettings(
         **model,
         **sizes,
+        n_layers=SMALL.n_layers,
         batch_size=layout.batch_size,
         micro_batches=layout.micro_batches,
         schedule=layout.schedule,

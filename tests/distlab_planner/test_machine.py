@@ -39,13 +39,9 @@ MACHINE = cluster(
 )
 
 
-def test_a_machine_survives_its_file(tmp_path: Path) -> None:
-    write_machine(MACHINE, tmp_path / "machine.json")
-    assert read_machine(tmp_path / "machine.json") == MACHINE
-
-
-def test_a_file_of_an_earlier_revision_is_read(tmp_path: Path) -> None:
+def test_a_machine_survives_its_file_also_that_of_an_earlier_revision(tmp_path: Path) -> None:
     write_machine(MACHINE, path := tmp_path / "machine.json")
+    assert read_machine(path) == MACHINE
     path.write_text(json.dumps({**json.loads(path.read_text()), "spin_seconds": 5e-4}))
     assert read_machine(path) == MACHINE
 
@@ -67,7 +63,7 @@ def test_a_machine_without_measurements_is_a_short_file(tmp_path: Path) -> None:
         (["between", "bytes_per_second"], 0, "between.bytes_per_second is 0; give a number greater than 0"),
         (["inside", "bytes_per_second"], MISSING, "inside.bytes_per_second is missing"),
         (["between", "latency_seconds"], MISSING, "between.latency_seconds is missing"),
-        (["slowdown"], [0, 1], "slowdown[0] is 0; give a number from 1 up"),
+        (["slowdown"], [0.5, 1], "slowdown[0] is 0.5; give a number from 1 up"),
         (["all_reduces", 0, "ranks"], 1, "all_reduces[0].ranks is 1; give a whole number from 2 up"),
         (["hosts"], 1.5, "hosts is 1.5; give a whole number from 1 up"),
         (["device"], "tpu", 'device is "tpu"; give one of cpu, cuda'),
@@ -321,11 +317,16 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
 def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two hosts with four ranks each: a pair of ranks on a host, one on two hosts, and two on a host at once."""
     latencies = {((0, 1),): 1.0, ((0, 4),): 2.0, ((0, 1), (2, 3)): 3.0}
+
+    def passes_of(sizes: Sizes) -> PassSeconds:
+        seconds = (4.0 if sizes.dtype == "float32" else 2.0) / (4 if sizes.compiled else 1)
+        return replace(PASSES, F=(seconds, 2 * seconds))
+
     instead: dict[str, Callable[..., Any]] = {
         "measure_messages": lambda _, pairs, __: Messages(Link(latencies[tuple(pairs)], 1e9), 0.25),
         "measure_slowdown": lambda *_: (1.0, 1.25),
         "measure_all_reduces": lambda *_: (),
-        "measure_passes": lambda sizes, *_: [Measured(sizes, 1, 1, (1, 2), PASSES, PASSES, PASSES)],
+        "measure_passes": lambda sizes, *_: [Measured(sizes, 1, 1, (1, 2), PASSES, passes_of(sizes), PASSES)],
         "measure_optimizer": lambda optimizer, _: 2.0 if isinstance(optimizer, torch.optim.Adam) else 1.0,
         "measure_waking": lambda _: (),
         "build": lambda *_: torch.nn.Linear(1, 1),
@@ -334,7 +335,8 @@ def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(measuring, name, function)
     monkeypatch.setattr(calibrate, "with_tiny_run", lambda machine, *_: machine)
     joined = SimpleNamespace(local_ranks=4, places=[*4 * [Place("A")], *4 * [Place("B")]])
-    settings = replace(calibrate.DEFAULTS, machine_file=tmp_path / "machine.json", world_size=8)
+    own: dict[str, Any] = {"machine_file": tmp_path / "machine.json", "dtype": "bfloat16", "compile": True}
+    settings = replace(calibrate.DEFAULTS, world_size=8, **own)
     run: Any = SimpleNamespace(settings=settings, device=torch.device("cpu"), rank=0, world_size=8, joined=joined)
     calibrate.calibrate(run)
     found = read_machine(settings.machine_file)
@@ -342,6 +344,8 @@ def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch:
     assert [link.latency_seconds for link in links] == [0.75, 1.75, 2.75], "without the time of the call that sends"
     assert (found.hosts, found.ranks_per_host, found.message_seconds) == (2, 4, 0.25)
     assert (found.optimizer_seconds, found.sgd_seconds, found.slowdown) == (2.0, 1.0, (1.0, 1.25))
+    times = found.bfloat16_multiply_adds_per_second / found.multiply_adds_per_second, found.compiled_speedup
+    assert times == pytest.approx((2, 4), rel=1e-4)
 
 
 def test_a_message_takes_half_of_the_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,8 +153,8 @@ def test_threads_that_slow_each_other_are_not_slowed_twice() -> None:
 
 def test_layers_are_split_by_what_both_passes_take() -> None:
     none, block, head = (PassSeconds((f,), (b,), (0.0,), (0.0,)) for f, b in ((0.0, 0.0), (1.0, 2.0), (0.0, 6.0)))
-    machine = cluster(measured=(Measured(SIZES, 1, 1, (1,), none, block, head),))
-    assert Costs(machine, MODEL, layout()).balanced_split() == (3, 1)
+    measured = cluster(measured=(Measured(SIZES, 1, 1, (1,), none, block, head),))
+    assert Costs(measured, MODEL, layout()).balanced_split() == (3, 1)
 
 
 @pytest.mark.parametrize("split", [(3, 1), (1, 3)])
@@ -192,15 +192,15 @@ def test_threads_of_a_rank_that_computes_alone() -> None:
 
 def test_heads_go_around_once() -> None:
     """Each of four ranks sends three quarters of its queries, keys, values and results."""
-    sizes = replace(SIZES, num_kv_heads=4)
     own = replace(layout(pp=1, micro_batches=1), axes={"dp": 1, "cp": 4}, cp_kind="heads")
-    costs = Costs(cluster(device="cpu", inside=Link(0.0, 1e6)), Model(sizes, 4), own)
-    numbers = 4 * sizes.dmodel * sizes.seq_len / 4
-    seconds = 4 * 3 / 4 * 4 * numbers / 1e6
+    costs = Costs(cluster(device="cpu", inside=Link(0.0, 1e6)), Model(replace(SIZES, num_kv_heads=4), 4), own)
+    seconds = 4 * 3 / 4 * 4 * (SIZES.dmodel * SIZES.seq_len) / 1e6
     assert costs.sequence_seconds("F", 0) == pytest.approx(seconds)
-    for of_pass, left in ((seconds / 4, seconds * 3 / 4), (2 * seconds, 0)):  # GPUs compute while they send
-        on_gpus = replace(costs, machine=cluster(inside=Link(0.0, 1e6), pass_seconds=of_pass))
-        assert on_gpus.sequence_seconds("F", 0) == pytest.approx(left, rel=1e-5)
+    forward = replace(costs, machine=cluster(inside=Link(0.0, 1e18))).seconds(Forward(0, 0))
+    for share, left in ((1 / 4, [3 / 4, 1 / 2]), (2, [0, 0])):  # GPUs compute while they send
+        machine = cluster(inside=Link(0.0, 1e6), multiply_adds_per_second=1e14 * forward / (share * seconds))
+        found = [replace(costs, machine=machine).sequence_seconds(letter, 0) / seconds for letter in "FB"]
+        assert found == pytest.approx(left, rel=1e-5)
 
 
 def test_the_last_rank_of_contiguous_parts_has_the_most_work() -> None:

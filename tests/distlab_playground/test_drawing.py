@@ -21,7 +21,8 @@ def test_what_is_drawn_is_within_the_drawing_and_legible() -> None:
     message = Passed(0, 1, 4, 0.25, 0.5)
     assert drawing.message_words([message], 1).endswith(", 4 bytes, 250 to 500 ms.")
     assert f"L{drawing.WIDTH - 12:.2f} " in drawing.messages(2, [message], makespan=0.5), "at the end of the axis"
-    assert drawing.messages(2, [message] * 3, makespan=0.5, shown=2).count('class="bar"') == 2
+    some = drawing.messages(2, [message] * 3, makespan=0.5, shown=2)
+    assert re.findall('class="bar".*?stroke-width="(.*?)"', some) == ["2", "4"], "the last one is the thickest"
     [line] = re.findall(r'd="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', drawing.messages(2, [message], makespan=0.5))
     sent, sender, arrived, receiver = map(float, line)
     assert (sent < arrived, sender < receiver) == (True, True), "from rank 0 to rank 1, which is below it"
