@@ -73,13 +73,8 @@ def name_gradient(
         if with_before is not None and math.isclose(with_before[-1], 1, abs_tol=0.05):
             return Mistake("not-cleared", "still contains the gradient of the step before: it was not set to zero")
     if found is None:
-        of = f"no combination of the {replicas} {member}s' gradients"
-        if replicas == 1:
-            of = (
-                "no combination of the micro-batches' gradients"
-                if micro_batches > 1
-                else "not a multiple of the right one"
-            )
+        parts = f"{replicas} {member}s" if replicas > 1 else "micro-batches"
+        of = f"no combination of the {parts}' gradients" if len(flat) > 1 else "not a multiple of the right one"
         return Mistake("other", f"is {of}: other numbers went into it")
     ratios = [found[r * micro_batches : (r + 1) * micro_batches] for r in range(replicas)]
     return name_ratios([[c * replicas * micro_batches for c in row] for row in ratios], own, member)

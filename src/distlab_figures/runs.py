@@ -38,14 +38,8 @@ CURVES = {
     "max_over_mean_load": "tokens of the fullest expert, relative to the mean",
 }
 SMALLEST_PARTING = 1e-9  # of losses in a figure; those of equal losses are drawn there
-HOLDINGS = (
-    style.BLUE,
-    style.ORANGE,
-    style.GREEN,
-    style.YELLOW,
-    style.PURPLE,
-    style.SKY,
-)  # of `MEMORY_KINDS`; the same colors as the passes that create them
+# Of `MEMORY_KINDS`; the same colors as the passes that create them.
+HOLDINGS = style.BLUE, style.ORANGE, style.GREEN, style.YELLOW, style.PURPLE, style.SKY
 
 
 def losses(

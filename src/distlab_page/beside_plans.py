@@ -124,12 +124,8 @@ def memory(run: Records) -> Json | None:
     ]
     bars = {kind: [held[kind] for held in run.memory] for kind in kinds}
     plan = {kind: [held.get(kind, 0) for held in planned] for kind in kinds} if planned else None
-    return {
-        "ranks": names,
-        "bars": bars,
-        "plan": plan,
-        "table": table("Bytes held at the peak", ("rank", "kind", "held", "by the plan"), rows),
-    }
+    shown = table("Bytes held at the peak", ("rank", "kind", "held", "by the plan"), rows)
+    return {"ranks": names, "bars": bars, "plan": plan, "table": shown}
 
 
 def prediction(run: Records) -> Json | None:

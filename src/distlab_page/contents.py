@@ -149,12 +149,8 @@ def layout(run: Records) -> Json:
         (r["rank"], *(coordinate(axes, r["rank"], axis) for axis in axes), r["layers"], *end)
         for r, end in zip(ranks, ends, strict=True)
     ]
-    return {
-        "ranks": ranks,
-        "words": f" {TIMES} ".join(named) or "one process",
-        **sizes,
-        "table": table("Ranks", head, rows),
-    }
+    in_all = f" {TIMES} ".join(named) or "one process"
+    return {"ranks": ranks, "words": in_all, **sizes, "table": table("Ranks", head, rows)}
 
 
 def _stages(run: Records) -> list[list[int]]:
@@ -226,11 +222,8 @@ def schedules(run: Records) -> Json:
     )
     caption = f"The same pipeline ({workers} workers, {own} micro-batches) in other orders, by simulation"
     none = [row[0] for row in rows if row[5] is not None and row[5] < NO_BUBBLE]
-    return {
-        "own": run.settings.get("schedule"),
-        "none": none,
-        "table": table(caption, head, rows, (head[1], *head[4:])),
-    }
+    shown = table(caption, head, rows, (head[1], *head[4:]))
+    return {"own": run.settings.get("schedule"), "none": none, "table": shown}
 
 
 def simulated(schedule: str, workers: int, micro_batches: int, steps: int, chunks: int = DEFAULT_CHUNKS) -> Plan | None:

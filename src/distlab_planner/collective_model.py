@@ -71,12 +71,7 @@ def operations(
         ("gather", "naive tree", (part, at_root[0], 0), lambda: dist.gather(part, at_root[1], 0, group)),
         ("all-gather", "naive tree ring", (part, whole), lambda: dist.all_gather(parts, part, group)),
         ("reduce-scatter", "naive ring", (whole, part), lambda: dist.reduce_scatter(part, parts, group=group)),
-        (
-            "all-to-all",
-            "naive pairwise",
-            (parts, list(other)),
-            lambda: dist.all_to_all_single(other, whole, group=group),
-        ),
+        ("all-to-all", "naive pairwise", (parts, [*other]), lambda: dist.all_to_all_single(other, whole, group=group)),
     ]
     works: dict[str, dict[str, TimedWork]] = {}
     for operation, topologies, arguments, library in table:
