@@ -31,6 +31,8 @@ def test_it_is_the_cross_entropy_of_the_next_tokens(batch: int, seq: int, dtype:
     expected = expected_loss(logits, target)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected)
+    part = next_token_loss(logits, target.roll(-1, 1), predictions=0.5)
+    torch.testing.assert_close(part, expected * batch * (seq - 1) / 0.5)
     # Scaled, as the parts of a divided batch scale it.
     (grad,) = torch.autograd.grad(loss / 3, logits)
     (expected_grad,) = torch.autograd.grad(expected / 3, logits)
