@@ -148,7 +148,6 @@ def train(run: TrainingRun[RepairSettings]) -> None:
                 DEATHS[:] = [death for death in DEATHS if death[1] > step]
             is_one_missing = len(run.grid.alive) < run.world_size
             if "ALL_BACK" in os.environ and is_one_missing and step not in of_deaths:
-                assert isinstance(run, RepairableRun)
                 with run.surviving():  # a step that has begun would go on without the spare
                     await_news(run)
                     raise NewsError
