@@ -54,7 +54,11 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("hybrid --nnodes 2 --node-rank 0", "--master-addr localhost with --nnodes 2: give the address at which"),
         ("hybrid --nnodes 2 --node-rank 0 --master-addr 127.0.0.1", "--master-addr 127.0.0.1 with --nnodes 2: give"),
         ("hybrid --nnodes 2 --node-rank 0 --master-addr no.such.host.invalid", "no.such.host.invalid: no such"),
-        (NODES(4), "among 4 machines; change one of the two numbers; or give --ranks-per-node, as in 2,2,1,1"),
+        (
+            NODES(4),
+            "--dp 2 --pp 3 --tp 1 with --nnodes 4: 6 ranks do not divide among 4 machines; change one of the two "
+            "numbers; or give --ranks-per-node, as in 2,2,1,1",
+        ),
         (
             NODES(2) + " --ranks-per-node 4,3",
             "--ranks-per-node 4,3: --nnodes 2 and --dp 2 --pp 3 --tp 1 need 2 numbers",
