@@ -22,6 +22,16 @@ by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
     ],
     "mpi-collectives": [
         Attempt(
+            "deadlock",
+            "rank 0 waits to send to rank 1",
+            changes={
+                "self.comm.Sendrecv(out, (rank + 1) % size, TAG, arriving, (rank - 1) % size, TAG)": (
+                    "self.comm.Send(out, (rank + 1) % size, TAG); self.comm.Recv(arriving, (rank - 1) % size, TAG)"
+                )
+            },
+            only="ringAllreduce",
+        ),
+        Attempt(
             "count",
             "rank 1 counts 288 bytes, and has sent and received 192",  # the others count right
             changes={
