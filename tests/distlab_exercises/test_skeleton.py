@@ -103,3 +103,11 @@ def test_methods_that_are_given_stay_in_a_class_whose_others_are_to_be_written()
     ):
         text = write_out(EXERCISES[name], Path("mine.py"))
         assert re.findall(r'raise NotImplementedError\("write (.*)"\)', text) == missing
+
+
+def test_what_the_solution_imports_is_there_for_the_student_except_its_own_helpers() -> None:
+    for name, helpers in ("cp-ring", {"_span"}), ("mydp", set()), ("reduce", {"_powers_of_two", "_ranks_from"}):
+        texts = (write_out(EXERCISES[name], Path("my.py"), solved=is_solved) for is_solved in (False, True))
+        nodes = ((n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)) for text in texts)
+        given, used = ({alias.name for node in imports for alias in node.names} for imports in nodes)
+        assert used - given == helpers, name
