@@ -102,6 +102,7 @@ def test_the_table() -> None:
     head, *rows = fork_python("-m", "distlab.collective_costs", *asked).finish().out.splitlines()
     assert head.split() == ["ms", "4,000", "kB"]
     assert ["broadcast", "tree", "10.00"] in [row.split() for row in rows]
+    assert rows[-1].split()[:2] == ["all-to-all", "pairwise"]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,14 @@ def test_without_shared_memory_the_last_bucket_of_a_pass_is_whole_beside_the_fir
     assert vocabulary_bytes < gathered[1] < 2 * vocabulary_bytes < gathered[2]
 
 
+def test_experts_that_all_replicas_hold_are_reduced_together_with_the_rest_of_a_block() -> None:
+    sizes = replace(SIZES, experts=2)
+    layout = RunLayout({"dp": 2}, 1, 1, "dapple", "none", "weights", (MODEL.n_layers,))
+    block_bytes = 4 * sum(one.numbers for one in sizes.parameters("block", 1, 1))
+    costs = Costs(cluster(device="cpu"), replace(MODEL, sizes=sizes), layout)
+    assert held(costs, 0).gathered == 4 * block_bytes, "a block, its gradient, the block before, and a buffer for one"
+
+
 def test_slices_that_are_measured_have_the_parameters_of_the_plan() -> None:
     mixture = replace(SIZES, experts=2, shared_experts=1, qk_norm=True)
     for sizes, tp in itertools.product((SIZES, mixture), (1, 2)):
