@@ -138,6 +138,9 @@ def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Pat
     later = [*said, "ranks 0, 1, 2, 3, 4 and 5 go on with step 9, 0.1 s after that"]
     logs = {"rank 0": later[1:], "rank 1": later}
     assert replace(repaired, logs=logs).dead == set(), "spares have taken the places of rank 4, and of rank 0 before"
+    later = [*said, "ranks 0, 1, 2, 3 and 4 go on with step 9, 0.1 s after that"]
+    twice = replace(repaired, logs={"rank 0": later}, memory=run.memory[:5], trace=None)
+    assert twice.alive == (0, 1, 2, 3, 4), "of the last repair"
     [row] = contents(repaired)["ended"]["detours"]["rows"]
     assert row == [7, "rank 4 (stage 1 of replica 1)", "0, 1, 2", "rank 1 (stage 1 of replica 0)"]
     said = ["rank 2 was terminated by SIGKILL: ranks 0, 1, 4, 5, 6 and 7 go on with step 7, 0.1 s after that"]
