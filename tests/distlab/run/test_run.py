@@ -96,7 +96,7 @@ def run_of_six(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (DataParallelSettings(), "--world-size 3", 2, None),
         (DataParallelSettings(), "--world-size 6", 1, None),
         (HybridSettings(), "--pp 2", 3, None),
-        (DataParallelSettings(), "--world-size 4", 1, "the global batch is now 4 and was 6: --batch-size sets it"),
+        (DataParallelSettings(), "--world-size 7", 1, "the global batch is now 7 and was 6: --batch-size sets it"),
         (TrainSettings(), "--batch-size 2", 2, "the global batch is now 2 and was 6: --batch-size sets it"),
         (HybridSettings(batch_size=4, micro_batches=4), "--pp 2", 4, "the global batch is now 8 and was 6"),
     ],
