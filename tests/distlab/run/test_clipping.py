@@ -109,7 +109,17 @@ def _script_does_not_clip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_script_does_not_clip")
-def test_a_script_that_does_not_clip_still_prints_each_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_script_that_does_not_clip_still_prints_each_loss(
+    updates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_update(own: Any, model: Any, make: Callable[..., Any] = ClippingRun.optimizer) -> Any:
+        optimizer: Any = make(own, model)
+        optimizer.step = lambda: None
+        return optimizer
+
+    if not updates:
+        monkeypatch.setattr(ClippingRun, "optimizer", without_update)
     flags = [*RUNS["primer"][2].split(), "--clip-norm", ALWAYS, "--steps", "3"]
     train_on(1, RUNS["primer"][1], tmp_path, *flags)
     lines = (tmp_path / "rank0.log").read_text().splitlines()
