@@ -135,7 +135,8 @@ def test_a_page_is_read_with_keys_and_on_paper(hybrid: Path, browser: Browser, t
     page.value(f"{against}.value = 'tokens', {against}.dispatchEvent(new Event('change'))")
     where = page.value("document.querySelector('#curves .js-plotly-plot').data[0].x")
     assert where == [record["tokens"] for record in lines(hybrid)]
-    page.value("dispatchEvent(new Event('beforeprint'))")
+    empty = "document.querySelectorAll('#time tbody:empty, #schedules tbody:empty').length"
+    assert page.value(f"dispatchEvent(new Event('beforeprint')), {empty}") == 0, "what is printed has its rows"
     assert page.value("document.querySelectorAll('#time details[open], #schedules details[open]').length") == 3
     page.call("Emulation.setEmulatedMedia", media="print")
     assert page.value("getComputedStyle(document.querySelector('nav')).display") == "none"
