@@ -6,6 +6,7 @@ More layouts validate in test_clipping.py and hybrid/test_layouts.py.
 import functools
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,10 @@ class Around(nn.Module):
         self.net = net
 
 
-def test_the_names_of_parameters_are_those_of_the_model_inside_of_a_wrapper() -> None:
+@pytest.mark.parametrize("wrap", [Around, lambda net: Around(Around(net))], ids=["one", "two"])
+def test_the_names_of_parameters_are_those_of_the_model_inside_of_wrappers(wrap: Callable[..., nn.Module]) -> None:
     net = LLama(CausalLLama, 8, dmodel=16, num_heads=2, n_layers=1)
-    assert ModelParts.of(Around(net), Grid(0, {})).parameters() == dict(net.named_parameters())
+    assert ModelParts.of(wrap(net), Grid(0, {})).parameters() == dict(net.named_parameters())
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "weights"])
