@@ -19,6 +19,8 @@ from distlab.rendezvous.store import StoreError
 from distlab.settings.common import RunSettings
 from distlab.settings.scripts import read_script, read_script_for
 from distlab.settings.training import TrainSettings
+from primer.tell_story import Settings
+from simplellm.command_line import as_command
 from simplellm.errors import InputError
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 2 --seq-len 16 --data sample --device cpu --world-size 2".split()
@@ -153,16 +155,17 @@ def test_the_beginning_of_a_story_may_be_as_long_as_the_resumed_model_reads(
     assert check_story("Once upon a time", settings, "script.py") is settings
 
 
+@pytest.mark.parametrize("prompt", ["Once", "", "- Hello", "--seed=1"])
 def test_a_story_is_printed_in_comments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tell(args: list[str], _: str) -> int:
-        print(f"Am\u00e9lie sang {args[0]}.", "# 3 tokens", sep="\n")
+    def tell(asked: Settings) -> int:
+        print(f"Am\u00e9lie sang {asked.prompt} {asked.device} {asked.model}.", "# 3 tokens", sep="\n")
         return 3
 
-    monkeypatch.setattr("distlab.launching.start.tell", tell)
-    assert tell_story(tmp_path, "Once", "cpu") == 3
-    assert capsys.readouterr().out == f"# Am\u00e9lie sang {tmp_path}.\n# 3 tokens\n"
+    monkeypatch.setattr("distlab.launching.start.tell", as_command(tell, Settings, None))
+    assert tell_story(tmp_path, prompt, "cpu") == 3
+    assert capsys.readouterr().out == f"# Am\u00e9lie sang {prompt} cpu {tmp_path}.\n# 3 tokens\n"
 
 
 LOST = RankFailure(1, {"message": "rank 1 is gone", "status": 1, "lost_a_peer": True, "names_rank": True}, 5)
