@@ -1,12 +1,14 @@
 """Several machines: how ranks are shared among them, and what is refused before anything starts."""
 
 import contextlib
+import fcntl
 import itertools
 import multiprocessing
 import os
 import re
 import signal
 import socket
+import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,6 +59,18 @@ def test_the_interface_is_that_of_the_way_to_the_master() -> None:
     assert interface_of(ELSEWHERE) is None
     if socket.has_ipv6:
         assert interface_of("::1") in ("lo", None)
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    """The kernel is asked the other way round."""
+    get_address, found = 0x8915, 0  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, get_address, struct.pack("40s", name.encode()))
+                assert interface_of(socket.inet_ntoa(answer[20:24])) == name
+                found += 1
+    assert found, "at least loopback"
 
 
 def join(
