@@ -108,6 +108,9 @@ def test_a_spare_waits_for_those_of_other_slices_and_other_ranks_for_no_news(mon
     assert News.from_json(store[NEWS]).processes() == {0: 0, 1: 0, 3: 2}
     with pytest.raises(NewsError):
         survivor.agree(news, Answer(Position(0, TAKE), 0), 5)
+    assert survivor.await_news(ConnectionError()).epoch == 3
+    with pytest.raises(ConnectionError):
+        survivor.await_news(ConnectionError())  # there are no later ones
 
 
 def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.CaptureFixture[str]) -> None:
