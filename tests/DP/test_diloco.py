@@ -251,7 +251,7 @@ def test_slices_go_on_bit_for_bit(tmp_path: Path) -> None:
     goes_on_bit_for_bit(4, HYBRID, "--dp 2 --pp 1 --tp 2", "--outer diloco", tmp_path, compress="bf16")
 
 
-def test_pipelines_with_other_stages_begin_at_the_outer_weights(tmp_path: Path) -> None:
+def test_pipelines_with_other_stages_and_slices_begin_at_the_outer_weights(tmp_path: Path) -> None:
     """A rank holds as many weights as before, but of other layers: its own weights are of no use."""
     flags = "--n-layers 4 --steps 6".split()
     own = "--outer diloco --dp 2 --pp 2 --schedule interleaved --layers-per-stage 1,1,1,1 --sync-every 3".split()
@@ -259,10 +259,11 @@ def test_pipelines_with_other_stages_begin_at_the_outer_weights(tmp_path: Path) 
     _, _, losses = train_on(4, HYBRID, tmp_path / "run", *flags, *own, "--save-every", "5")
     resume = [*flags, "--resume", str(tmp_path / "run" / "checkpoints" / "step-00000005")]
     _, _, expected = train_on(1, "primer/intro.py", tmp_path / "one", *resume)
-    other = "--outer diloco --dp 1 --pp 2 --layers-per-stage 2,2 --micro-batches 2 --batch-size 8".split()
-    _, _, [loss] = train_on(2, HYBRID, tmp_path / "other", *resume, *other)
-    assert [loss] == pytest.approx(expected, rel=1e-6)
-    assert loss != pytest.approx(losses[5], rel=1e-4), "the own weights differ from the outer ones"
+    for layout in ("--pp 2 --layers-per-stage 2,2", "--pp 1 --tp 2"):
+        other = f"--outer diloco --dp 1 {layout} --micro-batches 2 --batch-size 8".split()
+        _, _, [loss] = train_on(2, HYBRID, tmp_path / layout, *resume, *other)
+        assert [loss] == pytest.approx(expected, rel=1e-6)
+        assert loss != pytest.approx(losses[5], rel=1e-4), "the own weights differ from the outer ones"
 
 
 def test_it_goes_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) -> None:
