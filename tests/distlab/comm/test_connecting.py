@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -48,6 +49,36 @@ def leave_while_connecting(rank: int, port: int) -> None:
         store.wait([f"left/{other}" for other in range(3)])
     of_all.set(f"has ended/{rank}", "")
     return None
+
+
+def leave_when_connected(rank: int, port: int) -> None:
+    """There are news for rank 1 when gloo has connected the two, and rank 0 hears of them later."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    leave_group()
+    store = dist.TCPStore("localhost", port, is_master=rank == 0)
+
+    def check() -> None:
+        if store.check(["news"]):
+            raise InterruptedError
+
+    class Group(dist.ProcessGroupGloo):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            store.set(f"connected/{rank}", "")
+            store.wait(["connected/0", "connected/1"])
+            if rank == 1:
+                raise InterruptedError
+
+    dist.ProcessGroupGloo = Group  # type: ignore[assignment, misc]
+    with pytest.raises(InterruptedError):
+        connect(store, rank, 2, timedelta(seconds=60), check)
+    if rank == 1:
+        time.sleep(SECONDS_UNTIL_NEWS)
+        store.set("news", "")
+
+
+def test_no_rank_uses_a_group_that_another_one_has_left_while_it_was_made() -> None:
+    run_ranks(2, leave_when_connected, free_port())
 
 
 def test_nothing_is_left_of_ranks_that_leave_while_others_connect() -> None:
