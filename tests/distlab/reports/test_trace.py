@@ -207,9 +207,12 @@ def test_a_file_that_is_no_trace_is_named(content: str | None, tmp_path: Path) -
 def test_merged_ranks_share_an_origin() -> None:
     late = {"events": [Event(STEP, "step", 12.0, 13.0)], "kept_bytes": [[12.5, 8]]}
     early = {"events": [Event(WAIT, "w", 10.5, 11.0), Event(STEP, "step", 10.0, 11.0)], "kept_bytes": []}
-    trace = merge([late, early], {"dp": 2}, None)
-    assert trace.ranks[0] == RankTrace([Event(STEP, "step", 2.0, 3.0)], [(2.5, 8)])
-    assert trace.ranks[1].events == [Event(WAIT, "w", 0.5, 1.0), Event(STEP, "step", 0.0, 1.0)]
+    ranks = [
+        RankTrace([Event(STEP, "step", 2.0, 3.0)], [(2.5, 8)]),
+        RankTrace([Event(WAIT, "w", 0.5, 1.0), Event(STEP, "step", 0.0, 1.0)]),
+    ]
+    about = {"dp": 3}, [[Forward(0, 0)]] * 2, True, 3, (0, 2)
+    assert merge([late, early], *about) == Trace(ranks, *about), "and what it is a trace of is kept"
 
 
 def test_waits_between_two_steps_are_in_neither() -> None:
@@ -292,12 +295,12 @@ def test_a_run_whose_last_step_was_repaired_has_no_step_to_draw(
 def test_a_spares_records_are_those_of_the_rank_whose_place_it_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is behind the others: here, number 0 is rank 1, and number 1, which waits, is rank 0."""
-    (grid := Grid(0, {"dp": 2})).keep([1, 0])
+    """It is behind the others: here, number 0 is rank 2, and number 1, which waits, is rank 0; rank 1 has died."""
+    (grid := Grid(0, {"dp": 3})).keep([2, 0])
     steps = [Event(STEP, f"step {step}", 4 * step, 4 * step + 4) for step in range(2)]
     events = [steps, [Event(WAIT, "the gradients", 7, 8), *steps]]
     recorded = [{"events": own, "kept_bytes": []} for own in events]
     keep_trace(recorded, tmp_path, grid, Recorder(), runs_on=False)
     *busy, _, drawn = capsys.readouterr().out.splitlines()
-    assert busy == ["# rank 0: busy 75%, waiting 25%", "# rank 1: busy 100%, waiting 0%"]
+    assert busy == ["# rank 0: busy 75%, waiting 25%", "# rank 2: busy 100%, waiting 0%"]
     assert drawn == f"# {tmp_path / 'timeline.png'}: a step of median length, drawn", "and no repair"
