@@ -7,18 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, assert_near, batch, louder
-from support.planner_machines import MODEL, cluster
+from support.planner_machines import MODEL, SIZES, cluster
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 
 from distlab.axes.grid import Grid
 from distlab.pipeline.actions import (
+    ACTION_KINDS,
     ACTIVATIONS,
     INPUT,
     Action,
     ActionCosts,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
+    ForwardAgain,
+    ForwardKeepingInput,
     Program,
     Result,
     of_stage,
@@ -34,6 +39,7 @@ from distlab.reports.timeline import action_color, draw, planned_panel
 from distlab.show_schedule import table
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import Choices, RunLayout, default_split
+from distlab_planner.machine import Measured, PassSeconds
 from distlab_planner.search import find_layouts
 from distlab_planner.step import predict
 from simplellm.llama import CausalLLama, LLama
@@ -122,6 +128,18 @@ def test_the_planner_costs_them_by_what_they_say(monkeypatch: pytest.MonkeyPatch
     assert own.seconds > predict(usual).seconds
     found = find_layouts(MODEL, machine, 2, 8, 1e12, choices=Choices({"pp": [2]}, schedules=["lean", "dapple"]))
     assert {row.layout.schedule for row in found.rows} == {"lean", "dapple"}
+
+
+@pytest.mark.parametrize("kind", [Forward, ForwardKeepingInput, ForwardAgain, Backward, BackwardInput, BackwardWeight])
+def test_a_kind_by_another_letter_costs_the_same(kind: type[Action], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACTION_KINDS, "X", kind)  # and no such letter after the test
+    other = type(kind.__name__, (kind,), {"letter": "X"})
+    part = PassSeconds((1.0,), (7.0,), (2.0,), (5.0,))
+    machine = cluster(measured=(Measured(SIZES, 1, 1, (1,), part, part, part),))
+    costs = Costs(machine, MODEL, RunLayout({"pp": 2}, 8, 8, "zb-h1", "none", "none", (3, 1)))
+    for stage in (0, 1):
+        assert costs.seconds(other(stage, 0)) == pytest.approx(costs.seconds(kind(stage, 0)))
+    assert costs.kept_bytes(other(1, 0)) == costs.kept_bytes(kind(1, 0)) != 0
 
 
 def train(rank: int, port: int, workers: int, chunks: int) -> float:
