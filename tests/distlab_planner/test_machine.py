@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support.planner_machines import CLUSTER, SIZES, cluster
-from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.link import Link
 from distlab.machine.devices import Place
@@ -27,7 +26,6 @@ from distlab_planner.machine import AllReduce, Measured, PassSeconds, Waking, in
 from distlab_planner.measuring import Messages
 from distlab_planner.model import Sizes
 from simplellm.errors import InputError
-from simplellm.llama import LLamaPart
 
 PASSES = PassSeconds((1.0, 2.0), (2.0, 4.0), (1.0, 2.0), (1.0, 2.0))
 MACHINE = cluster(
@@ -232,23 +230,6 @@ def test_the_senders_own_time_is_no_part_of_a_links_latency() -> None:
     assert links_of([*messages, Messages(Link(1e-5, 1e9), 3e-5)])[0] == 1e-5
 
 
-def measure_reductions(rank: int, port: int) -> tuple[AllReduce, ...]:
-    """On two ranks, with a clock that a computation takes to 2, and a computation and an all-reduce to 5."""
-    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            measuring,
-            "seconds_in_turn",
-            lambda works, *_, **__: {name: [2.0 if name == "2" else 5.0] for name in works},
-        )
-        return measuring.measure_all_reduces(rank, 2, torch.device("cpu"))
-
-
-def test_the_time_of_an_all_reduce_is_without_the_computation_before_it() -> None:
-    for found in run_ranks(2, measure_reductions, free_port()):
-        assert [(one.ranks, one.transport) for one in found] == [(2, "gloo"), (2, "shared")]
-        assert {seconds for one in found for seconds in one.seconds} == {3.0}
-
-
 def test_measuring_again_with_fewer_ranks_keeps_what_more_of_them_took(tmp_path: Path) -> None:
     of_four = AllReduce(4, "shared", (1e6,), (2e-3,))
     slices, threads = replace(MACHINE.measured[0], tp=2), replace(MACHINE.measured[0], threads=2)
@@ -290,30 +271,6 @@ def test_the_name_of_a_file_does_not_change_what_it_needs(tmp_path: Path) -> Non
         read_machine(path)
 
 
-def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Passes:
-        """A second for each sequence and each block; the embedding and the head likewise."""
-
-        def __init__(self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int, compiler: object) -> None:
-            assert (compiler is not None) == sizes.compiled
-            self.seconds = float(rows * max(1, len(net.model.layers)))
-
-        def run(self, letters: str, micro_batches: int) -> None: ...
-
-        def turn(self) -> dict[str, float]:
-            return dict.fromkeys(("F", "B", "I", "W", "again"), self.seconds)
-
-    monkeypatch.setattr(measuring, "Passes", Passes)
-    before = torch.get_num_threads()
-    for sizes in (SIZES, replace(SIZES, compiled=True)):
-        kinds = [measuring.Slicing(1, before + 1)]
-        [found] = measuring.measure_passes(sizes, kinds, (1, 2), torch.device("cpu"), seconds=0)
-        assert torch.get_num_threads() == before
-        for part in (found.embedding, found.block, found.head):
-            assert part == PassSeconds(*[(1.0, 2.0)] * 4)
-        assert found.again == (1.0, 2.0)
-
-
 def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two hosts with four ranks each: a pair of ranks on a host, one on two hosts, and two on a host at once."""
     latencies = {((0, 1),): 1.0, ((0, 4),): 2.0, ((0, 1), (2, 3)): 3.0}
@@ -346,52 +303,3 @@ def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch:
     assert (found.optimizer_seconds, found.sgd_seconds, found.slowdown) == (2.0, 1.0, (1.0, 1.25))
     times = found.bfloat16_multiply_adds_per_second / found.multiply_adds_per_second, found.compiled_speedup
     assert times == pytest.approx((2, 4), rel=1e-4)
-
-
-def test_a_message_takes_half_of_the_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of the test's own; the other rank pauses, too, before it sends."""
-    link, clock = Link(1e-3, 1e8), [0.0]
-
-    def spend(seconds: float) -> None:
-        clock[0] += seconds
-
-    def receive(tensor: torch.Tensor, _: int) -> None:
-        spend(measuring.PAUSE + 2 * link.seconds(tensor.nbytes))
-
-    def nothing(*_: object) -> None: ...
-
-    sent = SimpleNamespace(wait=nothing)
-    for name, instead in (
-        ("isend", lambda *_: sent),
-        ("recv", receive),
-        ("all_reduce", nothing),
-        ("broadcast", nothing),
-    ):
-        monkeypatch.setattr(f"torch.distributed.{name}", instead)
-    monkeypatch.setattr(measuring, "open_queues", lambda *_: None)
-    monkeypatch.setattr(measuring, "now", lambda _: clock[0])
-    monkeypatch.setattr("time.sleep", spend)
-    found = measuring.measure_messages(0, [(0, 1)], torch.device("cpu")).link
-    assert (found.latency_seconds, found.bytes_per_second) == pytest.approx((1e-3, 1e8), rel=1e-3)
-
-
-def test_the_pass_at_the_end_counts_as_far_as_it_is_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-
-    def take_a_second(_: str) -> None:
-        clock[0] += 1
-
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    passes: Any = SimpleNamespace(run=take_a_second)
-    assert [measuring.passes_per_second(passes, seconds) for seconds in (2.5, 2.0, 0.25)] == [1, 1, 1]
-
-
-def test_what_is_measured_is_of_one_weight_and_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, ticks = torch.device("cpu"), iter(range(1000))
-    monkeypatch.setattr(measuring, "now", lambda _: next(ticks))
-    weights = torch.nn.Linear(10, 10, bias=False).parameters()
-    assert measuring.measure_optimizer(torch.optim.SGD(weights), cpu) == 1 / 100
-    monkeypatch.setattr(measuring, "passes_per_second", lambda *_: 10.0)
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)  # the second rank adds nothing
-    assert measuring.measure_slowdown(SIZES, 0, 2, cpu, 0.0) == (1, 2)
-    assert measuring.ascending([3.0, 1.0, 2.0]) == (1, 1, 2), "what was disturbed is no longer than what takes longer"

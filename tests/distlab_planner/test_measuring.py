@@ -1,0 +1,118 @@
+"""What is measured of a machine, by clocks of the tests' own."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.planner_machines import SIZES
+from support.processes import free_port, process_group, run_ranks
+
+from distlab.comm.link import Link
+from distlab_planner import measuring
+from distlab_planner.machine import AllReduce, PassSeconds
+from distlab_planner.model import Sizes
+from simplellm.llama import LLamaPart
+
+
+def measure_reductions(rank: int, port: int) -> tuple[AllReduce, ...]:
+    """On two ranks, with a clock that a computation takes to 2, and a computation and an all-reduce to 5."""
+    with process_group(rank, 2, port), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            measuring,
+            "seconds_in_turn",
+            lambda works, *_, **__: {name: [2.0 if name == "2" else 5.0] for name in works},
+        )
+        return measuring.measure_all_reduces(rank, 2, torch.device("cpu"))
+
+
+def test_the_time_of_an_all_reduce_is_without_the_computation_before_it() -> None:
+    for found in run_ranks(2, measure_reductions, free_port()):
+        assert [(one.ranks, one.transport) for one in found] == [(2, "gloo"), (2, "shared")]
+        assert {seconds for one in found for seconds in one.seconds} == {3.0}
+
+
+def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Passes:
+        """A second for each sequence and each block; the embedding and the head likewise."""
+
+        def __init__(self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int, compiler: object) -> None:
+            assert (compiler is not None) == sizes.compiled
+            self.seconds = float(rows * max(1, len(net.model.layers)))
+
+        def run(self, letters: str, micro_batches: int) -> None: ...
+
+        def turn(self) -> dict[str, float]:
+            return dict.fromkeys(("F", "B", "I", "W", "again"), self.seconds)
+
+    monkeypatch.setattr(measuring, "Passes", Passes)
+    before = torch.get_num_threads()
+    for sizes in (SIZES, replace(SIZES, compiled=True)):
+        kinds = [measuring.Slicing(1, before + 1)]
+        [found] = measuring.measure_passes(sizes, kinds, (1, 2), torch.device("cpu"), seconds=0)
+        assert torch.get_num_threads() == before
+        for part in (found.embedding, found.block, found.head):
+            assert part == PassSeconds(*[(1.0, 2.0)] * 4)
+        assert found.again == (1.0, 2.0)
+
+
+def test_a_message_takes_half_of_the_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own; the other rank pauses, too, before it sends. Both ways lead through shared memory.
+
+    Only the call that sends a small message counts as the sender's own time.
+    """
+    link, clock, opened = Link(1e-3, 1e8), [0.0], dict[tuple[int, int], int]()
+
+    def spend(seconds: float) -> None:
+        clock[0] += seconds
+
+    def own(tensor: torch.Tensor) -> float:
+        return 2e-4 if tensor.nbytes < 100 else 5e-4
+
+    def send(tensor: torch.Tensor, _: int) -> SimpleNamespace:
+        spend(own(tensor))
+        return SimpleNamespace(wait=nothing)
+
+    def receive(tensor: torch.Tensor, _: int) -> None:
+        spend(measuring.PAUSE + 2 * link.seconds(tensor.nbytes) - own(tensor))
+
+    def nothing(*_: object) -> None: ...
+
+    def open_queues(row: Sequence[int], message_bytes: int, _: torch.Tensor) -> None:
+        opened.update(dict.fromkeys(itertools.pairwise(row), message_bytes))
+
+    for name, instead in (("isend", send), ("recv", receive), ("all_reduce", nothing), ("broadcast", nothing)):
+        monkeypatch.setattr(f"torch.distributed.{name}", instead)
+    monkeypatch.setattr(measuring, "open_queues", open_queues)
+    monkeypatch.setattr(measuring, "now", lambda _: clock[0])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.sleep", spend)
+    found = measuring.measure_messages(0, [(0, 1)], torch.device("cpu"))
+    times = found.link.latency_seconds, found.link.bytes_per_second, found.own_seconds
+    assert times == pytest.approx((1e-3, 1e8, 2e-4), rel=1e-3)
+    assert opened == dict.fromkeys([(0, 1), (1, 0)], measuring.MESSAGE_BYTES[-1])
+
+
+def test_the_pass_at_the_end_counts_as_far_as_it_is_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def take_a_second(_: str) -> None:
+        clock[0] += 1
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    passes: Any = SimpleNamespace(run=take_a_second)
+    assert [measuring.passes_per_second(passes, seconds) for seconds in (2.5, 2.0, 0.25)] == [1, 1, 1]
+
+
+def test_what_is_measured_is_of_one_weight_and_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, ticks = torch.device("cpu"), iter(range(1000))
+    monkeypatch.setattr(measuring, "now", lambda _: next(ticks))
+    weights = torch.nn.Linear(10, 10, bias=False).parameters()
+    assert measuring.measure_optimizer(torch.optim.SGD(weights), cpu) == 1 / 100
+    monkeypatch.setattr(measuring, "passes_per_second", lambda *_: 10.0)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)  # the second rank adds nothing
+    assert measuring.measure_slowdown(SIZES, 0, 2, cpu, 0.0) == (1, 2)
+    assert measuring.ascending([3.0, 1.0, 2.0]) == (1, 1, 2), "what was disturbed is no longer than what takes longer"
