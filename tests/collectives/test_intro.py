@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.chapters import load
 from support.processes import LAB
 from support.terminals import fork_launcher, fork_python
 
@@ -27,6 +28,25 @@ def _calibrated_soon() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_costs, "__defaults__", (1,))
         yield
+
+
+def test_a_prediction_is_the_time_of_the_last_rank_with_the_costs_of_messages_of_its_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of three ranks. Rank 0 has sent on its part around the ring before rank 1 has."""
+    compare = load("collectives/compare_collectives.py")
+    fitted = {size: CostModel(Link(seconds), math.inf, math.inf) for size, seconds in ((1_000_000, 1), (4_000_000, 8))}
+    calls = [("broadcast", "naive"), ("broadcast", "ring"), ("all-reduce", "ring"), ("all-reduce", "library")]
+    rows = [compare.Row(*call, 3_000_000, seconds) for seconds, call in enumerate(calls, start=4)]
+    compare.show(rows, 3, fitted)
+    assert [row.predicted_seconds for row in rows] == [16, 16, 4, None]
+    shown = [re.split(r" {2,}", line.removeprefix("#").strip())[1:] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [
+        ["naive", "2", "6 MB", "16000.00 ms", "4000.00 ms", "0.25 *"],
+        ["ring", "2", "6 MB", "16000.00 ms", "5000.00 ms", "0.31"],
+        ["ring", "8", "8 MB", "4000.00 ms", "6000.00 ms", "1.50"],
+        ["library", "7000.00 ms"],
+    ]
 
 
 @functools.cache
