@@ -253,9 +253,10 @@ def test_without_a_cache_tokens_stay_in_memory(value: str, tmp_path: Path, monke
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SIMPLELLM_CACHE", value.format(place=tmp_path))
     assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
-    assert {path.name for path in tmp_path.iterdir()} == {"cache", "file", "link"}, "nothing in the working folder"
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "file", "link"}, "nowhere else"
 
 
 @pytest.mark.skipif(
