@@ -211,15 +211,16 @@ class Comparison(Pair):
         if stages > 1:
             needed["activations"] = 2 * n * (stages - 1) * activations
         if slices > 1:  # two all-reduces forward and two backward in each block
-            needed["activations of layers"] = n * stages * 2 * (slices - 1) * activations * 4 * self.facts["blocks"]
+            needed["activations of layers"] = 2 * n * (slices - 1) * activations * 4 * self.facts["blocks"]
         kinds: dict[str, tuple[str, ...]] = {
             "gradients and weights": ("gradients", "weights"),
             "activations": ("activations", "gradients of activations"),
             "activations of layers": ("layer activations", "layer gradients"),
         }
         if needed:  # messages without a name are the pipeline's; collectives are most likely the replicas'
-            kinds["activations" if stages > 1 else next(iter(needed))] += ("send",)
-            kinds["gradients and weights" if n > 1 else list(needed)[-1]] += COLLECTIVES
+            first = next(iter(needed))
+            kinds["activations" if stages > 1 else first] += ("send",)
+            kinds[first] += COLLECTIVES
         found = {}
         for what, least in needed.items():
             by_kind = [self._in_last_step(report).get(kind, 0) for report in self.reports for kind in kinds[what]]

@@ -182,6 +182,23 @@ def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
     assert reports[0].line.endswith("dist.recv(torch.zeros(1), 1 - rank)")
 
 
+def fail_alone(rank: int, submission: Submission, error: BaseException) -> Facts:
+    if rank:
+        time.sleep(1000)
+    raise error
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("write it"), ValueError("no"), Wrong("summed", "too large")])
+def test_nobody_waits_for_the_others_after_a_rank_has_failed(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distlab_exercises.ranks.SECONDS_FOR_CONSEQUENCES", 0.1)
+    started = time.monotonic()
+    reports = Submission(Path(__file__), tmp_path, Patience(still=30, longest=30)).run_ranks(2, fail_alone, error)
+    assert time.monotonic() - started < 20
+    assert str(error) in trouble(reports).sentences[0]
+
+
 def abort(rank: int, submission: Submission) -> Facts:
     os.abort()  # as gloo does
 
@@ -261,6 +278,32 @@ def test_the_rank_that_does_too_much_is_named_though_others_do_not(tmp_path: Pat
     trial = Trial({"dp": 2}, 2, settings={"sync_every": 2})
     with pytest.raises(Wrong, match="after step 0 of 2: rank 1 sends weights"):
         Comparison(trial, run, one, facts, 0.5, reports).expect_average_when_due(2)
+
+
+ACTIVATIONS, WEIGHTS, BLOCKS = 80, 32, 5  # bytes of a replica between two blocks, bytes of a rank's weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "sent"),  # what each rank sends in a step
+    [
+        ({"dp": 4}, [{"all_reduce": 2 * 3 * WEIGHTS // 4}] * 4),
+        ({"pp": 3}, [{"send": ACTIVATIONS}, {"send": 2 * ACTIVATIONS}, {"send": ACTIVATIONS}]),
+        ({"tp": 4}, [{"all_reduce": 2 * 3 * ACTIVATIONS // 4 * 4 * BLOCKS}] * 4),
+        ({"dp": 2, "pp": 2}, [{"send": ACTIVATIONS, "all_reduce": WEIGHTS}] * 4),
+    ],
+    ids=["replicas", "stages", "slices", "stages of replicas"],
+)
+def test_the_bytes_that_a_layout_needs_are_those_of_rings_and_of_neighbors(
+    layout: dict[str, int], sent: list[dict[str, int]], tmp_path: Path
+) -> None:
+    for rank in range(len(sent)):
+        record(tmp_path, rank, {"weights.mlp": torch.ones(SHAPE)})
+    run = Recordings(tmp_path, {"layout": layout, "world_size": len(sent)})
+    reports = [Report(rank, "ended", facts={"sent": [{}, own, {}]}) for rank, own in enumerate(sent)]
+    facts = {"losses": [1.0], "blocks": BLOCKS, "sequence_bytes": ACTIVATIONS // 2}
+    found = Comparison(Trial(layout, batch_size=2), run, run, facts, 0.5, reports).sent()
+    assert len(found) == len(layout)
+    assert all(total == needed > 0 for total, needed in found.values()), found
 
 
 @pytest.mark.parametrize(

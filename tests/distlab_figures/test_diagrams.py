@@ -129,6 +129,10 @@ def test_a_replica_holds_its_own_part_of_what_is_sharded(drawn: list[Any]) -> No
     lacks = [same_color(part.get_facecolor(), PALE) for part in drawn[0].axes[0].patches]
     rows = (lacks[first : first + len(lacks) // 4] for first in range(0, len(lacks), len(lacks) // 4))
     assert [sum(row) for row in rows] == [0, 2, 4, 6]
+    texts = {text.get_text(): text.get_position() for text in drawn[0].axes[0].texts}
+    lows = [part.get_xy() for part in drawn[0].axes[0].patches]
+    assert texts["rank 0"] == (min(x for x, _ in lows), pytest.approx(max(y for _, y in lows) + 0.4, abs=0.4)), "above"
+    assert texts["rank 1"][0] > max(x for x, _ in lows[: len(lows) // 8]), "beside"
 
 
 def test_the_last_stages_have_the_layers_that_do_not_divide(drawn: list[Any]) -> None:
