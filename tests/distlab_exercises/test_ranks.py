@@ -43,6 +43,9 @@ def test_a_part_that_is_missing_is_told_before_what_fails_without_it() -> None:
     reports = [Report(rank, state, [state], mistake="summed") for rank, state in enumerate(states)]
     for count, mistake in enumerate(("died", "exception", "summed", "not-written"), 1):
         assert trouble(reports[:count]).mistake == mistake
+    others = [Report(1, "lost", line="line 7: recv"), Report(2, "stuck", line="line 9: send"), Report(3, "ended")]
+    told = ("rank 0 died", "rank 1 was in line 7: recv", "rank 2 was in line 9: send")
+    assert trouble([reports[0], *others]).sentences == told
 
 
 def test_only_ranks_at_one_line_are_said_to_be_in_the_same_collective() -> None:
@@ -262,14 +265,15 @@ def test_the_rank_that_does_too_much_is_named_though_others_do_not(tmp_path: Pat
     record(tmp_path, 0, {"weights.head": torch.ones(SHAPE)})
     one, run = (Recordings(tmp_path, {"layout": layout, "world_size": 1}) for layout in ({}, {"dp": 2}))
     facts = {"losses": [1.0], "tokens": [], "sequence_bytes": 0, "seq_len": 5}
-    sent = [[{}, {"all_gather": size}, {}] for size in (120, 280)]
+    others = {"loss": 4000, "control": 4000}
+    sent = [[{}, {"all_gather": size, "layer gradients": 4000, **others}, {}] for size in (120, 280)]
     reports = [Report(rank, "ended", facts={"updated": 4 * rank + 4, "sent": sent[rank]}) for rank in range(2)]
     with pytest.raises(Wrong, match="the optimizer on rank 1 updates 8 weights of 8; its share is 4"):
         Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, reports).expect_shared_out()
     with pytest.raises(Wrong, match=r"rank 1 .*sends 7 numbers of each token; 3 are enough"):
         Comparison(Trial({"tp": 2}, 2), run, one, facts, 0.5, reports).expect_no_logits_sent(3)
     for report, counts in zip(reports, ((0, 0, 8), (0, 8, 8)), strict=True):
-        report.facts["sent"] = [{"weights": count} for count in counts]
+        report.facts["sent"] = [{"weights": n, **dict.fromkeys(others, step)} for step, n in enumerate(counts)]
     for overlaps in (False, True):  # on one of the ranks
         for report in reports:
             report.facts |= {"overlaps": overlaps and report.rank == 0}
@@ -304,6 +308,22 @@ def test_the_bytes_that_a_layout_needs_are_those_of_rings_and_of_neighbors(
     found = Comparison(Trial(layout, batch_size=2), run, run, facts, 0.5, reports).sent()
     assert len(found) == len(layout)
     assert all(total == needed > 0 for total, needed in found.values()), found
+
+
+@pytest.mark.parametrize(("factor", "name"), [(1, "not-gathered"), (3, "other")])
+def test_weights_that_did_not_arrive_are_told_from_others(factor: float, name: str, tmp_path: Path) -> None:
+    """Rank 1 lacks the last rows, which rank 0 has updated; or it also has other numbers in the first."""
+    before, after = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(1))
+    for step, weights in enumerate((before, after)):
+        record(tmp_path / "one", 0, {"weights.mlp": weights, "gradient.mlp": before - after}, step=step)
+        record(tmp_path / "run", 0, {"weights.mlp": weights}, step=step)
+    late = torch.cat([factor * after[:2], before[2:]])
+    for step, weights in enumerate((before, late)):
+        record(tmp_path / "run", 1, {"weights.mlp": weights}, step=step)
+    one, run = (Recordings(tmp_path / at, {"layout": {"dp": n}}) for n, at in enumerate(("one", "run"), 1))
+    found = Comparison(Trial({"dp": 2}, 2), run, one, {"losses": [1.0]}, 1.0, []).divergence("weights", 0)
+    assert found
+    assert [(each.rank, each.mistake.name) for each in found.differences] == [(1, name)]
 
 
 @pytest.mark.parametrize(
