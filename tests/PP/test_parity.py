@@ -42,10 +42,10 @@ def clipping_in(flags: str) -> list[str]:
         (NAIVE, "--world-size 3 --micro-batches 6 --transport gloo"),
         (NAIVE, "--world-size 3 --layers-per-stage 0,2,0 --recompute blocks --clip-norm 0.3 --lr 1.5"),
         (MICRO_BATCHES, "--world-size 3 --schedule gpipe --micro-batches 6"),
-        (MICRO_BATCHES, "--world-size 3 --schedule dapple --micro-batches 2 --layers-per-stage 1,1,0"),
+        (MICRO_BATCHES, "--world-size 3 --micro-batches 2 --layers-per-stage 1,1,0 --clip-norm 0.3 --lr 1.5"),
         (MICRO_BATCHES, "--world-size 4 --schedule naive --micro-batches 1"),
         (SCHEDULES, "--world-size 3 --schedule zb-h1 --micro-batches 6"),
-        (SCHEDULES, "--world-size 2 --schedule zb-v --micro-batches 3 --recompute all"),
+        (SCHEDULES, "--world-size 2 --schedule zb-v --micro-batches 3 --recompute all --clip-norm 0.3 --lr 1.5"),
     ],
 )
 def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
