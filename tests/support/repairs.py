@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +28,9 @@ def run_with(
 
     Each step has to be recorded once, and at the end a rank has nothing but its connection to the store.
     """
+    started = time.monotonic()
     ended = run_dying(deaths, lesson, *flags, "--out", out, **environment)
+    run_seconds = time.monotonic() - started
     assert ended.status == 0, ended.err
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(steps)), "each step once"
@@ -38,4 +42,6 @@ def run_with(
     assert [(end["descriptors"], end["threads"]) for end in ends] == [(1, 1)] * len(ends), ends
     printed = {line.partition(" ")[0] for line in ended.out.splitlines()}
     assert printed >= {str(step) for step in range(first, steps)}, "whichever rank prints them"
+    repairs = re.findall(r" with step \d+, (\S+) s after that was noticed$", ended.out, re.MULTILINE)
+    assert all(0 <= float(seconds) <= run_seconds for seconds in repairs), (repairs, run_seconds)
     return ended.out
