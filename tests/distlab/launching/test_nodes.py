@@ -32,18 +32,20 @@ ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737)
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks_of"),
+    ("flags", "nodes"),
     [
-        ("", (6,)),
-        ("--nnodes 2 --node-rank 1", (3, 3)),
-        ("--nnodes=3 --node_rank=0", (2, 2, 2)),
-        ("--nnodes 2 --node-rank 0 --ranks-per-node 4,2", (4, 2)),
+        ("", Nodes(0, (6,))),
+        ("--nnodes 2 --node-rank 1", Nodes(1, (3, 3))),
+        ("--nnodes=3 --node_rank=0", Nodes(0, (2, 2, 2))),
+        ("--nnodes 2 --node-rank 0 --ranks-per-node 4,2", Nodes(0, (4, 2))),
     ],
 )
-def test_ranks_are_shared_among_machines(flags: str, ranks_of: tuple[int, ...]) -> None:
-    own, rest = read_flags([*flags.split(), "--steps", "3"])
-    assert rest == ["--steps", "3"]
-    assert assign_ranks(own, LAYOUT, ELSEWHERE).ranks_of == ranks_of
+def test_ranks_are_shared_among_machines(flags: str, nodes: Nodes) -> None:
+    """Flags of the script that are the beginning of one of the launcher's stay the script's."""
+    of_script = "--steps 3 --node 3 --rank 1 --max=2 --tel me --n 5".split()
+    own, rest = read_flags([*flags.split(), *of_script])
+    assert rest == of_script
+    assert assign_ranks(own, LAYOUT, ELSEWHERE) == nodes
 
 
 def test_an_address_of_another_machine_cannot_be_listened_at() -> None:
