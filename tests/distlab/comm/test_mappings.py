@@ -101,6 +101,18 @@ def test_both_ends_of_a_mapping_find_the_same_in_its_parts(elements: int, huge: 
     assert is_written_by_one_and_read_by_the_other(*both_ends(4 * elements, huge), elements)
 
 
+@pytest.mark.parametrize("room_bytes", [100_000, 6_000_000])
+@pytest.mark.parametrize("parts", [range(1), range(1, 4)])
+def test_memory_is_reserved_for_all_parts_of_a_rank(parts: range, room_bytes: int) -> None:
+    offer = Offer(room_bytes, 4, pipes_to=0, huge=True)
+    _, descriptor, _, part_bytes, *_ = offer.numbers
+    problem, mapping, _ = accept(offer.numbers, parts, pipes=None)
+    assert problem == 0
+    assert mapping is not None
+    assert os.fstat(descriptor).st_blocks * 512 >= len(parts) * part_bytes
+    offer.withdraw()
+
+
 def test_a_mapping_at_another_address_than_hoped_for_has_the_same_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, calls = Mapping._begin, itertools.count()
 
