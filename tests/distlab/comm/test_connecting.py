@@ -1,17 +1,21 @@
-"""Ranks that leave while gloo connects them: what is left of it ends at once, and not at the timeout."""
+"""Ranks that leave, while gloo connects them or later: what is left of it ends at once, and not at the timeout."""
 
 import gc
 import os
 import time
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.held import threads
-from support.processes import free_port, leave_group, run_ranks, wait_for
+from support.processes import free_port, join, leave_group, meeting_of, run_ranks, wait_for
 
+from distlab.comm.context import Options
 from distlab.comm.gloo import connect
+from distlab.comm.waits import TrafficError
 
 ROUNDS = 4  # which of two ranks waits for the other one's connection is chance
 SECONDS_UNTIL_NEWS, SECONDS_TO_END = 0.2, 5.0  # the latter for gloo's threads, on busy cores; the timeout is longer
@@ -79,6 +83,23 @@ def leave_when_connected(rank: int, port: int) -> None:
 
 def test_no_rank_uses_a_group_that_another_one_has_left_while_it_was_made() -> None:
     run_ranks(2, leave_when_connected, free_port())
+
+
+def leave_in_use(rank: int, port: int, meeting: Barrier) -> None:
+    """Rank 1 abandons its groups, and stays; rank 0 waits for it."""
+    context = join(rank, 2, port, 20, Options(transport="gloo", check=lambda: None))
+    dist.barrier()
+    if rank == 1:
+        context.abandon()
+    else:
+        with pytest.raises(TrafficError) as caught:
+            dist.recv(torch.empty(1), 1)
+        assert caught.value.lost_a_peer
+    meeting.wait(30)
+
+
+def test_a_rank_that_abandons_its_groups_is_not_waited_for() -> None:
+    run_ranks(2, leave_in_use, free_port(), meeting_of(2))
 
 
 def test_nothing_is_left_of_ranks_that_leave_while_others_connect() -> None:
