@@ -122,6 +122,7 @@ def test_a_failure_counts_more_than_the_answer_of_the_same_rank() -> None:
     for is_partial in (True, False):
         board.publish_diagnosis(replace(found, is_partial=is_partial))
         assert own.check(["diagnosis"]) != is_partial, "others see as much by themselves"
+    assert own.get("diagnosis").decode() == found.sentence
     board.close()
     assert "  rank 0  waits to send the loss  -> rank 1" in found.picture
     assert time.monotonic() - started < notices.SECONDS_FOR_OTHERS
