@@ -133,8 +133,10 @@ def test_what_is_not_answers_is_named(text: str, tmp_path: Path, capsys: pytest.
         check(Request(tmp_path))
     (tmp_path / "memory.json").unlink()
     file.write_text(Answers("dance", "ada", {}, {}).to_json())
+    file.with_name("other.json").write_text(Answers("song", "ada", {}, {}).to_json())
     assert run_subcommand("answers", [str(tmp_path)]) == 1
-    assert "# dance: no such lesson; there are replicas, collectives" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert all(f"# {name}: no such lesson; there are replicas, collectives" in told for name in ("dance", "song"))
     others = [tmp_path / "a.json", tmp_path / "b.json"]
     for one in others:
         one.write_text("{")

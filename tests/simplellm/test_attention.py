@@ -76,6 +76,9 @@ def test_attention_in_bfloat16_has_nearly_the_gradients_of_the_formulas(tokens: 
     found = torch.autograd.grad(out, narrow, grad)
     wide_out, total = plain_forward(q.float(), k.float(), v.float(), "causal")
     wide = plain_backward(grad.float(), q.float(), k.float(), v.float(), wide_out, total, "causal")
+    plain = plain_forward(q, k, v, "causal"), plain_backward(grad, q, k, v, wide_out, total, "causal")
+    assert all(map(torch.equal, plain[0], (wide_out, total))), "the formulas compute in float32"
+    assert all(map(torch.equal, plain[1], (gradient.bfloat16() for gradient in wide)))
     for own, expected in zip((out, *found), (wide_out, *wide), strict=True):
         assert own.dtype == torch.bfloat16
         torch.testing.assert_close(own.float(), expected, rtol=0.02, atol=0.03)

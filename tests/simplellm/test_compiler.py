@@ -42,6 +42,20 @@ def test_it_compiles_on_the_gpu_of_the_calling_thread(monkeypatch: pytest.Monkey
     assert found == [1]
 
 
+def test_a_part_that_is_compiled_during_a_step_is_told_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
+    told = list[str]()
+    compiler = Compiler(told.append)
+    for size, count in ((3, 1), (4, 2), (3, 2)):
+        x = torch.ones(size, requires_grad=True)
+        assert torch.equal(compiler(double, x), 2 * x)
+        assert len(told) == count
+    assert {*told} == {"compiling double during this step"}
+
+
 @pytest.mark.parametrize("options", [{}, {"document_end": 1}, {"recompute": "except-attention"}, {"experts": 2}])
 def test_what_a_training_pass_compiles_is_prepared_before_the_first(options: dict[str, Any]) -> None:
     """And passes without gradients compile nothing."""

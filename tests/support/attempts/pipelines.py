@@ -166,6 +166,20 @@ ATTEMPTS = {
                 )
             },
         ),
+        Attempt(  # a number of another rank's, as a sign that it may send
+            "",
+            "all ranks finish, and exchange all that they should",
+            changes={
+                "dist.recv(theirs, other)\n                dist.send(mine, other)": (
+                    "dist.recv(theirs, other)\n                dist.send(torch.zeros(1), other)\n"
+                    "                dist.send(mine, other)"
+                ),
+                "dist.send(mine, other)\n                dist.recv(theirs, other)": (
+                    "dist.send(mine, other)\n                dist.recv(torch.zeros(1), other)\n"
+                    "                dist.recv(theirs, other)"
+                ),
+            },
+        ),
         Attempt(
             "left-out",
             "rank 1 sends 4,000 bytes instead of 8,000: a cure must not leave out",
