@@ -20,6 +20,7 @@ from support.processes import free_port, wait_for
 from distlab.launching.launcher_flags import Nodes, assign_ranks, read_flags
 from distlab.launching.local_ranks import run_ranks
 from distlab.launching.nodes import ElsewhereError, NodeRendezvous
+from distlab.launching.processes import RankFailure
 from distlab.machine.devices import Place
 from distlab.machine.network import interface_of, own_address
 from distlab.rendezvous.ranks import say_hosts
@@ -206,6 +207,21 @@ def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
     finally:
         launcher.kill()
         launcher.join()
+
+
+def test_a_launcher_says_that_no_other_machine_has_reported_why_its_ranks_lost_a_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "rank 0 has lost the connection to rank 1"
+    lost = RankFailure(1, {"message": told, "status": 1, "lost_a_peer": True}, 5)
+    monkeypatch.setattr("distlab.launching.local_ranks.supervise", lambda *_: {0: lost})
+    monkeypatch.setattr("distlab.launching.nodes.SECONDS_FOR_THE_CAUSE", 0.1)
+    asked = 0, free_port(), tmp_path / "out", True
+    launcher = multiprocessing.get_context("fork").Process(target=wait_for_the_others, args=asked)
+    launcher.start()
+    launcher.join(20)
+    assert launcher.exitcode == 1
+    assert written(tmp_path / "out") == f"# {told}; no report from the other machines\n"
 
 
 def wait_for_the_others(node: int, port: int, out: Path, has_nohup: bool) -> None:
