@@ -256,10 +256,15 @@ def test_a_rank_0_that_ends_after_another_has_connected() -> None:
         agree(store, 1, 2, Place("here"), {}, dict, 10)
 
 
-def test_a_rank_does_not_join_another_programs_store() -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+@pytest.mark.parametrize(("most_seconds", "timeout"), [(0.5, 10), (10, 1)])
+def test_a_rank_does_not_join_another_programs_store(
+    most_seconds: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distlab.rendezvous.store.SECONDS_OF_A_START", most_seconds)
+    store, started = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic()
     with pytest.raises(InputError, match=r"is not rank 0 of this run; give all ranks of yours another port$"):
-        open_store(1, "localhost", store.port, 1)
+        open_store(1, "localhost", store.port, timeout)
+    assert time.monotonic() - started < 8
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs to become another user")
