@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 from support.processes import LAB
@@ -66,6 +67,19 @@ class Steps:
             self.now += seconds
             self.taken += 1
             self._progress.advance(self.done + self.taken)
+
+
+def test_a_status_line_is_drawn_a_few_times_a_second() -> None:
+    now, drawn = 1000.0, list[str]()
+    status: Any = SimpleNamespace(show=drawn.append, clear=lambda: drawn.append(""))
+    progress = Progress(501, print, status=status, clock=lambda: now)
+    for done in range(1, 501):
+        now += 0.002
+        progress.advance(done)
+    assert 5 <= len(drawn) <= 7
+    assert drawn[0] == "0 of 501 steps"
+    progress.advance(501)
+    assert drawn[-1] == ""
 
 
 def test_the_first_step_is_left_out_and_a_line_comes_every_minute() -> None:
