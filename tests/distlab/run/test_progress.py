@@ -21,7 +21,7 @@ from support.processes import LAB
 from support.terminals import fork_command, fork_python
 
 from distlab.run.progress import Progress, human_time
-from distlab.run.terminal import RankOutput, Terminal
+from distlab.run.terminal import RankOutput, StatusLine, Terminal
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
 WIDTH = 60  # of the terminal
@@ -235,6 +235,18 @@ def test_a_terminal_has_a_status_line_below_the_losses_until_the_end(tmp_path: P
     assert own == (tmp_path / "run/rank0.log").read_text().splitlines()
     assert [line.split()[0] for line in own if not line.startswith("#")] == [str(step) for step in range(30)]
     assert [line for line in lines if line not in own] == [f"# rank 1: at {step}" for step in range(30)]
+
+
+def test_a_status_line_is_cut_to_less_than_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "12")
+    status = StatusLine(terminal := io.StringIO())
+    status.show("3 of 30 steps")
+    assert screen(terminal.getvalue()) == ["# 3 of 30 s"]
+    with status.instead("saving after 3 steps"):
+        assert screen(terminal.getvalue()) == ["# saving af"]
+    assert screen(terminal.getvalue()) == ["# 3 of 30 s"]
+    status.clear()
+    assert screen(terminal.getvalue()) == [""]
 
 
 def test_what_a_killed_rank_leaves_on_a_terminal_is_erased(tmp_path: Path) -> None:
