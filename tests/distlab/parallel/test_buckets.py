@@ -57,6 +57,20 @@ def test_a_bucket_is_full_after_all_backward_passes() -> None:
     assert [gradient.tolist() for gradient in full] == [[1.0, 1.0, 0.0], [10.0, 10.0, 0.0]]
 
 
+def test_every_round_hands_over_every_bucket_also_of_a_layer_that_it_leaves_idle() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    order: list[int] = []
+    buckets = GradientBuckets(layers.parameters(), lambda bucket: order.append(bucket.index), bucket_bytes=1, rounds=2)
+    for _ in range(2):  # steps
+        order.clear()
+        layers_in_order(layers, [0, 1, 2]).backward()
+        assert order == [0, 1, 2]
+        layers_in_order(layers, [0, 1]).backward()
+        assert order == [0, 1, 2], "the first, of the idle layer, is not full"
+        buckets.finish()
+        assert order == [0, 1, 2, 0, 1, 2]
+
+
 def test_finish_gives_idle_parameters_a_gradient_of_zero_also_after_they_were_used() -> None:
     used, idle = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     sums: list[float] = []
