@@ -290,7 +290,10 @@ def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch:
     }
     for name, function in instead.items():
         monkeypatch.setattr(measuring, name, function)
-    monkeypatch.setattr(calibrate, "with_tiny_run", lambda machine, *_: machine)
+    tiny_bytes = {(): 4e6, ("--compile",): 7e6}
+    monkeypatch.setattr(
+        calibrate, "with_tiny_run", lambda machine, _, *more: replace(machine, process_bytes=tiny_bytes[more])
+    )
     joined = SimpleNamespace(local_ranks=4, places=[*4 * [Place("A")], *4 * [Place("B")]])
     own: dict[str, Any] = {"machine_file": tmp_path / "machine.json", "dtype": "bfloat16", "compile": True}
     settings = replace(calibrate.DEFAULTS, world_size=8, **own)
@@ -301,5 +304,6 @@ def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch:
     assert [link.latency_seconds for link in links] == [0.75, 1.75, 2.75], "without the time of the call that sends"
     assert (found.hosts, found.ranks_per_host, found.message_seconds) == (2, 4, 0.25)
     assert (found.optimizer_seconds, found.sgd_seconds, found.slowdown) == (2.0, 1.0, (1.0, 1.25))
+    assert (found.process_bytes, found.compiler_bytes) == (4e6, 3e6)
     times = found.bfloat16_multiply_adds_per_second / found.multiply_adds_per_second, found.compiled_speedup
     assert times == pytest.approx((2, 4), rel=1e-4)

@@ -1,20 +1,25 @@
 """What is measured of a machine, by clocks of the tests' own."""
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.planner_machines import SIZES
+from support.planner_machines import CLUSTER, SIZES
 from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.link import Link
-from distlab_planner import measuring
+from distlab.comm.recorder import COMPUTE, STEP, Event
+from distlab.reports.trace import RankTrace, Trace, write_chrome
+from distlab_planner import calibrate, measuring
 from distlab_planner.machine import AllReduce, PassSeconds
 from distlab_planner.model import Sizes
+from simplellm.errors import InputError
 from simplellm.llama import LLamaPart
 
 
@@ -116,3 +121,28 @@ def test_what_is_measured_is_of_one_weight_and_of_one_rank(monkeypatch: pytest.M
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)  # the second rank adds nothing
     assert measuring.measure_slowdown(SIZES, 0, 2, cpu, 0.0) == (1, 2)
     assert measuring.ascending([3.0, 1.0, 2.0]) == (1, 1, 2), "what was disturbed is no longer than what takes longer"
+
+
+def test_a_tiny_run_costs_what_is_not_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first step does not count; of the others the lower quartile, and of memory the end."""
+    steps = [(0, 100), (100, 107), (107, 112), (112, 118), (118, 126), (126, 130)]  # each with passes of 2 seconds
+    events = [event for a, b in steps for event in (Event(STEP, "step", a, b), Event(COMPUTE, "F0", a, a + 2))]
+
+    def run(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        assert not [name for name in env if name.startswith(("LAB_", "TORCHELASTIC"))], "it is no rank of this run"
+        out = Path(command[command.index("--out") + 1])
+        write_chrome(Trace([RankTrace(events)], {"dp": 1, "pp": 1}), out / "trace.json")
+        most = 7e6 if "--compile" in command else 4e6
+        records = [{"step": step, "peak_memory_bytes": size} for step, size in enumerate((most / 2, most))]
+        (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setenv("LAB_PORT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr("subprocess.run", run)
+    usual = calibrate.with_tiny_run(CLUSTER, torch.device("cpu"))
+    assert usual == replace(CLUSTER, step_seconds=3.0, process_bytes=4e6)
+    assert calibrate.with_tiny_run(CLUSTER, torch.device("cpu"), "--compile") == replace(usual, process_bytes=7e6)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="no memory\n"))
+    with pytest.raises(InputError, match=r"^the run of a tiny model failed: no memory$"):
+        calibrate.with_tiny_run(CLUSTER, torch.device("cpu"))

@@ -1,6 +1,7 @@
 """A run with `--machine` says what a step should take, and what it took."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from distlab.settings.replicas import BucketSettings, ZeRO1Settings
 from distlab.settings.scripts import read_script_for
 from distlab.settings.stages import PipelineSettings, StageSettings
 from distlab.settings.training import TrainSettings
-from distlab_planner.machine import AllReduce, write_machine
+from distlab_planner.machine import AllReduce, Measured, PassSeconds, write_machine
 from distlab_planner.prediction import Prediction
 from simplellm.errors import InputError
 
@@ -75,6 +76,17 @@ def test_what_the_planner_does_not_know_is_said(flags: str, sentence: str, machi
     given = f"--pp 2 --n-layers 6 --batch-size 2 --micro-batches 2 {flags} --machine {machine}"
     with pytest.raises(InputError, match=sentence):
         parse(HybridSettings(), "", [*SMALL, *given.split()])
+
+
+def test_passes_are_said_to_be_estimated_where_they_were_not_measured_with_as_many_slices(machine: Path) -> None:
+    one, two = (settings_of(f"tp --world-size {ranks}", machine).prediction for ranks in (1, 2))
+    assert isinstance(one, Prediction)
+    assert isinstance(two, Prediction)
+    part = PassSeconds((1e-3,), (2e-3,), (1e-3,), (1e-3,))
+    measured = Measured(one.costs.model.sizes, 1, 1, (1,), part, part, part)
+    for prediction, is_estimated in ((one, False), (two, True)):
+        costs = replace(prediction.costs, machine=cluster(device="cpu", measured=(measured,)))
+        assert ("but estimated" in replace(prediction, costs=costs).sentence) == is_estimated
 
 
 def test_keys_and_values_that_travel_in_a_ring_are_messages(machine: Path) -> None:
