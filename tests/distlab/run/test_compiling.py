@@ -1,5 +1,6 @@
 """--compile: the run of one process, by gradients and parameters, and the parts that it cannot compile."""
 
+import errno
 import importlib
 import json
 import re
@@ -16,6 +17,7 @@ import torch
 from support.chapters import MODEL, OneProcess, assert_equal, load, merged, records, train_on
 from support.planner_machines import cluster
 from support.processes import LAB, run_ranks
+from support.refusals import refuse
 from torch import Tensor
 
 from distlab.axes.grid import Grid
@@ -237,6 +239,12 @@ def import_setuptools(_: int) -> list[str]:
 def test_setuptools_says_nothing_when_torchs_compiler_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SETUPTOOLS_USE_DISTUTILS", raising=False)
     assert run_ranks(1, import_setuptools) == [[]]
+
+
+def test_a_cache_that_cannot_be_written_does_not_end_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks say so."""
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", refuse(errno.EROFS))
+    import_compiler()
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
