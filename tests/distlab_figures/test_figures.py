@@ -220,8 +220,10 @@ def test_schedules_on_one_axis_say_what_is_idle_in_the_plan_and_measured(recorde
 
 def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, drawn: list[Any]) -> None:
     some = record(tmp_path / "some", [4.0, None, 3.0, None, 2.0])
-    losses(tmp_path / "a.png", [str(some)], smooth=2)
-    assert curves(drawn[0]) == [([1, 3, 5], [4.0, 3.5, 2.5])]
+    losses(tmp_path / "a.png", 4 * [str(some)], smooth=2)
+    assert curves(drawn[0]) == 4 * [([1, 3, 5], [4.0, 3.5, 2.5])]
+    widths = [line.get_linewidth() for line in drawn[0].axes[0].lines]
+    assert widths[0] > widths[1] > widths[2] >= widths[3] > 1, "curves that coincide are all visible"
     with pytest.raises(InputError, match="none of its steps has a loss"):
         losses(tmp_path / "a.png", [str(record(tmp_path / "none", [None]))])
 

@@ -32,6 +32,12 @@ def test_what_is_drawn_is_within_the_drawing_and_legible() -> None:
     assert share * plan.makespan == pytest.approx(drawing.in_order(plan)[2][1].end, abs=0.01), (
         "when the third has ended"
     )
+    drawn = drawing.stacked(["a", "b"], [{"x": 1.0, "y": 3.0}, {"x": 2.0, "y": 0.5}], "", "GB", digits=1)
+    beside = [(float(x), float(width)) for x, width in re.findall('class="bar" x="(.*?)".*?width="(.*?)"', drawn)]
+    unit = (drawing.WIDTH - drawing.LEFT - 12) / 4
+    for (left, width), (start, size) in zip(beside, ((0, 1), (1, 3), (0, 2), (2, 0.5)), strict=True):
+        assert (left - drawing.LEFT, width) == pytest.approx((start * unit, size * unit), abs=0.02), "side by side"
+    assert re.findall("<title>(.*?)</title>", drawn) == ["x: 1.0 GB", "y: 3.0 GB", "x: 2.0 GB", "y: 0.5 GB"]
     for end in (0.37, 7.0, 10.0, 123.0):
         bars = [drawing.Bar(0.0, end / 2, "#000000", "F0", ""), drawing.Bar(end / 2, end, "#ffffff", "F1", "")]
         drawn = drawing.rows(["worker 0"], [bars], "", "ticks")
