@@ -212,6 +212,8 @@ def test_a_newcomer_that_becomes_the_writer_goes_on_counting_tokens_and_hands_th
     printed = run_with(deaths, tmp_path / "run", LESSON, *flags, ALL_BACK="1")
     assert printed.count(" is back") == 3
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
+    log = (tmp_path / "run/rank0.log").read_text()
+    assert re.findall(r"^\d+(?= )", log, re.MULTILINE)[:3] == ["0", "1", "2"], "a newcomer goes on with it"
 
 
 def test_a_newcomer_to_a_resumed_run_counts_the_tokens_before_the_checkpoint(tmp_path: Path) -> None:
