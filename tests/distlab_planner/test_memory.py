@@ -42,11 +42,11 @@ def test_only_ranks_that_compile_have_a_compiler_in_memory() -> None:
         assert process_bytes(without, 0, holds) == holds.total + 4 * ROWS * SIZES.seq_len * SIZES.vocab_size
 
 
-def kept_by_worker(layout: RunLayout, worker: int, dtype: Dtype = "float32") -> int:
+def kept_by_worker(layout: RunLayout, worker: int, dtype: Dtype = "float32", **more: Any) -> int:
     """Peak bytes of activations of a worker whose stages are run by themselves."""
     program = layout.programs()[worker]
     options: dict[str, Any] = {"dmodel": SIZES.dmodel, "num_heads": SIZES.num_heads, "num_kv_heads": SIZES.num_kv_heads}
-    options |= {"hidden_dim": SIZES.hidden_dim, "ctx_size": SIZES.seq_len, "dtype": getattr(torch, dtype)}
+    options |= {"hidden_dim": SIZES.hidden_dim, "ctx_size": SIZES.seq_len, "dtype": getattr(torch, dtype), **more}
     nets = {
         stage: build_stage(stage, layout.split, SIZES.vocab_size, recompute=layout.recompute, **options)
         for stage in {action.stage for action in program}
@@ -81,6 +81,21 @@ def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int,
         for worker in range(workers):
             counted = kept_by_worker(layout, worker, dtype)
             assert held(costs, worker).activations == pytest.approx(counted, rel=1e-3), (dtype, worker)
+
+
+@pytest.mark.parametrize(("schedule", "workers"), [("dapple", 2), ("zb-h1", 3), ("zb-h2", 2)])
+def test_activations_of_experts_are_at_least_those_that_the_stages_keep_and_little_more(
+    schedule: str, workers: int
+) -> None:
+    """All tokens use both experts, so that loads are equal."""
+    mixture: dict[str, Any] = {"experts": 2, "experts_per_token": 2}
+    split = default_split(MODEL, workers)
+    layout = RunLayout({"pp": workers}, ROWS * MICRO_BATCHES, MICRO_BATCHES, schedule, "none", "none", split)
+    for dtype in DTYPES:
+        costs = Costs(CLUSTER, replace(MODEL, sizes=replace(SIZES, dtype=dtype, **mixture)), layout)
+        for worker in range(workers):
+            counted = kept_by_worker(layout, worker, dtype, **mixture)
+            assert counted <= held(costs, worker).activations <= 1.04 * counted, (dtype, worker)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
