@@ -47,6 +47,8 @@ def test_bars_have_the_names_of_their_rows_from_the_top_also_a_dead_rank_that_ha
     heights = [bar.get_y() + bar.get_height() / 2 for bar in axes.patches]
     assert [names[height] for height in heights] == ["plan", "rank 0", "rank 2"]
     assert sorted(heights) == heights
+    written = [(text.get_text(), *text.get_position()) for text in axes.texts]
+    assert written == [("F0", 1, heights[0]), ("F0", 2, heights[1])], "only actions, in the middle of their bars"
     assert axes.yaxis_inverted(), "rank 0 is at the top"
     [death] = axes.lines
     assert ([*death.get_xdata()], names[death.get_ydata()[0]]) == ([0.5], "rank 1")
