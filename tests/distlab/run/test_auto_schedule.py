@@ -22,6 +22,7 @@ from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
 from distlab.run.auto_schedule import find_schedule, measure
 from distlab.settings.stages import ScheduledPipelineSettings
+from simplellm.documents import within_documents
 
 MICRO_BATCHES, ROWS = 6, 2
 SLOW = 0.1  # seconds that stage 2 takes: far more than any other, on a machine with other work
@@ -89,6 +90,27 @@ def test_all_ranks_know_what_passes_take_and_keep_what_was_planned(
         assert all(0 < share < 1 for share in each.input_bytes_share)
         assert each.input_bytes_share[1] < 0.05 < each.input_bytes_share[-1], "two layers, and the head alone"
         assert SLOW <= each.measured["R", 2] < 10 * SLOW
+
+
+def rehearse_a_part(_: int) -> list[bool]:
+    """Whether each forward pass of a rehearsal has the part of the sequences that this rank computes."""
+    sizes: dict[str, Any] = {"batch_size": ROWS, "micro_batches": 1, "seq_len": SEQ, "dmodel": WIDTH}
+    args = ScheduledPipelineSettings(world_size=1, schedule="auto", **sizes)
+    nets, seen = build_stages([0, 1], (1, 1), VOCAB, **OPTIONS), list[bool]()
+    ids = torch.zeros(ROWS, SEQ, dtype=torch.int64)
+    part: Any = SimpleNamespace(ids=ids, sequence=within_documents(ids, 0))
+    for net in nets.values():
+        net.register_forward_pre_hook(
+            lambda *given: seen.append(given[2].get("part") is part.sequence), with_kwargs=True
+        )
+    measure(args, Grid(0, {"pp": 1}), torch.device("cpu"), nets, lambda x, own: LOSS(x, own.ids), lambda _: part)
+    return seen
+
+
+def test_a_rehearsal_is_of_the_part_of_the_sequences_that_a_rank_computes() -> None:
+    [seen] = run_group(1, rehearse_a_part)
+    assert seen
+    assert all(seen)
 
 
 @pytest.mark.parametrize("recompute", ["none", "all"])
