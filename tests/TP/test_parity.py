@@ -142,7 +142,7 @@ def test_three_dimensions_are_the_run_of_one_process(
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("ranks", "flags", "more"),
-    [(1, "", ""), (2, "--micro-batches 2", CLIPPED), (3, "--recompute blocks", ""), (6, "", "")],
+    [(1, "", ""), (2, "--micro-batches 2", ""), (3, "--recompute blocks", CLIPPED), (6, "", "")],
 )
 def test_the_lesson_is_the_run_of_one_process(
     ranks: int, flags: str, more: str, one_process: OneProcess, tmp_path: Path

@@ -36,7 +36,7 @@ def test_the_same_text_gives_the_same_file(
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 3)
     text = "  two  spaces, \u2581, \x00, caf\u00e9 \U0001f408\n\n\ta tab "
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert [tokenizer.decode([piece]) for piece in tokenizer.encode("1225")] == [*"1225"], "35 squared, in the text"
+    assert [tokenizer.decode([piece]) for piece in tokenizer.encode("1225")] == [*"1225"], "a piece for each digit"
 
 
 def test_a_document_that_sentencepiece_would_skip_is_read_in_parts(tmp_path: Path) -> None:

@@ -43,5 +43,6 @@ def run_with(
     printed = {line.partition(" ")[0] for line in ended.out.splitlines()}
     assert printed >= {str(step) for step in range(first, steps)}, "whichever rank prints them"
     repairs = re.findall(r" with step \d+, (\S+) s after that was noticed$", ended.out, re.MULTILINE)
+    assert repairs or all(step < 0 for _, step, *_ in deaths), "told, unless all ranks start again"
     assert all(0 <= float(seconds) <= run_seconds for seconds in repairs), (repairs, run_seconds)
     return ended.out

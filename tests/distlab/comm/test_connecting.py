@@ -56,7 +56,7 @@ def leave_while_connecting(rank: int, port: int) -> None:
 
 
 def leave_when_connected(rank: int, port: int) -> None:
-    """There are news for rank 1 when gloo has connected the two, and rank 0 hears of them later."""
+    """Rank 1 hears the news when gloo has connected the two, and rank 0 a little later."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     leave_group()
     store = dist.TCPStore("localhost", port, is_master=rank == 0)
