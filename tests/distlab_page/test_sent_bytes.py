@@ -95,6 +95,7 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
 }
 
 
+@pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize("which", RUNS)
 def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: Path) -> None:
     for number, (command, kinds) in enumerate(zip(*(part.split("; ") for part in RUNS[which]), strict=True)):
