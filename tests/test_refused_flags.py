@@ -64,6 +64,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
             "--ranks-per-node 4,3: --nnodes 2 and --dp 2 --pp 3 --tp 1 need 2 numbers",
         ),
         (NODES(2) + " --ranks-per-node 6,0", "need 2 numbers, each at least 1, that add up to 6"),
+        (NODES(2) + " --ranks-per-node 3,2,1", "need 2 numbers, each at least 1, that add up to 6"),
         (NODES(2) + " --ranks-per-node many", "--ranks-per-node many: give a number for each machine, as in 4,2"),
         # Values.
         ("dp-ga --stepz 3", "Unrecognized options: --stepz, 3; did you mean --steps? (--help lists the flags)"),

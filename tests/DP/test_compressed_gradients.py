@@ -1,11 +1,13 @@
 """Averaging gradients with compression: exact where nothing is left out, and it learns where something is."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from support.chapters import OneProcess, assert_equal, records, train_on
+from torch import Tensor
 
 from distlab.checkpoints.models import read_model
 from distlab.parallel.gradient_compression import Compressor
@@ -54,13 +56,16 @@ def test_what_was_left_out_is_in_the_checkpoint(compress: str, tmp_path: Path) -
     assert others_rest[1:] != losses[4:]
 
 
-def test_what_ranks_of_another_layout_left_out_is_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = "--compress topk --topk-share 0.1 --steps 2".split()
+def test_what_was_left_out_otherwise_is_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ranks of another layout, or of matrices of another width."""
+    flags = "--compress powersgd --powersgd-rank 2 --steps 2".split()
     train_on(2, SCRIPT, tmp_path / "run", *flags, *"--world-size 2 --batch-size 3 --save-every 1".split())
 
-    def load_state(*_: object) -> None:
-        raise AssertionError
+    def load_state(_: Compressor, state: Mapping[str, Tensor]) -> None:
+        assert not state
 
     monkeypatch.setattr(Compressor, "load_state", load_state)
     resume = ["--resume", str(tmp_path / "run" / "checkpoints" / "step-00000001")]
     train_on(1, SCRIPT, tmp_path / "again", *flags, *resume, *"--world-size 1 --batch-size 6".split())
+    flags += "--powersgd-rank 3 --world-size 2 --batch-size 3".split()
+    train_on(2, SCRIPT, tmp_path / "wider", *flags, *resume)

@@ -42,7 +42,7 @@ def test_the_time_of_an_all_reduce_is_without_the_computation_before_it() -> Non
 
 def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytest.MonkeyPatch) -> None:
     class Passes:
-        """A second for each sequence and each block; the embedding and the head likewise."""
+        """An action takes a number of seconds for each sequence and each block, or the embedding, or the head."""
 
         def __init__(self, net: LLamaPart, sizes: Sizes, rows: int, vocab_size: int, compiler: object) -> None:
             assert (compiler is not None) == sizes.compiled
@@ -51,8 +51,9 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
         def run(self, letters: str, micro_batches: int) -> None: ...
 
         def turn(self) -> dict[str, float]:
-            return dict.fromkeys(("F", "B", "I", "W", "again"), self.seconds)
+            return {name: number * self.seconds for name, number in numbers.items()}
 
+    numbers = {"F": 1, "B": 5, "I": 2, "W": 3, "again": 4}
     monkeypatch.setattr(measuring, "Passes", Passes)
     before = torch.get_num_threads()
     for sizes in (SIZES, replace(SIZES, compiled=True)):
@@ -60,8 +61,8 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
         [found] = measuring.measure_passes(sizes, kinds, (1, 2), torch.device("cpu"), seconds=0)
         assert torch.get_num_threads() == before
         for part in (found.embedding, found.block, found.head):
-            assert part == PassSeconds(*[(1.0, 2.0)] * 4)
-        assert found.again == (1.0, 2.0)
+            assert part == PassSeconds(F=(1.0, 2.0), B=(5.0, 10.0), I=(2.0, 4.0), W=(3.0, 6.0))
+        assert found.again == (4.0, 8.0)
 
 
 def test_a_message_takes_half_of_the_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:

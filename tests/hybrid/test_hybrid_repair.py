@@ -138,18 +138,26 @@ def test_the_plan_of_a_death(layout: str, dead: list[int]) -> None:
 @pytest.mark.parametrize(
     ("schedule", "owners", "kept", "lost"),
     [
-        ("interleaved", [0, 1, 0, 1], (10, 5), "stages 1 and 3"),  # without the first worker; without the second, 4
-        ("zb-v", [0, 1, 1, 0], (8, 4), "stages 1 and 2"),  # without the second; without the first, 7
+        # Without the first worker; without the second, 4.
+        ("interleaved", [0, 1, 0, 1], (10, 5), ("stages 0 and 2", "stages 1 and 3")),
+        (
+            "zb-v",
+            [0, 1, 1, 0],
+            (8, 4),
+            ("stages 0 and 3", "stages 1 and 2"),
+        ),  # without the second; without the first, 7
     ],
 )
-def test_the_worst_death_counts(schedule: str, owners: list[int], kept: tuple[int, int], lost: str) -> None:
+def test_the_worst_death_counts(schedule: str, owners: list[int], kept: tuple[int, int], lost: tuple[str, str]) -> None:
     flags = f"--dp 2 --pp 2 --schedule {schedule} --micro-batches 6 --batch-size 6"
     settings = parse(HybridRepairSettings(), "", [*FLAGS, *flags.split()])
     assert settings.owners == owners
     assert settings.growth() == kept[0] / kept[1]
     [told] = [remark for remark in settings.remarks(settings.decide()) if "after a death" in remark]
     assert re.findall(r"\d+(?= micro-batches)|(?<=instead of )\d+", told) == [*map(str, kept)]
-    assert settings.why_lost([0, 2]) == f"no rank is left that holds {lost}"
+    told_of = settings.why_lost([1, 3]), settings.why_lost([0, 2])
+    assert told_of == tuple(f"no rank is left that holds {stages}" for stages in lost)
+    assert settings.why_lost([1, 2]) == ""
 
 
 def fails_with(deaths: list[Death], out: Path, **environment: str) -> str:

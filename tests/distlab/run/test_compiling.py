@@ -243,8 +243,9 @@ def test_setuptools_says_nothing_when_torchs_compiler_imports_it(monkeypatch: py
 
 def test_a_cache_that_cannot_be_written_does_not_end_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks say so."""
-    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", refuse(errno.EROFS))
-    import_compiler()
+    for number in (errno.EROFS, errno.EACCES, errno.ENOSPC):
+        monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", refuse(number))
+        import_compiler()
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

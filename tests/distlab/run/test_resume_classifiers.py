@@ -20,6 +20,7 @@ from distlab.checkpoints.models import read_model, write_model
 from distlab.exchange import export
 from distlab.run.run import Run
 from distlab.settings.common import parse
+from distlab.settings.resuming import file_identity
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 
@@ -173,6 +174,19 @@ def test_what_is_another_run_is_refused(layout: str, flags: str, sentence: str, 
     folder, _ = saved(layout)
     refusal = settings_of(layout, "--resume", folder, *flags.split())
     assert refusal in (f"--resume {folder}: {sentence}", f"{step(folder, STEPS)}: {sentence}")
+
+
+def test_a_folder_of_reviews_is_its_content_in_whatever_order_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train.csv", "test.csv"):
+        (tmp_path / name).write_text(f"text,label\n{name},1\n")
+    moved = shutil.copytree(tmp_path, tmp_path.with_name("moved"))
+    before, listed = file_identity(str(tmp_path)), Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda folder, pattern: reversed([*listed(folder, pattern)]))
+    assert before == file_identity(str(tmp_path)) == file_identity(str(moved)) | {"source": str(tmp_path)}
+    (moved / "test.csv").rename(moved / "tests.csv")
+    assert before["sha256_of_first_mib"] != file_identity(str(moved))["sha256_of_first_mib"]
 
 
 def test_another_tokenizer_is_refused(saved: Runs, tmp_path: Path) -> None:
