@@ -218,9 +218,8 @@ class Comparison(Pair):
             "activations of layers": ("layer activations", "layer gradients"),
         }
         if needed:  # messages without a name are the pipeline's; collectives are most likely the replicas'
-            first = next(iter(needed))
-            kinds["activations" if stages > 1 else first] += ("send",)
-            kinds[first] += COLLECTIVES
+            kinds["activations" if stages > 1 else next(iter(needed))] += ("send",)
+            kinds["gradients and weights" if n > 1 else list(needed)[-1]] += COLLECTIVES
         found = {}
         for what, least in needed.items():
             by_kind = [self._in_last_step(report).get(kind, 0) for report in self.reports for kind in kinds[what]]

@@ -294,8 +294,9 @@ ACTIVATIONS, WEIGHTS, BLOCKS = 80, 32, 5  # bytes of a replica between two block
         ({"pp": 3}, [{"send": ACTIVATIONS}, {"send": 2 * ACTIVATIONS}, {"send": ACTIVATIONS}]),
         ({"tp": 4}, [{"all_reduce": 2 * 3 * ACTIVATIONS // 4 * 4 * BLOCKS}] * 4),
         ({"dp": 2, "pp": 2}, [{"send": ACTIVATIONS, "all_reduce": WEIGHTS}] * 4),
+        ({"pp": 2, "tp": 2}, [{"send": ACTIVATIONS // 2, "all_reduce": ACTIVATIONS * 2 * BLOCKS}] * 4),
     ],
-    ids=["replicas", "stages", "slices", "stages of replicas"],
+    ids=["replicas", "stages", "slices", "stages of replicas", "slices of stages"],
 )
 def test_the_bytes_that_a_layout_needs_are_those_of_rings_and_of_neighbors(
     layout: dict[str, int], sent: list[dict[str, int]], tmp_path: Path
