@@ -38,10 +38,6 @@ def pick_device_type(name: str, ranks_here: int = 1) -> str:
     # a queue wait for each other (CUDA C++ Programming Guide, CUDA_DEVICE_MAX_CONNECTIONS; 32 is the maximum). Ranks
     # that share a GPU over gloo do without: an H100 gave so many queues to 5 processes only, and refused others.
     has_own_gpu = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_here)) <= torch.cuda.device_count()
-    if "LOCAL_WORLD_SIZE" in os.environ and not has_own_gpu:
-        from distlab.machine.supervision import differs_from_parent
-
-        has_own_gpu = differs_from_parent("CUDA_VISIBLE_DEVICES")  # as with torchrun --virtual-local-rank
     if has_own_gpu or os.environ.get(SHARE_GPUS) == "1":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     is_there = torch.cuda.is_available()

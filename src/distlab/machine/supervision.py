@@ -55,20 +55,6 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME; /proc may be missing or read-only
 
 
-def differs_from_parent(variable: str) -> bool:
-    """Return whether an environment variable has a value here that it did not have when the parent started.
-
-    Linux shows the environment with which a process started, without later changes: a parent that sets the variable
-    itself, for all its children, looks like one that gives each child a value of its own.
-    """
-    try:
-        of_parent = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    own = os.environ.get(variable)
-    return bool(own) and os.fsencode(f"{variable}={own}") not in of_parent
-
-
 def open_descriptors() -> list[int]:
     """Return the numbers of this process's open files; where /proc is missing, of those below the limit."""
     try:

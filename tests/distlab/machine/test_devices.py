@@ -124,32 +124,6 @@ def test_only_ranks_that_share_a_gpu_over_gloo_have_few_queues(
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
 
 
-@pytest.mark.parametrize(("is_given_by_itself", "queues"), [(True, "32"), (False, None)])
-def test_a_rank_that_is_given_a_gpu_by_itself_has_many_queues(
-    is_given_by_itself: bool, queues: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by `torchrun --virtual-local-rank`; ranks that see the one GPU of their launcher share it."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("distlab.machine.supervision.differs_from_parent", lambda _: is_given_by_itself)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "before")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    pick_device_type("auto")
-    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
-
-
-@pytest.mark.parametrize(
-    ("by_launcher", "by_rank", "differs"), [("", "GPU_OF_TEST=1", True), ("GPU_OF_TEST=0", "", False), ("", "", False)]
-)
-def test_a_variable_that_only_the_rank_has_differs_from_its_launchers(
-    by_launcher: str, by_rank: str, differs: bool
-) -> None:
-    asks = 'from distlab.machine.supervision import differs_from_parent as ask; print(ask("GPU_OF_TEST"))'
-    command = f"{by_rank} {sys.executable} -c '{asks}'; exit $?"  # `sh` stays, as the rank's parent
-    ended = run("sh", "-c", f'{by_launcher} sh -c "$0"', command)
-    assert (ended.status, ended.out.strip()) == (0, str(differs)), ended.err
-
-
 def test_a_run_on_the_cpu_never_opens_a_gpu(tmp_path: Path) -> None:
     """Not even through a library that it calls, on a machine that has one."""
     open_gpu = "def open_gpu(*_): raise AssertionError('a GPU was opened')"
