@@ -7,7 +7,6 @@ can be abandoned; `leave` exits without waiting for that thread.
 import contextlib
 import ctypes
 import os
-import resource
 import socket
 import stat
 import threading
@@ -19,7 +18,6 @@ from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
 SECONDS_OF_A_CALL = 0.5  # a call usually takes less; how often to check whether to keep waiting
-MOST_DESCRIPTORS = 65536  # checked one by one; the limit may be a thousand million
 
 
 def within(
@@ -56,12 +54,10 @@ def name_process(name: str) -> None:
 
 
 def open_descriptors() -> list[int]:
-    """Return the numbers of this process's open files; where /proc is missing, of those below the limit."""
-    try:
-        return [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return [number for number in range(min(most % 2**64, MOST_DESCRIPTORS)) if _is_open(number)]
+    """Return the numbers of this process's open files; none where the system does not list them."""
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir("/dev/fd")]
+    return []
 
 
 def open_sockets() -> set[tuple[int, int]]:
@@ -90,11 +86,3 @@ def is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
