@@ -90,6 +90,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("pp-gpipe --repair", "--repair: this script cannot go on when a rank dies; dp-ga and hybrid can"),
         ("dp-zero --repair", "--repair: no other rank has the shard of a dead one; dp-ga and hybrid can"),
         ("hybrid --repair --dp 1", "--repair on with --dp 1: a single pipeline has no other that holds its stages"),
+        ("dp-repair --dmodel 8192 --num-heads 64 --n-layers 640", "--repair on: all ranks together would hold "),
         ("hybrid --repair --tp 2 --spares 1", "--spares 1 with --tp 2: slices are replaced together; give 2 or more"),
         ("dp-ga --residual bfloat16", "--residual bfloat16 with --dtype float32: give --dtype bfloat16 too"),
         ("dp-ga --optimizer sgd --betas 0.9 0.95", "--betas 0.9 0.95 with --optimizer sgd: only adam and adamw have"),
@@ -99,6 +100,10 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("hybrid-repair --eval-every 5", "--repair on with --eval-every: "),
         ("hybrid --repair=exact --shard optimizer", "--repair goes with the flags of dp-ga or hybrid"),
         ("pp-gpipe --repair=exact", "--repair goes with the flags of dp-ga or hybrid"),
+        (
+            "hybrid --repair --dmodel 16384 --num-heads 64 --n-layers 64 --batch-size 96",
+            "--repair on: all ranks together would hold ",
+        ),
         # The model and the batch.
         ("dp-ga --eval-sequences 65537", "--eval-sequences 65537 with --seq-len 256: 16,777,472 tokens at a time"),
         ("dp-ga --seq-len 1", "--seq-len 1: predicting the next token needs at least 2"),

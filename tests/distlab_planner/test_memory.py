@@ -7,13 +7,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support.chapters import load
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
+from distlab.axes.layout import coordinate
 from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.options import CPKind
 from distlab.pipeline.actions import Result
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.stages import build_stage
+from distlab.settings.common import parse
 from distlab_planner.activations import Activations
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, RunLayout, default_split
@@ -21,6 +24,7 @@ from distlab_planner.measuring import build
 from distlab_planner.memory import held, process_bytes
 from distlab_planner.model import Dtype
 from distlab_planner.sequences import SharedAttention
+from distlab_planner.survivors import bytes_after_a_death
 from simplellm.llama import LLamaStage
 from simplellm.losses import causalLLMLoss
 
@@ -177,3 +181,15 @@ def test_slices_of_a_sequence_that_they_do_not_divide_are_as_long_as_the_longest
     uneven, even = (Activations(replace(SIZES, seq_len=length), slices) for length in (16, 18))
     assert uneven.residual_tokens == even.residual_tokens == ROWS * 6
     assert uneven.message_bytes < even.message_bytes, "between slices, there are whole sequences"
+
+
+@pytest.mark.parametrize(("repair", "sums"), [("on", 1), ("exact", 2)])
+def test_after_a_death_all_ranks_hold_two_copies_of_their_state(repair: str, sums: int) -> None:
+    flags = f"0 --dp 2 --pp 2 --tp 2 --batch-size 6 --micro-batches 3 --n-layers 4 --repair {repair}"
+    settings: Any = parse(load("hybrid/intro_hybrid_repair.py").DEFAULTS, "", flags.split())
+    costs, needed = Costs.in_bytes(settings, settings.layout, (2, 2)), 0.0
+    for rank in range(8):
+        one = held(costs, coordinate(settings.layout, rank, "pp"))
+        needed += 2 * (one.parameters + one.optimizer_state) + sums * one.gradients
+        needed += settings.growth() * one.activations
+    assert bytes_after_a_death(settings, (2, 2)) == pytest.approx(needed)

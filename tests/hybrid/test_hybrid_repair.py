@@ -152,6 +152,7 @@ def test_the_worst_death_counts(schedule: str, owners: list[int], kept: tuple[in
     flags = f"--dp 2 --pp 2 --schedule {schedule} --micro-batches 6 --batch-size 6"
     settings = parse(HybridRepairSettings(), "", [*FLAGS, *flags.split()])
     assert settings.owners == owners
+    assert settings.growth() == kept[0] / kept[1]
     [told] = [remark for remark in settings.remarks(settings.decide()) if "after a death" in remark]
     assert re.findall(r"\d+(?= micro-batches)|(?<=instead of )\d+", told) == [*map(str, kept)]
     told_of = settings.why_lost([1, 3]), settings.why_lost([0, 2])

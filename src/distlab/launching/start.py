@@ -12,10 +12,12 @@ from distlab.checkpoints.format import latest_valid
 from distlab.launching.launcher_flags import assign_ranks, read_flags, read_known, refuse_to_tell
 from distlab.launching.local_ranks import run_ranks
 from distlab.launching.programs import ProgramSettings
+from distlab.machine.memory_limits import memory_bytes
 from distlab.run.commands import TEMPERATURE
 from distlab.run.terminal import say
 from distlab.settings.common import MOST_RANKS, RunSettings
 from distlab.settings.folders import new_folder
+from distlab.settings.replicas import RepairFlag
 from distlab.settings.scripts import read_script_for
 from distlab.settings.training import TrainSettings
 from distlab.tell import command as tell
@@ -73,6 +75,8 @@ def start(path: Path, args: list[str], prog: str) -> int:
     require(own.spares == 0 or own.spares >= slices, few)
     is_repaired = own.spares == 0 or settings.can_repair
     require(is_repaired, f"--spares {own.spares}: a spare needs a run that goes on when a rank dies; add --repair")
+    if isinstance(settings, RepairFlag) and settings.can_repair:
+        settings.check_memory(memory_bytes())
     out = settings.out
     reader = "--max-restarts" if own.max_restarts else "--tell" if own.tell is not None else None
     if reader and out is None:  # restarted ranks and the story teller must find the checkpoints

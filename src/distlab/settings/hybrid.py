@@ -74,14 +74,20 @@ class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
 
     def _remark_on_a_death(self) -> str:
         """Return what the death of a rank would cost: the worst of one in each stage, in a simulation."""
-        everyone = range(self.dp * self.pp)
-        healthy, *plans = [
-            self._plan([worker for worker in everyone if worker != dead]) for dead in (-1, *range(self.pp))
-        ]
+        healthy, *plans = self._plans()
         slower = max(plan.makespan for plan in plans) / healthy.makespan
         most, usual = (max(plan.peak_live) for plan in (max(plans, key=lambda plan: max(plan.peak_live)), healthy))
         kept = f"a rank keeps the activations of up to {most} micro-batches instead of {usual}"
         return f"after a death, a step takes up to {slower:.2f} times as long with a core for each rank, and {kept}"
+
+    def growth(self) -> float:
+        healthy, *plans = self._plans()
+        return max(max(plan.peak_live) for plan in plans) / max(healthy.peak_live)
+
+    def _plans(self) -> list[Plan]:
+        """Return the plan of all workers, and then, for each stage, that after the death of a worker that holds it."""
+        everyone = range(self.dp * self.pp)
+        return [self._plan([worker for worker in everyone if worker != dead]) for dead in (-1, *range(self.pp))]
 
     def _plan(self, workers: Sequence[int], cores: float = math.inf) -> Plan:
         """Return the plan of these workers of all pipelines, which share cores."""

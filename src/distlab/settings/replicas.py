@@ -1,5 +1,6 @@
 """The settings of runs whose replicas train the whole Llama: data parallelism, in each form."""
 
+import importlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -212,6 +213,25 @@ class RepairFlag(TrainSettings):
     def slowdown(self, alive: Collection[int], cores: int) -> float:
         """Return how many times as long as with all ranks a step takes with these ranks only, by the plan."""
         return 1.0
+
+    def growth(self) -> float:
+        """Return how many times as many activations as before a rank keeps after the death that costs most."""
+        return 1.0
+
+    def check_memory(self, has_bytes: float) -> None:
+        """Raise `InputError` if after a death the ranks would hold more than the machine has, as the planner counts.
+
+        Without the planner, nothing is checked.
+        """
+        try:
+            planner = importlib.import_module("distlab_planner.survivors")
+        except ModuleNotFoundError:
+            return
+        split = self.decide().get("layers_per_stage", [self.n_layers])
+        needed = planner.bytes_after_a_death(self, tuple(split))
+        sizes = f"{needed / 1e9:,.1f} GB after a death, and this machine has {has_bytes / 1e9:,.1f} GB"
+        advice = "give a smaller model or batch"
+        require(needed < has_bytes, f"--repair {self.repair}: all ranks together would hold {sizes}; {advice}")
 
     def check(self) -> None:
         super().check()

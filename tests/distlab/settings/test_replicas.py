@@ -12,6 +12,7 @@ from distlab.settings.hybrid import HybridRepairSettings, HybridSettings
 from distlab.settings.replicas import BucketSettings, DiLoCoSettings, RepairSettings, WeightAverageSettings
 from distlab.settings.stages import PipelineSettings
 from distlab.settings.training import TrainSettings
+from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 DEATH = r"up to ([\d.]+) times as long .* up to (\d+) micro-batches instead of (\d+)"
@@ -78,9 +79,22 @@ def test_what_a_death_would_cost_is_told_where_it_can_be_repaired() -> None:
     after = [settings.slowdown({*range(settings.dp * settings.pp)} - {dead}, cores=64) for dead in range(settings.pp)]
     assert factor == pytest.approx(max(after), abs=0.005)
     assert factor > 1
-    assert most > usual
+    assert most / usual == settings.growth() > 1
+    assert RepairSettings().growth() == 1
     settings = replace(settings, repair="off")
     assert not re.search(DEATH, " ".join(settings.remarks(settings.decide())))
+
+
+def test_the_memory_that_a_machine_lacks_after_a_death_is_told_in_gb() -> None:
+    """All ranks' together: a machine with a little more than that is not refused."""
+    settings = RepairSettings(repair="on", dmodel=8192, num_heads=64, n_layers=64)
+    sentence = r"^--repair on: all ranks together would hold (.*) GB after a death, and this machine has 100\.0 GB;"
+    with pytest.raises(InputError, match=sentence) as caught:
+        settings.check_memory(100e9)
+    needed = float(re.findall(sentence, str(caught.value))[0].replace(",", "")) * 1e9
+    settings.check_memory(1.01 * needed)
+    with pytest.raises(InputError, match=r"^--repair on: "):
+        settings.check_memory(0.99 * needed)
 
 
 def test_the_work_of_a_pass_is_that_of_the_positions_that_a_rank_has_with_its_heads_and_networks() -> None:
