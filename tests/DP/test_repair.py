@@ -13,6 +13,8 @@ from support.terminals import fork_python
 
 from distlab.checkpoints.format import latest_valid
 from distlab.comm.recorder import DEATH
+from distlab.launching import local_ranks
+from distlab.launching.forks import fork_ranks
 from distlab.reports.trace import read_chrome
 from distlab.settings.common import parse
 from distlab.settings.replicas import RepairSettings
@@ -117,10 +119,12 @@ def test_those_that_are_left_divide_the_validation_split_among_them(tmp_path: Pa
     assert own == pytest.approx(expected, rel=1e-6)
 
 
-def test_after_a_death_before_the_first_step_all_ranks_start_again_if_they_may(
-    expected: list[float], tmp_path: Path
+def test_after_a_death_before_the_first_step_all_ranks_start_again(
+    expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_with([(1, -1, 0, "SIGKILL")], tmp_path / "run", LESSON, *FLAGS, "--max-restarts", "1")
+    """As forks, which a run without `--max-restarts` has for its first start alone."""
+    monkeypatch.setattr(local_ranks, "fork_ranks", lambda script, count: fork_ranks(script, 2 * count))
+    run_with([(1, -1, 0, "SIGKILL")], tmp_path / "run", LESSON, *FLAGS)
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=1e-6)
 
 

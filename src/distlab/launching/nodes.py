@@ -111,6 +111,10 @@ class NodeRendezvous:
         ranks = [shared | {"LOCAL_RANK": local, "RANK": first + local} for local in range(local_size)]
         return [{name: str(value) for name, value in rank.items()} for rank in ranks]
 
+    def allow_restart(self) -> None:
+        """Allow one restart more; there is a single machine."""
+        self._max_restarts += 1
+
     def has_next_round(self) -> bool:
         """Return whether a machine has started the next round after a failure of its ranks; the others follow."""
         return bool(self._shared.read(*(f"round/{self._rounds}/node/{node}" for node in self._others)))

@@ -53,6 +53,11 @@ class RankFailure:
         """True if the other ranks would fail as well, or the ranks have found out that they wait for each other."""
         return any(self.record.get(name) for name in ("recurs_on_restart", "is_diagnosed"))
 
+    @property
+    def is_own(self) -> bool:
+        """True if the rank has failed by itself: no signal ended it, and it has not lost another rank."""
+        return self.status > 0 and not self.record.get("lost_a_peer")
+
     @classmethod
     def of(cls, status: int, file: Path) -> "RankFailure":
         record: dict[str, Any] = {}

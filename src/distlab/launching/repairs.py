@@ -27,7 +27,7 @@ class Repairs:
         """Watch these ranks, which have just been started."""
         self._ranks, self._arbiter, self._environments = ranks, Arbiter(store), environments
         self._started = 0  # spares, since then
-        self._is_ready = False
+        self._is_ready = self.is_too_early = False
         self._idle: list[int] = []  # numbers of spares that wait for a death
         self._taking: dict[int, int] = {}  # spares that are not counted yet, and the ranks whose places they take
         self._vacant: list[int] = []  # ranks that have died, and whose places no spare takes yet
@@ -50,7 +50,8 @@ class Repairs:
         units = [unit for unit in self._units if not causes.keys().isdisjoint(unit)]
         left = ranks.processes.keys() - chain.from_iterable(units)
         if causes:
-            early = "" if self._arbiter.are_ready(left) else "some ranks have yet to begin to train"
+            self.is_too_early = not self._arbiter.are_ready(left)
+            early = "some ranks have yet to begin to train" if self.is_too_early else ""
             if why := self._settings.why_lost(left) or early:
                 told = ", ".join(f"rank {rank} {cause}" for rank, cause in causes.items())
                 tell(f"{told}; this cannot be repaired: {why}")

@@ -18,6 +18,7 @@ from distlab.launching.processes import RankFailure, Ranks
 from distlab.launching.repairs import Repairs
 
 SECONDS_BETWEEN_LOOKS, SECONDS_WITH_REPAIR = 0.1, 0.03
+MOST_EARLY_RESTARTS = 3  # after deaths before all ranks have begun to train
 
 
 class TerminatedError(BaseException):
@@ -51,7 +52,8 @@ def supervise(
         rendezvous: with the other machines; it counts the starts of all ranks.
         errors: an empty folder, for the records of failures.
         forks: for the first processes that are started, in the order of their starts; the others are new interpreters.
-        repairs: if the other ranks go on when one of them fails (`distlab.run.repair`).
+        repairs: if the other ranks go on when one of them fails (`distlab.run.repair`). If one is killed while others
+            have yet to begin to train, nothing is lost, and all restart.
 
     Returns:
         By rank, the failures of this machine's ranks, in the order in which they were found; {} for success.
@@ -60,6 +62,7 @@ def supervise(
         TerminatedError: this process received a signal, and sent it to the ranks, which have ended.
         InputError, ElsewhereError, StoreError: raised by the rendezvous; the ranks have ended.
     """
+    early_restarts = 0
     while True:
         environments = rendezvous.next_round()
         ranks = Ranks(script, errors / f"start{rendezvous.restarts}", forks)
@@ -83,5 +86,10 @@ def supervise(
         finally:
             ranks.end(sent)
         recurs = any(failure.record.get("recurs_on_restart") for failure in ranks.failures.values())
+        is_early = repairs is not None and repairs.is_too_early and early_restarts < MOST_EARLY_RESTARTS
+        is_fault = recurs or any(failure.is_own for failure in ranks.failures.values())
+        if is_early and not is_fault and rendezvous.restarts == max_restarts:
+            early_restarts, max_restarts = early_restarts + 1, max_restarts + 1
+            rendezvous.allow_restart()
         if has_failed and (recurs or rendezvous.restarts == max_restarts):
             return ranks.failures

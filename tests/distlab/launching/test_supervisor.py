@@ -33,6 +33,8 @@ class Rounds:
     def restarts(self) -> int:
         return self.starts - 1
 
+    def allow_restart(self) -> None: ...
+
     def next_round(self) -> list[dict[str, str]]:
         self.starts += 1
         return [{"RANK": str(3 + local), "LOCAL_RANK": str(local)} for local in range(2)]
@@ -49,7 +51,7 @@ class Rounds:
 
 
 def run(
-    program: str, folder: Path, rounds: Rounds, max_restarts: int = 0, forks: bool = True
+    program: str, folder: Path, rounds: Rounds, max_restarts: int = 0, forks: bool = True, repairs: Any = None
 ) -> dict[int, RankFailure]:
     """Run a program on two ranks."""
     script, errors = folder / "program.py", folder / "errors"
@@ -57,7 +59,7 @@ def run(
     errors.mkdir()
     command = [str(script), str(folder)]
     ranks = fork_ranks(command, 2 if forks else 0)
-    return supervise(command, cast(NodeRendezvous, rounds), max_restarts, errors, ranks)
+    return supervise(command, cast(NodeRendezvous, rounds), max_restarts, errors, ranks, repairs)
 
 
 @pytest.mark.parametrize("forks", [True, False])
@@ -89,6 +91,32 @@ def test_ranks_start_again_unless_the_failure_would_recur(recurs: bool, starts: 
     assert [(rank, failure.status) for rank, failure in failures.items()] == [(4, 7), (3, -signal.SIGTERM)]
     assert (failures[4].timestamp, failures[4].cause) == (5, "failed: nan")
     assert not failures[3].record
+
+
+class TooEarlyToRepair:
+    """The repairs of a run of which some ranks have yet to begin to train."""
+
+    is_too_early = True
+
+    def begin(self, *_: object) -> None: ...
+
+    def look(self) -> None: ...
+
+
+LOSES_A_PEER = """
+pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": "", "lost_a_peer": True}))
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("dies", "starts"), [("os.kill(os.getpid(), 9)", 4), (LOSES_A_PEER, 4), ("sys.exit(7)", 1)])
+def test_ranks_that_cannot_be_repaired_yet_start_again_if_one_was_killed(
+    dies: str, starts: int, tmp_path: Path
+) -> None:
+    rounds = Rounds()
+    rounds.ranks_store = None  # type: ignore[attr-defined]
+    assert run(dies, tmp_path, rounds, repairs=TooEarlyToRepair())
+    assert rounds.starts == starts
 
 
 def test_a_failure_on_another_machine_starts_ranks_again_that_have_finished(tmp_path: Path) -> None:
