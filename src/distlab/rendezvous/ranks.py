@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,7 +21,6 @@ from distlab.machine.processes import is_store_in_launcher, started_by_torchrun
 from distlab.rendezvous.store import SharedStore, StoreError, open_bound_store
 from simplellm.errors import InputError, require, say
 
-ResultT = TypeVar("ResultT")
 SECONDS_FOR_READERS = 5.0  # wait of rank 0, whose process holds the store, for others to read why it exits
 
 
@@ -94,7 +93,7 @@ def agree(
     shared.set(f"settings/{rank}", json.dumps(settings))
     if rank > 0:
         try:
-            told = shared.wait("verdict", "rank 0 to confirm that all have joined", busy=busy(0))
+            told = shared.wait("verdict", "rank 0 to confirm that all have joined")
             verdict = json.loads(told)
         finally:  # also if the wait has failed: rank 0 need not wait for this rank
             with contextlib.suppress(StoreError):
@@ -104,9 +103,8 @@ def agree(
         verdict = {"settings": settings}
         try:
             for other in range(1, size):
-                joins = f"settings/{other}", f"rank {other} to join"
-                _compare(settings, json.loads(shared.wait(*joins, busy=busy(other), own_busy=busy(0))), other)
-            verdict["decided"] = shared.work(busy(0), decide)
+                _compare(settings, json.loads(shared.wait(f"settings/{other}", f"rank {other} to join")), other)
+            verdict["decided"] = shared.work(decide)
         except InputError as error:
             verdict["error"] = error.with_flags()
         shared.set("verdict", json.dumps(verdict))
@@ -116,16 +114,6 @@ def agree(
     if "error" in verdict:
         raise InputError(verdict["error"])
     return verdict["decided"]
-
-
-def busy(rank: int) -> str:
-    """Return the key whose count grows while a rank works, and others wait for it in `agree`."""
-    return f"busy/{rank}"
-
-
-def working(store: dist.Store, rank: int, work: Callable[[], ResultT]) -> ResultT:
-    """Return the result of `work()`, which may take longer than others wait for a rank that has yet to join."""
-    return ranks_store(_timeout_of(store), store).work(busy(rank), work)
 
 
 def read_places(store: dist.Store, size: int) -> list[Place]:

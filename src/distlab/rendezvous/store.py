@@ -26,6 +26,7 @@ from simplellm.errors import InputError, say
 ResultT = TypeVar("ResultT")
 SECONDS_BETWEEN_LOOKS = 0.01
 OWNER = "owner"  # the key of the user who holds the store: on one machine, several may use the default port
+BUSY = "busy"  # the key whose count grows while a process works, and others wait for it
 SECONDS_OF_A_START = 5.0  # other processes usually join within this time; after it, print which one is missing
 
 
@@ -125,23 +126,15 @@ class SharedStore:
         store = self.store
         return self.ask(lambda: {key: store.get(key).decode() for key in keys if store.check([key])}) if keys else {}
 
-    def wait(
-        self,
-        key: str,
-        what: str,
-        hint: str = "",
-        check: Callable[[], None] = lambda: None,
-        busy: str = "",
-        own_busy: str = "",
-    ) -> str:
+    def wait(self, key: str, what: str, hint: str = "", check: Callable[[], None] = lambda: None) -> str:
         """Wait until a key is set, and return its value; print what is awaited if it takes longer than a usual start.
+
+        While any process works (`work`), the time starts again.
 
         Args:
             what: the event that the key stands for, e.g. "rank 2 to join".
             hint: advice for the `InputError` that is raised when the time is up.
             check: called repeatedly while waiting; an exception that it raises ends the wait.
-            busy: a key whose count grows while the other process works (`work`); as it grows, the time starts again.
-            own_busy: a key that is counted up as long as `busy` grows, for processes that wait for this one.
         """
         started = deadline = time.monotonic()
         count, next_look, has_told = None, started, False
@@ -150,13 +143,11 @@ class SharedStore:
             if self.has(key, what=what):
                 return self.read(key)[key]
             now = time.monotonic()
-            if busy and now >= next_look:
+            if now >= next_look:
                 next_look, before = now + SECONDS_OF_A_CALL, count
-                count = self.read(busy).get(busy)
+                count = self.read(BUSY).get(BUSY)
                 if count != before:
                     deadline = now
-                    if own_busy:
-                        self.add(own_busy)
             if not has_told and now > started + min(SECONDS_OF_A_START, self.timeout_seconds):
                 say(f"waiting for {what}")
                 has_told = True
@@ -165,9 +156,9 @@ class SharedStore:
                 raise InputError(f"waited {self.timeout_seconds:g} s for {what}: {hint}")
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def work(self, busy: str, work: Callable[[], ResultT]) -> ResultT:
-        """Return the result of `work()`; until then, count up `busy`, for processes that wait for this one."""
-        done = within(math.inf, lambda: (work(),), meanwhile=lambda: self.add(busy))
+    def work(self, work: Callable[[], ResultT]) -> ResultT:
+        """Return the result of `work()`, which may take longer than others wait for this process."""
+        done = within(math.inf, lambda: (work(),), meanwhile=lambda: self.add(BUSY))
         assert done is not None
         return done[0]
 

@@ -49,7 +49,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
     store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, seconds)
     place = network.own_place(device_type, address)
     same = {"the script": script.name} | {as_flag(name): value for name, value in as_json(settings).items()}
-    same |= rendezvous.working(store, rank, lambda: identities(settings, script))
+    same |= rendezvous.ranks_store(seconds, store).work(lambda: identities(settings, script))
     claims: list[Claim] = []
 
     def decide_all() -> dict[str, Any]:

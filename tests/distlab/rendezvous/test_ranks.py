@@ -18,8 +18,8 @@ from support.processes import free_port, run_ranks, start
 
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
-from distlab.rendezvous.ranks import agree, open_store, ranks_store, read_places, working
-from distlab.rendezvous.store import SharedStore, StoreError, listen_at
+from distlab.rendezvous.ranks import agree, open_store, ranks_store, read_places
+from distlab.rendezvous.store import BUSY, SharedStore, StoreError, listen_at
 from simplellm.errors import InputError
 
 Settings = dict[str, Any]
@@ -97,7 +97,7 @@ def join_after_work(rank: int, port: int, work_seconds: float) -> str:
     """What a process learns if rank 1 works before it joins."""
     store = open_store(rank, "localhost", port, 20)
     if rank == 1:
-        working(store, rank, lambda: time.sleep(work_seconds))
+        ranks_store(20, store).work(lambda: time.sleep(work_seconds))
     decided = agree(store, rank, 3, Place("here"), {}, lambda: {"data": "sample"}, timeout_seconds=2)
     with contextlib.suppress(dist.DistError):
         store.set(f"done/{rank}", "")
@@ -145,13 +145,13 @@ def test_a_store_that_is_lost_is_not_asked_again(call: Callable[[object], None])
 def test_a_rank_whose_work_does_not_go_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distlab.rendezvous.store.SECONDS_OF_A_CALL", 0.05)
     store, deadline = dist.HashStore(), time.monotonic() + 5
-    store.set("busy/1", "1")
+    store.set(BUSY, "1")
 
     def check() -> None:
         assert time.monotonic() < deadline
 
     with pytest.raises(InputError, match=r"^waited 0\.2 s for rank 1 to join: is it running"):
-        SharedStore("rank 0", 0.2, store=store).wait("key", "rank 1 to join", check=check, busy="busy/1")
+        SharedStore("rank 0", 0.2, store=store).wait("key", "rank 1 to join", check=check)
 
 
 def test_a_cause_that_names_a_file_whose_name_is_not_utf8_is_told() -> None:
