@@ -48,7 +48,6 @@ class TokenChunks:
         if type(tokenizer) is SPTokenizer and self._data_identity is not None:
             identity = {"data": self._data_identity, "tokenizer": tokenizer.identity, "code": _code()}
             self._folder = folder_of(identity)
-        self._bits = 16 if getattr(tokenizer, "vocab_size", 2**32) <= 2**16 else 32
         self._count: int | None = None  # of documents, once known
         self._document, self._text = -1, ""  # read last
         self._documents: Iterator[str] | None = None  # after it
@@ -91,15 +90,10 @@ class TokenChunks:
         """Yield the chunks from this document on, which begins one, to the end of the data."""
         start, is_last = TokenStart(document), False
         while not is_last:
-            chunk = self._chunk(start)
+            build = functools.partial(self._encode, start)
+            chunk = build() if self._folder is None else chunk_in_file(self._folder, start, build)
             yield chunk
             start, is_last = chunk.end, chunk.is_last
-
-    def _chunk(self, begin: TokenStart) -> Chunk:
-        build = functools.partial(self._encode, begin)
-        if self._folder is None:
-            return build()
-        return chunk_in_file(self._folder, begin, build)
 
     def _encode(self, begin: TokenStart) -> Chunk:
         """Return the chunk that begins here."""
@@ -127,7 +121,7 @@ class TokenChunks:
         is_file = self._arguments[0] not in ("sample", "tinystories")  # the hub's cache may fill while stories come
         if is_file and source_identity(*self._arguments) != self._data_identity:
             raise unusable(self._arguments[0], "changed while it was read; start the run again")
-        kind = np.uint16 if self._bits == 16 else np.uint32
+        kind = np.uint16 if getattr(self._tokenizer, "vocab_size", 2**32) <= 2**16 else np.uint32
         end = TokenStart(document, offset, character)
         return Chunk(begin, end, text is None, np.array(ends, np.int64), np.array(tokens, kind))
 
