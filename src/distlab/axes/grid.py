@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from distlab.axes.layout import Layout, describe_rank, layout_size, pipelines_on_host, ranks_along
+from distlab.axes.layout import Layout, describe_rank, layout_size, ranks_along
 from distlab.comm.context import Group, context_if_any, during
 
 
@@ -136,10 +136,6 @@ class Grid:
         named = [self.axis(*([names] if isinstance(names, str) else names)) for names in axes or self.layout]
         for axis in dict.fromkeys(named):  # several may be the same, where a layout lacks axes
             axis.make_group()
-
-    def pipelines_on_host(self, ranks: int) -> int:
-        """Return how many pipelines have workers on a host of `ranks` ranks; each slice of a pipeline counts as one."""
-        return pipelines_on_host(self.layout, ranks)
 
     def describe(self, rank: int) -> str:
         """Return the name of a rank in messages: "rank 4 (stage 1 of replica 1)", "rank 0 (stages 0 and 3)"."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.axes.layout import times_counted
+from distlab.axes.layout import pipelines_on_host, times_counted
 from distlab.comm.names import CONTROL, named
 from distlab.machine import devices
 from distlab.machine.processes import started_by_torchrun
@@ -96,7 +96,7 @@ class Run(Generic[SettingsT]):
     @property
     def shared_cores(self) -> int | None:
         """Return this host's cores for each of its pipelines; None if the number of threads must not change."""
-        pipelines = self.grid.pipelines_on_host(self.joined.local_ranks)
+        pipelines = pipelines_on_host(self.grid.layout, self.joined.local_ranks)
         return None if self.device.type == "cuda" else devices.cores_to_share(pipelines)
 
     def _keep_files(self) -> None:

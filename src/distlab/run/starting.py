@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distlab.axes.grid import Grid
-from distlab.axes.layout import layout_flags, layout_size
+from distlab.axes.layout import layout_flags, layout_size, pipelines_on_host
 from distlab.comm.context import Context, Options, context_of
 from distlab.machine import devices
 from distlab.machine.cores import binding
@@ -106,7 +106,7 @@ def set_up(grid: Grid, places: Sequence[devices.Place], settings: RunSettings) -
         set_up_heap()
         if local_ranks > 1 and (bound := binding()):  # launch.sh leaves them out
             say(f"{' and '.join(bound)}: binds the threads of every rank to the same cores; unset it")
-    computing = grid.pipelines_on_host(local_ranks) if settings.one_stage_at_a_time else local_ranks
+    computing = pipelines_on_host(grid.layout, local_ranks) if settings.one_stage_at_a_time else local_ranks
     torch.set_num_threads(devices.threads_per_rank(computing))
 
 

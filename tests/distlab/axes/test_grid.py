@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.processes import free_port, join, meeting_of, process_group, run_ranks
 
 from distlab.axes.grid import Grid
-from distlab.axes.layout import layout_flags, layout_size
+from distlab.axes.layout import layout_flags, layout_size, pipelines_on_host
 from distlab.comm.context import Options
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.groups import world_group
@@ -74,7 +74,7 @@ def test_replicas_of_a_stage_can_be_neighbors() -> None:
 def test_a_host_runs_the_pipelines_of_which_it_has_ranks(
     layout: dict[str, int], ranks: tuple[int, ...], expected: list[int]
 ) -> None:
-    assert [Grid(0, layout).pipelines_on_host(count) for count in ranks] == expected
+    assert [pipelines_on_host(layout, count) for count in ranks] == expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
