@@ -1,6 +1,6 @@
 """Trains as a chapter's script does, and prints where the host waits for the GPU within a step.
 
-    python tests/gpu/host_reads.py PP/schedules/intro_PP_schedules.py 0 --world-size 1 --run-on
+    python tests/gpu/host_reads.py primer/intro.py --clip-norm 0.3
 
 CUDA warns of calls that wait for all work that the stream was given, such as `Tensor.item()`. It does not warn of waits
 for an event, such as the one after a number's copy to the host.

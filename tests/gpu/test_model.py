@@ -45,6 +45,7 @@ def test_initial_weights_do_not_depend_on_the_device() -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        "primer/intro.py --clip-norm 0.3",
         "PP/schedules/intro_PP_schedules.py 0 --world-size 1 --run-on",
         "PP/schedules/intro_PP_schedules.py 0 --world-size 1 --run-on --clip-norm 100",
     ],

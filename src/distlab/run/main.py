@@ -79,6 +79,10 @@ def training_run(settings: Any, script: Path) -> TrainingRun[Any]:
         from distlab.run.run_on import UndoableRun
 
         return UndoableRun(settings, script)
+    if settings.clip_norm is not None:
+        from distlab.run.clipping import ClippingRun
+
+        return ClippingRun(settings, script)
     return TrainingRun(settings, script)
 
 

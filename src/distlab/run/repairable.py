@@ -210,6 +210,7 @@ class RepairableRun(UndoableRun[RepairFlagT]):
         """After a repair, become the rank that prints and writes, if that one has died."""
         done = self.repair.done
         assert done is not None
+        self._loss_under_way = None  # the step is taken again
         self.late.go_on_with(done.position.updates, done.arrived)
         self.context = self.joined.context
         self.grid.keep(alive)

@@ -183,15 +183,19 @@ class Run(Generic[SettingsT]):
         total = own.clone()
         with named(f"the loss of step {step}", "loss"):
             dist.all_reduce(total)
-        loss = self.records.loss = total.item() / times_counted(self.grid.layout)
-        if not math.isfinite(loss):
-            cause = self._why_not_finite(step, own.item())
-            raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{self._lr_hint}")
-        return loss
+        return self._checked_loss(step, total.item() / times_counted(self.grid.layout), own)
 
     def _sum_of(self, losses: Iterable[Tensor]) -> Tensor:
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         return sum((loss.detach().double() for loss in losses), zero)
+
+    def _checked_loss(self, step: int, loss: float, own: Tensor) -> float:
+        """Record the loss of the global batch, and return it; `own` is this rank's share."""
+        self.records.loss = loss
+        if not math.isfinite(loss):
+            cause = self._why_not_finite(step, own.item())
+            raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{self._lr_hint}")
+        return loss
 
     def _why_not_finite(self, step: int, own_loss: float) -> str:
         """Return the cause of a loss that is not finite, for the message; all ranks must call this method."""

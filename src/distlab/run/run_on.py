@@ -10,38 +10,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from distlab.axes.layout import times_counted
-from distlab.comm.late import LateNumber
-from distlab.comm.names import named
 from distlab.parallel.clipping import NormSum, is_too_long
 from distlab.reports import METRICS
 from distlab.reports.records import keep_records, read_steps
+from distlab.run.clipping import ClippingRun, LossSum
 from distlab.run.logs import RunLog
-from distlab.run.state_copy import StateCopy
+from distlab.run.state_copy import StateCopy, parameters_of
 from distlab.run.steps import BatchT, Steps
-from distlab.run.training import TrainingRun, TrainSettingsT
+from distlab.run.training import TrainSettingsT
 from simplellm.errors import require
-
-
-class LossSum(LateNumber):
-    """The loss of a step's global batch, while it is added up over the ranks.
-
-    `own` is this rank's share, and `counted` the number of times that each micro-batch is in the sum.
-    """
-
-    def __init__(self, step: int, own: Tensor, counted: int) -> None:
-        self.step, self._counted = step, counted
-        total = own.clone()
-        with named(f"the loss of step {step}", "loss"):
-            super().__init__(total, dist.all_reduce(total, async_op=True))
-
-    def wait(self) -> float:
-        """Return the loss, the same number on all ranks."""
-        return self.read() / self._counted
 
 
 class Arrived(NamedTuple):
@@ -229,7 +209,7 @@ class UndoableSteps(Steps[BatchT]):
         super()._evaluate(step)
 
 
-class UndoableRun(TrainingRun[TrainSettingsT]):
+class UndoableRun(ClippingRun[TrainSettingsT]):
     """A training run that keeps a copy of the state before the last update.
 
     With `--run-on`, `log` and `clip` do not wait for the loss and the norm of a step, which the next step checks.
@@ -264,7 +244,7 @@ class UndoableRun(TrainingRun[TrainSettingsT]):
         if not self.steps_overlap or late.waits_in == step or self._needs_loss(step):
             super().log(step, losses)
         else:
-            late.leave_open(LossSum(step, self._sum_of(losses), times_counted(self.grid.layout)))
+            late.leave_open(self.sum_loss(step, losses))
 
     def clip(self, optimizer: Optimizer) -> None:
         """With `--clip-norm`, scale the gradients of a step.
@@ -275,7 +255,7 @@ class UndoableRun(TrainingRun[TrainSettingsT]):
         late = self.late
         if late.is_open(self._step):
             if self.settings.clip_norm is not None:
-                late.leave_norm_open(self._sum_norm(optimizer))
+                late.leave_norm_open(self._sum_norm(parameters_of(optimizer)))
         elif not late.must_undo:
             super().clip(optimizer)
             late.has_waited(self._step, self.records.values.get("grad_norm", 0.0))

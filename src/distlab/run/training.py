@@ -1,7 +1,6 @@
 """A run that trains the lab's Llama on stories."""
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,8 +14,6 @@ from distlab.axes.layout import replicas_in
 from distlab.reports.memory import MemoryReport
 from distlab.run.model import Loss, ModelParts, build_optimizer, own_parameters
 from distlab.run.run import Run
-from distlab.run.state_copy import parameters_of
-from distlab.run.steps import NotFiniteError
 from distlab.run.terminal import RankOutput, counted, say
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
@@ -24,7 +21,6 @@ from simplellm.errors import require
 from simplellm.tokenizers import SPTokenizer
 
 if TYPE_CHECKING:
-    from distlab.parallel.clipping import NormSum
     from distlab.parallel.gradient_compression import Compressor
     from distlab.parallel.outer import OuterState
     from distlab.run.checkpointer import Batches
@@ -40,8 +36,6 @@ class TrainingRun(Run[TrainSettingsT]):
 
     validator: "Validator | None" = None  # with `--eval-every`
     _optimizer: Optimizer | None = None
-    sums_exactly = False  # whether a norm is the same bit for bit, however many replicas add it up
-    _step: int  # the current one
     _batch: Tensor  # its token ids
 
     @property
@@ -168,7 +162,7 @@ class TrainingRun(Run[TrainSettingsT]):
             for group in self._optimizer.param_groups if self._optimizer else ():
                 group["lr"] = lr
             pinned = batch.pin_memory() if self.device.type == "cuda" else batch  # so that the copy is asynchronous
-            self._step, self._batch = step, pinned.to(self.device, non_blocking=True)
+            self._batch = pinned.to(self.device, non_blocking=True)
             with contextlib.ExitStack() as contexts:
                 if self.memory is not None and step == self.first_step:  # all steps save the same activations
                     contexts.enter_context(self.memory.counting())
@@ -219,32 +213,10 @@ class TrainingRun(Run[TrainSettingsT]):
             self._print_loss(step, self.global_loss(step, losses))
 
     def clip(self, optimizer: Optimizer) -> None:
-        """With `--clip-norm`, scale the gradients of a step such that their global norm is at most that.
+        """With `--clip-norm`, limit the norm of a step's gradients; see `ClippingRun`.
 
-        Each weight counts once, whichever ranks hold it. Call this between `log` and `optimizer.step`, on all ranks.
-
-        Raises:
-            NotFiniteError: the norm is infinite or NaN, on all ranks.
+        Call it between `log` and `optimizer.step`, on all ranks.
         """
-        if self.settings.clip_norm is None:
-            return
-        from distlab.parallel.clipping import clip
-
-        norm = self.records.values["grad_norm"] = self._sum_norm(optimizer).wait()
-        if not math.isfinite(norm):
-            from distlab.run.not_finite import find_gradient
-
-            cause = find_gradient(self._parts.by_stage(), self.grid)
-            raise NotFiniteError(f"the norm of the gradients of step {self._step} is {norm}: {cause}{self._lr_hint}")
-        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
-        clip(gradients, norm, self.settings.clip_norm)
-
-    def _sum_norm(self, optimizer: Optimizer) -> "NormSum":
-        """Start to add up the global norm of the current step's gradients."""
-        from distlab.parallel.clipping import sum_norm
-
-        what = f"the norm of the gradients of step {self._step}"
-        return sum_norm(parameters_of(optimizer), self.grid, what, self.device, self.sums_exactly)
 
     def _print_loss(self, step: int, loss: float) -> None:
         line = f"{step} {loss:.8f}{self.records.speed()}"

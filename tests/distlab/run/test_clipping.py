@@ -1,13 +1,19 @@
 """`--clip-norm` in every layout: the norm, the losses and the weights are those of one process."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.chapters import LAYOUTS, STEPS, State, assert_equal, losses, merged, records, train, train_on
 from support.processes import free_port, run_ranks
 
+from distlab.parallel import clipping
+from distlab.parallel.clipping import NormSum
+from distlab.run.clipping import ClippingRun, LossSum
+from distlab.run.run import Run as BaseRun
 from distlab.run.steps import NotFiniteError
 
 ALWAYS, SOMETIMES = "0.3", "0.82"  # the norms of the four steps are about 0.81, 0.81, 0.83 and 1.02
@@ -66,10 +72,74 @@ def test_every_layout_clips_by_the_norm_of_one_process(layout: str, alone: dict[
         assert_equal(merged(gradients), expected_gradients)
 
 
+def order_of_a_step(_: int, flags: list[str]) -> list[str]:
+    """What a step asks for and waits for, in order, in a run of one process."""
+    order: list[str] = []
+
+    def noting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            order.append(what)
+            return call(*args, **options)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseRun, "global_loss", noting("loss", BaseRun.global_loss))
+        patch.setattr(LossSum, "__init__", noting("loss begun", LossSum.__init__))
+        patch.setattr(LossSum, "wait", noting("loss read", LossSum.wait))
+        patch.setattr(clipping, "sum_norm", noting("norm begun", clipping.sum_norm))
+        patch.setattr(NormSum, "wait", noting("norm read", NormSum.wait))
+        patch.setattr(clipping, "clip", noting("clipped", clipping.clip))
+        _, script, own = RUNS["primer"]
+        train(0, script, [*own.split(), "--steps", "1", *flags])
+    return order
+
+
+def test_the_work_for_loss_and_norm_is_begun_before_the_host_waits(tmp_path: Path) -> None:
+    flags = ["--out", str(tmp_path)]
+    [order] = run_ranks(1, order_of_a_step, [*flags, "--clip-norm", ALWAYS])
+    assert order == ["loss begun", "norm begun", "loss read", "norm read", "clipped"]
+    [order] = run_ranks(1, order_of_a_step, flags)
+    assert order == ["loss"]
+
+
+@pytest.fixture
+def _script_does_not_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClippingRun, "clip", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_script_does_not_clip")
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_script_that_does_not_clip_still_prints_each_loss(
+    updates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_update(own: Any, model: Any, make: Callable[..., Any] = ClippingRun.optimizer) -> Any:
+        optimizer: Any = make(own, model)
+        optimizer.step = lambda: None
+        return optimizer
+
+    if not updates:
+        monkeypatch.setattr(ClippingRun, "optimizer", without_update)
+    flags = [*RUNS["primer"][2].split(), "--clip-norm", ALWAYS, "--steps", "3"]
+    train_on(1, RUNS["primer"][1], tmp_path, *flags)
+    lines = (tmp_path / "rank0.log").read_text().splitlines()
+    assert [line.split()[0] for line in lines if line[0].isdigit()] == ["0", "1", "2"]
+    assert len(losses(tmp_path)) == 3
+
+
 def diverge(rank: int, flags: list[str], layout: str) -> str:
     with pytest.raises(NotFiniteError) as raised:
         train(rank, RUNS[layout][1], flags)
     return str(raised.value)
+
+
+@pytest.mark.usefixtures("_script_does_not_clip")
+def test_a_script_that_does_not_clip_learns_of_a_loss_that_is_not_finite_before_the_update(tmp_path: Path) -> None:
+    """The first tensor that is not finite is then an output; after the update, it would be a parameter."""
+    flags = [*RUNS["primer"][2].split(), "--lr", "1e30", "--steps", "3", "--out", str(tmp_path)]
+    told = [run_ranks(1, diverge, [*flags, *more], "primer")[0] for more in ([], ["--clip-norm", "1e30"])]
+    assert told[0] == told[1]
+    assert "the first non-finite tensor is the output of" in told[0]
 
 
 def test_a_loss_that_is_not_finite_is_named_before_the_norm(tmp_path: Path) -> None:

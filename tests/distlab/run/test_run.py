@@ -1,6 +1,7 @@
 """A run owns its parts: what a script has not handed over is missed at the start, and what it has is used."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from distlab.axes.grid import Grid
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
+from distlab.run.clipping import LossSum
 from distlab.run.failure import Failure, refused_by_gpu
 from distlab.run.main import warn_of_other_checkout
 from distlab.run.run import Run
@@ -211,6 +213,9 @@ def test_a_ranks_share_of_a_loss_stays_beside_the_sum(monkeypatch: pytest.Monkey
     own.records, own._why_not_finite = SimpleNamespace(), cause
     with pytest.raises(NotFiniteError, match=r"the loss of step 0 is nan, and the share was 2\.0"):
         own.global_loss(0, [torch.tensor(2.0)])
+    loss = LossSum(0, torch.tensor(2.0), 2)
+    assert math.isnan(loss.wait())
+    assert loss.own == 2
 
 
 def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_path: Path) -> None:

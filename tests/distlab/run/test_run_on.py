@@ -19,7 +19,8 @@ from distlab.checkpoints.format import latest_valid
 from distlab.comm.context import context_of
 from distlab.comm.recorder import StepTime
 from distlab.pipeline.executor import Pipeline
-from distlab.run.run_on import Arrived, LossSum, RunningOn, UndoableLog, UndoableRun
+from distlab.run.clipping import LossSum
+from distlab.run.run_on import Arrived, RunningOn, UndoableLog, UndoableRun
 from distlab.run.state_copy import StateCopy
 from distlab.run.steps import NotFiniteError
 from distlab.run.training import TrainingRun
