@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -39,7 +39,6 @@ LONGEST_SECONDS = 25.0  # of running ranks; right ones take a few on an idle pro
 LONGEST_LINE, LAST_LINES = 200, 5  # of a rank's output
 LONGEST_WORK_SECONDS = 10.0  # of the processor's time: an endless loop's
 SECONDS_OF_A_WAIT = 0.1  # of the processor's time; a thread that waits takes less until it counts as standing still
-SHARE_OF_A_WAIT = 2 / 3  # of the time, in which a thread that waits computes, or would if a core were free
 
 
 @dataclass(frozen=True)
@@ -218,38 +217,28 @@ def _in_words(error: BaseException, line: str) -> str:
     return f"{type(error).__name__}{': ' * bool(told)}{told}"
 
 
-class _Moment(NamedTuple):
-    """A time, and how long a thread has computed until then."""
-
-    time: float  # seconds of `time.monotonic`
-    worked: float  # seconds of a processor
-    wanted: float  # the same, and those for which others used the cores
-
-
 def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], None]) -> None:
     """Report when the main thread stands still for too long, when it moves on, or when it has taken too long."""
     main = threading.main_thread().ident
     assert main is not None
-    started = time.monotonic()
-    now = moved = _Moment(started, 0.0, 0.0)  # when it was last seen to move
+    started = now = moved = time.monotonic()  # when it was last seen to move
+    worked = worked_before = 0.0  # seconds that it has computed, and had when it was last seen to move
     place: list[tuple[int, int]] = []
     line, is_still = "", False
-    while now.time - started < patience.longest and now.worked < patience.work:
+    while now - started < patience.longest and worked < patience.work:
         time.sleep(0.1)
         before, (place, line) = place, _place_of(main, script)
-        worked = _seconds_computed_by(main)
-        now = _Moment(time.monotonic(), worked, worked + _seconds_without_a_core())
-        is_at_work = now.worked - moved.worked > SECONDS_OF_A_WAIT  # a loop may be seen at one place all the time
+        now, worked = time.monotonic(), _seconds_computed_by(main)
+        is_at_work = worked - worked_before > SECONDS_OF_A_WAIT  # a loop may be seen at one place all the time
         if place != before or is_at_work:
-            moved = now
+            moved, worked_before = now, worked
             if is_still:
                 tell(Report(rank, "moves"))
                 is_still = False
-        still = now.time - moved.time
-        if not is_still and still > patience.still and now.wanted - moved.wanted < SHARE_OF_A_WAIT * still:
+        if not is_still and now - moved > patience.still:
             is_still = True
             tell(Report(rank, "stuck", ["waits"], line=line, notice=_notice_of(rank).to_json()))
-    after = f"had not finished after {now.time - started:.0f} s"
+    after = f"had not finished after {now - started:.0f} s"
     tell(Report(rank, "stuck", [after], line=line, notice=Notice(rank, None).to_json()))
 
 
@@ -284,14 +273,6 @@ def _context() -> Context | None:
 def _seconds_computed_by(thread: int) -> float:
     """Return a thread's processor time; 0 where the system does not report it."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread)) if hasattr(time, "pthread_getcpuclockid") else 0.0
-
-
-def _seconds_without_a_core() -> float:
-    """Return how long the main thread would have computed if others had not used the cores; 0 if not on Linux."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    except OSError:
-        return 0.0
 
 
 def _line_at(script: str, number: int) -> str:

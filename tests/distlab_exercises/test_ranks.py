@@ -135,40 +135,6 @@ def test_an_endless_loop_is_ended_and_its_line_named(tmp_path: Path) -> None:
     assert re.match(r"rank 0 had not finished after \d\d? s, in line ", found.sentences[1]), "long before 100 s"
 
 
-def never_end_without_a_core(rank: int, submission: Submission) -> Facts:
-    """All ranks on one core, so that each gets less of it than a thread that waits may take."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    return never_end(rank, submission)
-
-
-def poll_without_a_core(rank: int, submission: Submission) -> Facts:
-    """Look again and again for what never comes, on a core that others use."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    is_child = any(os.fork() == 0 for _ in range(4))
-    while True:
-        if not is_child:
-            time.sleep(0.01)
-
-
-says_who_has_no_core = pytest.mark.skipif(
-    not Path("/proc/self/schedstat").exists(), reason="this system does not say how long a thread has had no core"
-)
-
-
-@says_who_has_no_core
-def test_a_wait_that_polls_on_a_busy_machine_is_a_wait(tmp_path: Path) -> None:
-    [report] = Submission(Path(__file__), tmp_path, Patience(still=1, longest=5)).run_ranks(1, poll_without_a_core)
-    assert report.sentences == ["waits"]
-
-
-@says_who_has_no_core
-def test_an_endless_loop_on_a_busy_machine_is_not_taken_for_a_wait(tmp_path: Path) -> None:
-    patience = Patience(still=0.5, longest=2)
-    found = trouble(Submission(Path(__file__), tmp_path, patience).run_ranks(12, never_end_without_a_core))
-    assert found.mistake == "deadlock"
-    assert ["had not finished" in sentence for sentence in found.sentences] == [False, *12 * [True]]
-
-
 def wait_without_a_name(rank: int, submission: Submission) -> Facts:
     """Both ranks receive first, without the lab's names for waits."""
     store = dist.TCPStore("localhost", submission.port, is_master=rank == 0)
