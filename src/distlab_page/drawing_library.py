@@ -29,7 +29,7 @@ def script() -> str:
     """Return the script."""
     from plotly.offline import get_plotlyjs
 
-    return _unwrapped(needed_parts(get_plotlyjs()))
+    return needed_parts(get_plotlyjs())
 
 
 def needed_parts(plotly: str) -> str:
@@ -93,14 +93,3 @@ def _kind(plotly: str, places: dict[str, tuple[int, int]], name: str) -> str | N
         same = SAME_AS.search(body)
         name = same[1] if same else ""
     return None
-
-
-def _unwrapped(plotly: str) -> str:
-    """Return plotly's script without the function around it, which is for other loaders than a script element.
-
-    A browser parses all of the function first to find its end, and once more to run it.
-    """
-    head, start, rest = plotly.partition("(\n function(root, factory)")
-    _, start, rest = rest.partition('"use strict";var Plotly=(()=>{')
-    body, end, _ = rest.rpartition("window.Plotly = Plotly;")
-    return head + start + body if end else plotly

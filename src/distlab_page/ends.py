@@ -1,7 +1,7 @@
 """The panel of a page about deaths and waits, and who did the work of the dead."""
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
 
 from distlab.pipeline.rerouting import hosts_of
 from distlab_page.records import Records, name_of
@@ -36,7 +36,7 @@ def ended(run: Records) -> Json:
     for who, lines in run.logs.items():
         for number, line in enumerate(lines):
             if line.startswith("who waits for whom"):
-                block = [line, *(later for later in _while_indented(lines[number + 1 :]))]
+                block = [line, *itertools.takewhile(lambda later: later.startswith(" "), lines[number + 1 :])]
                 waits = max(waits, block, key=len)
             elif who == "launcher" or (CAUSE.search(line) and not line.startswith(" ")):
                 causes[line] = None
@@ -46,10 +46,3 @@ def ended(run: Records) -> Json:
         "detours": detours(run),
         "logs": [[who, *lines[-200:]] for who, lines in run.logs.items() if lines],
     }
-
-
-def _while_indented(lines: Sequence[str]) -> Iterator[str]:
-    for line in lines:
-        if not line.startswith(" "):
-            return
-        yield line

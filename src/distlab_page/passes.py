@@ -1,6 +1,7 @@
 """The panels of a page that show a run's trace: the passes and waits of each rank, and where its time went."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from distlab_page.tables import Json, evenly_spaced, table
 
 MOST_BARS = 9000  # of all steps of a timeline together
 MOST_STEPS = 600  # of all ranks together, that factors of efficiency are computed from
+Numbers = defaultdict[str, int]  # of texts, in the order in which they are first asked for
 
 
 def timeline(trace: Trace) -> Json:
@@ -23,7 +25,8 @@ def timeline(trace: Trace) -> Json:
     start, receiver, end, name] of a message.
     """
     plan, steps = trace.plan(), trace.steps()
-    names, kinds = _Numbers(), _Numbers()
+    names: Numbers = defaultdict(lambda: len(names))
+    kinds: Numbers = defaultdict(lambda: len(kinds))
     bars_of_one = sum(len(_bars(trace, rank, event)) for rank, event in enumerate(steps[0]))
     kept = evenly_spaced(steps, max(1, MOST_BARS // max(1, bars_of_one)))
     lengths = [step[0].seconds for step in kept]
@@ -40,8 +43,8 @@ def timeline(trace: Trace) -> Json:
     rows = [(trace.describe(r), *busy[r], *([bubble[trace.worker(r)]] if bubble else [])) for r in range(len(busy))]
     return {
         "ranks": [trace.describe(rank) for rank in range(len(trace.ranks))],
-        "kinds": [{"key": kind, **_look(kind)} for kind in kinds.entries],
-        "names": names.entries,
+        "kinds": [{"key": kind, **_look(kind)} for kind in kinds],
+        "names": [*names],
         "steps": shown,
         "of_steps": len(steps),
         "typical": sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2],
@@ -58,9 +61,7 @@ def timeline(trace: Trace) -> Json:
     }
 
 
-def _step(
-    trace: Trace, step: Sequence[Event], from_first_pass: bool, names: "_Numbers", kinds: "_Numbers"
-) -> dict[str, Any]:
+def _step(trace: Trace, step: Sequence[Event], from_first_pass: bool, names: Numbers, kinds: Numbers) -> dict[str, Any]:
     """Return the bars and arrows of a step, in ms since it began, or since its first pass, where a plan begins."""
     recorded = list(zip(trace.ranks, step, strict=True))
     firsts = [event for rank, own in recorded for event in rank.within(own, COMPUTE)] if from_first_pass else step
@@ -80,20 +81,6 @@ def _step(
         if flow in waits
     ]
     return {"label": step[0].name, "ms": _ms(step[0].seconds), "bars": bars, "arrows": arrows}
-
-
-class _Numbers:
-    """Numbers for texts, in the order in which they are first asked for."""
-
-    def __init__(self) -> None:
-        self.entries: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def __getitem__(self, text: str) -> int:
-        if text not in self._numbers:
-            self._numbers[text] = len(self.entries)
-            self.entries.append(text)
-        return self._numbers[text]
 
 
 def _bars(trace: Trace, rank: int, step: Event) -> list[Event]:
