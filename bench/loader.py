@@ -77,24 +77,22 @@ def measure(settings: Settings, folder: Path) -> None:
     print(
         f"batches of {ROWS} x {SEQ} tokens, a file of {file.stat().st_size / 1e6:.0f} MB, {tokens / 1e6:.1f} M tokens\n"
     )
-    heads = "read from files, tokens/s:", "encoded for the first time, tokens/s:", "encoded again, tokens/s:"
+    heads = "mapped, tokens/s:", "encoded for the first time, tokens/s:", "encoded again, tokens/s:"
     print_head("replicas:", *heads)
     for count in settings.replicas:
         speeds = {}
-        for name, cache in (("first", "new"), ("again", ""), ("read", "cache")):
+        for name, cache in (("first", "new"), ("again", ""), ("mapped", "cache")):
             os.environ[CACHE] = str(folder / cache) if cache else ""
             loader = TinyStories(tokenizer, ROWS, SEQ, data=str(file), num_replicas=count)
-            if name == "read":
+            if name == "mapped":
                 for _ in range(int(tokens / (count * ROWS * SEQ)) + 1):  # a whole pass
                     next(loader)
             speeds[name] = tokens_per_second(loader, settings.seconds)
             shutil.rmtree(folder / "new", ignore_errors=True)
-        print_row(count, *(f"{speeds[name]:,.0f}" for name in ("read", "first", "again")))
+        print_row(count, *(f"{speeds[name]:,.0f}" for name in ("mapped", "first", "again")))
 
     print()
-    print_head(
-        "data", f"resumed at step {STEP:,}: its tokens are read from files, ms:", "its tokens have to be encoded, ms:"
-    )
+    print_head("data", f"resumed at step {STEP:,}: its tokens are mapped, ms:", "its tokens have to be encoded, ms:")
     mean = tokens / settings.stories
     for name, data in (("the generator", "sample"), ("the file", str(file))):
         position = {"document": int(STEP * ROWS * SEQ / mean), "offset": 7}

@@ -85,7 +85,7 @@ class TinyStories:
         begin, filled = self._index + self._rank * tokens, 0
         for _, chunk in self._chunks:
             if begin < len(chunk) and filled < tokens:
-                part = chunk.tokens[begin : begin + tokens - filled]
+                part = chunk.tokens(begin, min(len(chunk), begin + tokens - filled))
                 batch[filled : filled + len(part)] = part
                 filled += len(part)
             begin = max(0, begin - len(chunk))
