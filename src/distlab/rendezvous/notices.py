@@ -50,10 +50,6 @@ class NoticeBoard:
         self._is_closed.set()
         self._thread.join(SECONDS_FOR_THE_STORE)
 
-    def causes(self) -> str:
-        """Return in words why other ranks have exited, as far as they have reported it."""
-        return list_causes(self._causes(self._store), self._context.describe)
-
     def report_exit(self, cause: str) -> None:
         """Report to the other ranks why this rank exits."""
         with contextlib.suppress(StoreError):
