@@ -1,6 +1,7 @@
 """Finds the source of an infinite or NaN loss or norm, after it has occurred."""
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -14,8 +15,6 @@ from distlab.comm.names import CONTROL, named
 from distlab.comm.together import texts_of_all
 from distlab.run.forward_passes import forward_passes
 from distlab.run.model import ModelParts
-
-STAGE = 6  # the first characters about a rank's tensor are the number of the stage
 
 
 def first_rank(own_loss: float, grid: Grid, ranks: int, device: torch.device) -> str:
@@ -49,12 +48,11 @@ def find_cause(
     broken = [(stage, name) for stage, name, parameter in parameters if not parameter.isfinite().all()]
     found = [(stage, f"parameter {name}, since the previous update") for stage, name in broken]
     found += outputs_not_finite(stages, forward)
-    names = _tell_all(found)
-    culprits = [rank for rank, name in enumerate(names) if name]
-    if not culprits:
+    firsts = _tell_all(found)
+    if not firsts:
         return "all parameters and activations are finite, only the loss is not"
-    culprit = min(culprits, key=lambda rank: (names[rank][STAGE:].startswith("output"), names[rank][:STAGE]))
-    return _sentence(names, culprit, grid)
+    culprit = min(firsts, key=lambda rank: (firsts[rank][1].startswith("output"), firsts[rank][0]))
+    return _sentence(firsts[culprit][1], culprit, grid)
 
 
 def find_gradient(parameters: Iterable[tuple[int, str, Tensor]], grid: Grid) -> str:
@@ -65,21 +63,21 @@ def find_gradient(parameters: Iterable[tuple[int, str, Tensor]], grid: Grid) -> 
     """
     gradients = [(stage, name, parameter.grad) for stage, name, parameter in parameters if parameter.grad is not None]
     broken = [(stage, f"gradient of {name}") for stage, name, grad in gradients if not grad.isfinite().all()]
-    names = _tell_all(broken[::-1])
-    culprits = [rank for rank, name in enumerate(names) if name]
-    if not culprits:
+    firsts = _tell_all(broken[::-1])
+    if not firsts:
         return "no parameter has a gradient that is not finite"
-    return _sentence(names, max(culprits, key=lambda rank: (names[rank][:STAGE], -rank)), grid)
+    culprit = max(firsts, key=lambda rank: (firsts[rank][0], -rank))
+    return _sentence(firsts[culprit][1], culprit, grid)
 
 
-def _tell_all(found: Sequence[tuple[int, str]]) -> list[str]:
-    """Return each rank's first tensor that is not finite, after the number of its stage; "" for a rank without one."""
-    own = "".join(f"{stage:0{STAGE}}{what}" for stage, what in found[:1])
-    return texts_of_all(own, "the first non-finite tensor of each rank")
+def _tell_all(found: Sequence[tuple[int, str]]) -> dict[int, tuple[int, str]]:
+    """Return the stage and the name of each rank's first tensor that is not finite, by the ranks that have one."""
+    told = texts_of_all(json.dumps(found[:1]), "the first non-finite tensor of each rank")
+    return {rank: (stage, what) for rank, own in enumerate(told) for stage, what in json.loads(own)}
 
 
-def _sentence(names: Sequence[str], culprit: int, grid: Grid) -> str:
-    text = f"the first non-finite tensor is the {names[culprit][STAGE:]}"
+def _sentence(what: str, culprit: int, grid: Grid) -> str:
+    text = f"the first non-finite tensor is the {what}"
     return f"{text}, on {grid.describe(culprit)}" if dist.get_world_size() > 1 else text
 
 
