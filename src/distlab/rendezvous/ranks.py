@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,17 +22,6 @@ from distlab.rendezvous.store import SharedStore, StoreError, open_bound_store
 from simplellm.errors import InputError, require, say
 
 SECONDS_FOR_READERS = 5.0  # wait of rank 0, whose process holds the store, for others to read why it exits
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The object of a setting on a rank, such as the content of a file that the setting names."""
-
-    place: str  # where it is, for the message
-    sha256: str
-
-    def __str__(self) -> str:
-        return f"{self.place} (SHA-256 {self.sha256[:12]}…)"
 
 
 def open_store(rank: int, address: str, port: int, timeout_seconds: float) -> dist.Store:
@@ -76,7 +65,7 @@ def agree(
     """Wait for all ranks, compare their settings, and return the result of rank 0's `decide()`.
 
     `place` is where this rank computes. `decide` can read the places of all ranks with `read_places`, and so can every
-    rank afterwards. A value of `settings` may be an `Identity`, as JSON.
+    rank afterwards. A value of `settings` may be the `place` of a file on this rank and the `sha256` of its content.
 
     Raises:
         InputError: two processes have the same rank, a rank was started with other settings, or one did not join
@@ -146,9 +135,9 @@ def _compare(rank_0: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> 
     for name in {**rank_0, **other}:
         one, two = rank_0.get(name), other.get(name)
         if isinstance(one, dict) and isinstance(two, dict):
-            identities = Identity(**one), Identity(**two)
-            both = " and ".join(f"rank {r} has {each}" for r, each in zip((0, rank), identities, strict=True))
-            require(identities[0].sha256 == identities[1].sha256, f"{name}: {both}; give all ranks the same")
+            has = "rank {} has {place} (SHA-256 {sha256:.12}…)".format
+            both = f"{has(0, **one)} and {has(rank, **two)}"
+            require(one["sha256"] == two["sha256"], f"{name}: {both}; give all ranks the same")
             continue
         both = f"{name}: rank 0 was started with {one}, rank {rank} with {two}"
         require(one == two, f"{both}; start all ranks with the same flags")

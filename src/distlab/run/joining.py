@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +21,6 @@ from distlab.comm.waits import TrafficError
 from distlab.machine import devices, network
 from distlab.machine.processes import leave, started_by_torchrun
 from distlab.rendezvous import ranks as rendezvous
-from distlab.rendezvous.ranks import Identity
 from distlab.run.commands import LAB
 from distlab.run.failure import Failure
 from distlab.run.starting import Joined, decide, identity, init_group, set_up
@@ -99,13 +97,12 @@ def identities(settings: RunSettings, script: Path) -> dict[str, dict[str, str]]
     found: dict[str, dict[str, str]] = {}
     for name, path in settings.files.items() if isinstance(settings, ResumableSettings) else ():
         try:
-            found[name] = asdict(Identity(str(path.absolute()), content_of(path)))
+            found[name] = {"place": str(path.absolute()), "sha256": content_of(path)}
         except OSError as error:
             raise InputError(f"{name}: {path} cannot be read ({error.strerror})") from error
-    own = modules_beside(script)
-    found["the lab's code"] = asdict(Identity(str(LAB), code_of_packages()))
-    found["the script, with the modules beside it"] = asdict(Identity(str(script.absolute()), code_of(own)))
-    return found
+    found["the lab's code"] = {"place": str(LAB), "sha256": code_of_packages()}
+    own = {"place": str(script.absolute()), "sha256": code_of(modules_beside(script))}
+    return found | {"the script, with the modules beside it": own}
 
 
 def content_of(path: Path) -> str:
