@@ -36,7 +36,6 @@ from distlab.machine.torch_patches import number_groups_from_zero
 from distlab.rendezvous.ranks import ranks_store
 from distlab.rendezvous.survivors import (
     FINISHED,
-    MEET,
     NOWHERE,
     TAKE,
     Answer,
@@ -86,21 +85,8 @@ class Repair:
         joined.context.options.check = self.survivor.check  # groups of axes are made in the first step
         self.alive = tuple(range(joined.grid.size))  # numbers in the layout of the ranks that are left
         self._processes = dict.fromkeys(self.alive, 0)  # as `News.processes` returns them
-        self.position = NOWHERE if self._newcomer else Position(first_step, TAKE)  # of this rank
+        self.position = NOWHERE if self._newcomer else Position(first_step, TAKE)  # of this rank, as its steps note it
         self.done: Repaired | None = None
-
-    @property
-    def is_newcomer(self) -> bool:
-        return self.position == NOWHERE
-
-    @property
-    def is_at_the_end(self) -> bool:
-        """True if the ranks have done their last step, and wait for each other."""
-        return self.position.phase == MEET
-
-    def reach(self, step: int, phase: int) -> None:
-        """Note how far this rank is."""
-        self.position = Position(step, phase)
 
     def after(self, error: Exception) -> None:
         """Repair the run after a failed wait; raise `error` if no rank has died."""

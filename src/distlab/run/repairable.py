@@ -18,7 +18,7 @@ from distlab.axes.layout import layout_size
 from distlab.machine.devices import cores
 from distlab.machine.processes import NEWCOMER
 from distlab.rendezvous import ranks, survivors
-from distlab.rendezvous.survivors import KEEP, MEET, TAKE, NewsError, Position
+from distlab.rendezvous.survivors import KEEP, MEET, NOWHERE, TAKE, NewsError, Position
 from distlab.reports.records import read_steps
 from distlab.run.joining import join_late
 from distlab.run.repair import Repair
@@ -51,11 +51,10 @@ class RepairableSteps(UndoableSteps[BatchT]):
     _to_measure = 0  # steps until a step is long enough after a repair
 
     def __iter__(self) -> Iterator[tuple[int, BatchT]]:
-        run = self._run
-        step, phase, is_again = *self._begin(), run.joins_late
-        repair = self._repair
-        while step < self._steps:
-            repair.reach(step, phase)
+        run, repair = self._run, self._run.repair
+        repair.position, is_again = self._begin(), run.joins_late
+        while repair.position.step < self._steps:
+            step, phase = repair.position
             timed = step + 1  # the number of steps that have records
             if phase == TAKE:
                 with run.surviving():
@@ -82,8 +81,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
                     run.meet()
                 following = Position(step + 1, TAKE)
             is_again = repair.done is not None
-            step, phase = self._go_back(timed) if is_again else following
-        repair.reach(self._steps, TAKE)
+            repair.position = self._go_back(timed) if is_again else following
 
     def _begin(self) -> Position:
         run = self._run
@@ -92,7 +90,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
         self._origin = run.records.count - run.first_step * self._per_step
         self._repair.survivor.begin()
         self._repair.describe = self._state_at
-        if not self._repair.is_newcomer:
+        if self._repair.position != NOWHERE:
             return Position(self._run.first_step, TAKE)
         at = self._take_place()
         if at.phase != TAKE:
@@ -235,7 +233,7 @@ class RepairableRun(UndoableRun[RepairFlagT]):
     def _end_together(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         while True:
             with self.surviving():
-                if self.repair.is_at_the_end:  # another rank has yet to
+                if self.repair.position.phase == MEET:  # another rank has yet to reach the end
                     self.meet()
                 return super()._end_together()
 
