@@ -242,8 +242,6 @@ def parse(
         defaults = replace(defaults, world_size=int(os.environ["WORLD_SIZE"]))
     has_repair = any(arg.partition("=")[0] == "--repair" for arg in args)
     if has_repair:
-        from distlab.settings.repair_flag import complete_repair
-
         args = complete_repair(args, defaults)
     check_values(args)
     if not {"-h", "--help"}.isdisjoint(args):
@@ -268,6 +266,19 @@ def parse(
     except InputError as error:
         raise type(error)(error.with_flags()) from error
     return settings
+
+
+def complete_repair(args: Sequence[str], defaults: RunSettings) -> list[str]:
+    """Return the arguments with a value for a `--repair` that has none; `InputError` if a script cannot do that."""
+    given, bare = [*args], [number for number, arg in enumerate(args) if arg == "--repair"]
+    if bare and not hasattr(defaults, "repair"):
+        why = getattr(defaults, "no_repair", "this script cannot go on when a rank dies")
+        advice = "dp-ga and hybrid can; with --save-every, --max-restarts 3 begins again from the last checkpoint"
+        raise FlagError(f"--repair: {why}; {advice}")
+    for number in bare:
+        if args[number + 1 :][:1] == [] or args[number + 1].startswith("--"):
+            given[number] = "--repair=on"
+    return given
 
 
 def check_values(args: Sequence[str]) -> None:
