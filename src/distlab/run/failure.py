@@ -16,7 +16,7 @@ import torch
 from distlab.comm.waits import TrafficError
 from distlab.machine.processes import leave, started_by_torchrun
 from distlab.rendezvous.groups import world_group
-from distlab.run.handing_over import ChangedError, LostError
+from distlab.run.handing_over import StateError
 from distlab.run.logs import human_bytes
 from distlab.run.steps import NotFiniteError
 from distlab.run.terminal import RankOutput, say
@@ -63,8 +63,7 @@ class Failure:
             wait = world.context.waits.failure_of(error)
         if wait is not None:
             return cls._of_wait(wait, world.notices if world else None)
-        is_told = isinstance(error, ChangedError | LostError)
-        cause = str(error) if is_told else out_of_memory(error) or refused_by_gpu(error)
+        cause = str(error) if isinstance(error, StateError) else out_of_memory(error) or refused_by_gpu(error)
         if cause is None:
             with contextlib.suppress(OSError):  # the reader of the output may have exited
                 traceback.print_exception(error)

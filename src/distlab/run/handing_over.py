@@ -12,12 +12,8 @@ from distlab.comm.names import named
 from distlab.run.state_copy import parameters_of, tensors_of
 
 
-class ChangedError(RuntimeError):
-    """The weights of a rank are not those of its replicas."""
-
-
-class LostError(RuntimeError):
-    """No rank is left that has the weights that another one needs."""
+class StateError(RuntimeError):
+    """The weights of a rank are not those of its replicas, or no rank is left that has them."""
 
 
 def send_state(optimizer: Optimizer, record: dict[str, Any], to: int) -> None:
@@ -36,7 +32,7 @@ def receive_state(optimizer: Optimizer, source: int) -> dict[str, Any]:
     """Receive the weights of an optimizer and its state from a rank of the process group, and return the record.
 
     Raises:
-        ChangedError: they have changed on their way.
+        StateError: they have changed on their way.
     """
     length = torch.zeros((), dtype=torch.int64)
     with named("the state of a rank", "repair"):
@@ -52,7 +48,7 @@ def receive_state(optimizer: Optimizer, source: int) -> dict[str, Any]:
         for tensor in tensors_of(optimizer):
             dist.recv(tensor.detach(), source)
     if checksum_of(optimizer) != record["checksum"]:
-        raise ChangedError("the state that a peer has sent has another checksum than it had there")
+        raise StateError("the state that a peer has sent has another checksum than it had there")
     return record
 
 

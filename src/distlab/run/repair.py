@@ -47,7 +47,7 @@ from distlab.rendezvous.survivors import (
     describe_change,
     ended_since,
 )
-from distlab.run.handing_over import ChangedError, LostError, checksum_of, receive_state, send_state
+from distlab.run.handing_over import StateError, checksum_of, receive_state, send_state
 from distlab.run.run_on import Arrived, RunningOn
 from distlab.run.starting import Joined
 from distlab.run.state_copy import StateCopy
@@ -132,7 +132,7 @@ class Repair:
         """Compare this rank's state with that of the ranks with the same weights; all ranks call it together.
 
         Raises:
-            ChangedError: it differs from that of most of them, or nobody knows which is right.
+            StateError: it differs from that of most of them, or nobody knows which is right.
         """
         sums = torch.zeros(len(self.alive), dtype=torch.int64)
         sums[self.alive.index(self._rank)] = checksum_of(self.copy.optimizer)
@@ -142,9 +142,9 @@ class Repair:
         [(usual, count)] = Counter(of_same.values()).most_common(1)
         who = list_ranks(sorted(of_same))
         if 2 * count <= len(of_same):
-            raise ChangedError(f"the weights of {who} differ, and nobody knows which are right; resume a checkpoint")
+            raise StateError(f"the weights of {who} differ, and nobody knows which are right; resume a checkpoint")
         if of_same[self._rank] != usual:
-            raise ChangedError(f"its weights are not those that most of {who} have")
+            raise StateError(f"its weights are not those that most of {who} have")
 
     def _answer(self) -> Answer:
         known, late = self.position.updates, self.late
@@ -158,14 +158,14 @@ class Repair:
         """Send the state of ranks that have it to newcomers, each from a rank with the same weights.
 
         Raises:
-            LostError: no rank is left that has the weights of one of them.
+            StateError: no rank is left that has the weights of one of them.
         """
         for rank in news.alive:
             if rank in known:
                 continue
             source = next((other for other in news.alive if other in self._same(rank) and other in known), None)
             if source is None:
-                raise LostError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
+                raise StateError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
             if self._rank == source:
                 send_state(self.copy.optimizer, self.describe(position), news.alive.index(rank))
             elif self._rank == rank:

@@ -16,7 +16,7 @@ from distlab.comm.context import context_of
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.store import SharedStore
 from distlab.rendezvous.survivors import TAKE, Answer, Arbiter, Position, Survivor
-from distlab.run.handing_over import ChangedError, checksum_of, receive_state, send_state
+from distlab.run.handing_over import StateError, checksum_of, receive_state, send_state
 from distlab.run.repair import Repair, is_death
 from distlab.run.state_copy import StateCopy
 from simplellm.errors import InputError
@@ -31,7 +31,7 @@ def compare(rank: int, checksums: list[int]) -> str:
     repair.copy = StateCopy(SGD([nn.Parameter(torch.tensor(float(checksums[rank])))]))
     try:
         repair.compare()
-    except ChangedError as error:
+    except StateError as error:
         return str(error)
     return "equal"
 
@@ -70,7 +70,7 @@ def hand_over(rank: int, is_changed: bool) -> tuple[list[float], str]:
                 if is_changed:
                     patch.setattr(dist, "send", lambda x, to: send(x + (x.dtype == torch.float32), to))
                 send_state(optimizer, {"step": 3}, 1)
-    except ChangedError as error:
+    except StateError as error:
         return weight.tolist(), str(error)
     return weight.tolist(), ""
 
