@@ -190,11 +190,12 @@ def first_context(made: Any, options: Options | None) -> Context:
     if asked.timeout_seconds is None:
         asked.timeout_seconds = made.timeout.total_seconds()
     if asked.places is None:
-        from distlab.machine.network import exchange_places, own_place
+        from distlab.machine.network import own_place, read_places, report_place
 
         address = os.environ.get("MASTER_ADDR", "localhost")
         own = own_place("cuda" if torch.cuda.is_available() else "cpu", address)
-        asked.places = exchange_places(made.store, made.group_rank, made.group_size, own)
+        report_place(made.store, made.group_rank, own)
+        asked.places = read_places(made.store, made.group_size)
     library = devices.pick_backend(asked.library, asked.places)
     device, hosts = devices.pick_device(asked.places, made.group_rank), [place.host for place in asked.places]
     return Context(made.group_rank, made.group_size, asked, library, hosts, made.store, device)

@@ -23,12 +23,6 @@ def own_place(device_type: str, master_addr: str) -> Place:
     return Place(host, visible_gpus(device_type))
 
 
-def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:
-    """Return every rank's host and GPUs, after waiting until all ranks have reported theirs."""
-    report_place(store, rank, own)
-    return read_places(store, world_size)
-
-
 def report_place(store: dist.Store, rank: int, own: Place) -> None:
     """Put this rank's host and GPUs into the ranks' store."""
     store.set(f"place/{rank}", json.dumps([own.host, own.gpus]))
