@@ -10,13 +10,11 @@ run is killed when it has printed the loss of its first step.
 import os
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from lab_runs import LAB
 from tables import print_head, print_row, range_of
 from turns import results_in_turn
 
+from distlab_exercises.forked import leaving_no_process
 from simplellm import command_line
 from simplellm.errors import InputError, require
 
@@ -57,28 +56,23 @@ def seconds_of(command: str, out: str) -> float:
     if command in FIRST_LOSS:
         words += ["--out", out]
     said = ""
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        words,
-        cwd=LAB,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    try:
+    with leaving_no_process():
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            words,
+            cwd=LAB,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
         for line in process.stdout:
             said += line
             if command in FIRST_LOSS and re.match(r"0 +\d", line):
                 return time.perf_counter() - started
         status, seconds = process.wait(), time.perf_counter() - started
-    finally:
-        with suppress(ProcessLookupError):  # all have ended
-            os.killpg(process.pid, signal.SIGKILL)  # ranks end with their launcher
-        process.communicate()
     if command in FIRST_LOSS or status != WHOLE[command]:
         raise InputError(f"{command} ended with status {status}: {said}")
     return seconds

@@ -1,5 +1,6 @@
-"""A fork of this process for each rank, which answers over a pipe."""
+"""A fork of this process for each rank, which answers over a pipe; and the end of all that such processes start."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from distlab.machine.processes import end_with_parent, leave
 
@@ -53,3 +55,43 @@ def _run(
     end_with_parent(signal.SIGKILL, parent)
     work(rank, pipes[rank][1])
     leave(0)
+
+
+@contextmanager
+def leaving_no_process() -> Iterator[None]:
+    """Kill at the end all processes that the processes started in this context left behind, whatever their group.
+
+    Linux gives them to this process when their parent dies (PR_SET_CHILD_SUBREAPER); elsewhere nothing is done.
+    """
+    before = _children()
+    adopted = _adopt_orphans(True)
+    try:
+        yield
+    finally:
+        while left := _children() - before:  # their children appear when they have died
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+        _adopt_orphans(adopted)
+
+
+def _adopt_orphans(does: bool) -> bool:
+    """On Linux, have the processes below this one become its children when their parents exit, or no longer.
+
+    Returns whether they did before.
+    """
+    did = ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(37, ctypes.byref(did))  # PR_GET_CHILD_SUBREAPER
+        ctypes.CDLL(None).prctl(36, int(does))  # PR_SET_CHILD_SUBREAPER
+    return bool(did.value)
+
+
+def _children() -> set[int]:
+    """Return this process's child processes; none where the system does not list them."""
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found |= {int(pid) for pid in file.read_text().split()}
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 from distlab.run.terminal import counted
 from distlab_exercises.catalogue import Exercise
 from distlab_exercises.checker import check, prepare
-from distlab_exercises.forked import forked
+from distlab_exercises.forked import forked, leaving_no_process
 from distlab_exercises.submissions import HandedIn, shown, taken_from_the_lab
 from distlab_exercises.training import expected_of
 
@@ -97,7 +97,8 @@ def _grade(
     for trial in (trial for exercise in exercises for trial in exercise.trials):
         expected_of(trial)  # or each fork would compute it again
     known = [(file, exercise) for file in files for exercise in exercises if file.exercise is exercise]
-    yield from _grade_several(known, at_once)
+    with leaving_no_process():
+        yield from _grade_several(known, at_once)
     for student in students:
         held = [file.exercise for file in files if file.student == student]
         for exercise in (exercise for exercise in exercises if exercise not in held):

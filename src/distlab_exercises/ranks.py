@@ -29,7 +29,7 @@ import torch
 from distlab.comm.context import Context, context_of
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.diagnosis import Notice, diagnose
-from distlab_exercises.forked import forked
+from distlab_exercises.forked import forked, leaving_no_process
 from distlab_exercises.verdict import Wrong
 from simplellm.errors import InputError
 
@@ -86,7 +86,7 @@ class Submission:
 
         What the ranks print and write with relative paths is in `folder`. The reports name lines of `script`.
         """
-        with forked(world_size, functools.partial(_run_rank, self, work, args)) as pipes:
+        with leaving_no_process(), forked(world_size, functools.partial(_run_rank, self, work, args)) as pipes:
             reports = _collect(pipes, self.patience)
         for report in (report for report in reports if report.state == "died"):
             self._explain_crash(report)

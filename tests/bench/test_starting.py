@@ -13,7 +13,7 @@ from simplellm.errors import InputError
 PROGRAM = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 open(sys.argv[0] + ".pid", "w").write(str(child.pid))
 print("# 100 steps")
 {then}

@@ -23,6 +23,7 @@ from distlab_compare.records import Recordings
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.collectives import name_difference, whose
 from distlab_exercises.comparison import Comparison
+from distlab_exercises.forked import leaving_no_process
 from distlab_exercises.loading import settings_for
 from distlab_exercises.ranks import LAST_LINES, Facts, Patience, Report, Submission, free_port, raise_trouble
 from distlab_exercises.verdict import Wrong
@@ -54,9 +55,9 @@ def test_only_ranks_at_one_line_are_said_to_be_in_the_same_collective() -> None:
 
 
 def misbehave(rank: int, submission: Submission) -> Facts:
-    """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started processes."""
+    """Rank 0 never ends, rank 1 dies, rank 2 prints and ends; rank 0 has started processes that leave its group."""
     if rank == 0:
-        subprocess.Popen(["sh", "-c", "sleep 1000 & echo $! > pid; wait"])  # pid: in its folder
+        subprocess.Popen(["sh", "-c", "sleep 1000 & echo $! > pid; wait"], start_new_session=True)  # pid: in its folder
         while True:
             time.perf_counter()
     if rank == 1:
@@ -82,6 +83,19 @@ def test_ranks_end_with_what_they_have_started(tmp_path: Path, monkeypatch: pyte
     assert second.startswith("rank 0 was in line ")
     child = int((tmp_path / "pid").read_text())
     assert wait_for(lambda: not alive(child), 5)
+
+
+def test_what_is_left_behind_ends_with_the_outer_of_two_contexts() -> None:
+    with subprocess.Popen(["sleep", "1000"]) as earlier:
+        try:
+            with leaving_no_process():
+                with leaving_no_process():
+                    pass
+                child = int(subprocess.check_output(["sh", "-c", "sleep 1000 >/dev/null & echo $!"]))
+            assert not alive(child)
+            assert earlier.poll() is None, "it was there before"
+        finally:
+            earlier.kill()
 
 
 def test_a_port_at_which_another_program_listens_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
