@@ -27,7 +27,7 @@ from distlab.run.steps import STOP_AFTER
 from distlab.settings.common import RunSettings, as_flag, as_json, shown_as
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.folders import CONFIG, is_run
-from distlab.settings.resume_policy import ResumePolicy, marked
+from distlab.settings.resume_policy import OF_TRAINING, marked
 from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
 from distlab_compare.records import Recordings
@@ -39,7 +39,6 @@ from simplellm.errors import require
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # relative errors of a right tensor; sums are rounded in other orders
 RECORD = "--record-gradients 3"  # to suggest
 ONE_PROCESS = "one-process"  # folder, in that of the run
-OF_TRAINING = ResumePolicy.MODEL, ResumePolicy.FIXED, ResumePolicy.DEFAULT
 AXES = "world_size", "dp", "pp", "cp", "ep", "tp"
 
 

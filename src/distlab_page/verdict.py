@@ -5,6 +5,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from distlab.run.commands import launcher
+from distlab.settings.experts import ExpertSettings
+from distlab.settings.resume_policy import OF_TRAINING, marked
+from distlab.settings.training import TrainSettings
 from distlab_page.records import Records, in_words
 from distlab_page.tables import MOST_ROWS, Json, evenly_spaced, shown_of, table
 
@@ -12,22 +15,9 @@ from distlab_page.tables import MOST_ROWS, Json, evenly_spaced, shown_of, table
 # second, rounding of many steps may have added up, but a small fault looks alike.
 BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (2e-3, 2e-2)}
 # The settings that make a training run what it is, whatever the layout. One that a script lacks counts as None.
-TRAINING = (
-    "seed lr optimizer betas weight_decay warmup_steps lr_schedule min_lr clip_norm dmodel num_heads num_kv_heads "
-    "hidden_dim n_layers seq_len dtype document_mask tokenizer"
-).split()
+TRAINING = *marked(TrainSettings(), *OF_TRAINING), "num_kv_heads", "tokenizer"
 # Others that not every script and every older run has, with the value that those then have.
-OTHERS: dict[str, Any] = {
-    "compress": "none",
-    "residual": "float32",
-    "experts": 0,
-    "experts_per_token": 2,
-    "shared_expert": False,
-    "router_scores": "softmax",
-    "qk_norm": False,
-    "capacity": 0,
-    "balance_rate": 0.003,
-}
+OTHERS: dict[str, Any] = {"compress": "none", "residual": "float32"} | vars(ExpertSettings())
 Pair = tuple[int, float | None, float | None]  # a step, and the losses of both runs
 
 

@@ -14,6 +14,10 @@ class ResumePolicy(Enum):
     PER_REPLICA = "like DEFAULT; in another layout, scaled so that the total over all replicas stays the same"
 
 
+# The policies of the settings that make a training run what it is, whatever the layout.
+OF_TRAINING = ResumePolicy.MODEL, ResumePolicy.FIXED, ResumePolicy.DEFAULT
+
+
 def marked(settings: object, *policies: ResumePolicy) -> list[str]:
     """Return the names of the fields with one of these policies; a subclass may override a default or policy."""
     found: dict[str, ResumePolicy] = {}
