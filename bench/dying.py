@@ -35,8 +35,8 @@ from distlab.rendezvous.survivors import Arbiter, NewsError, Survivor
 from distlab.run.main import main
 from distlab.run.repairable import RepairableRun
 from distlab.run.training import TrainingRun
+from distlab.settings.folders import is_claimed
 from distlab.settings.replicas import RepairSettings
-from distlab_page.records import is_claimed
 
 LESSON = Path(__file__).resolve().parents[1] / os.environ.get("LESSON", "DP/repair/intro_DP_repair.py")
 sys.path.insert(0, str(LESSON.parent))

@@ -1,8 +1,6 @@
 """A run's folder, read."""
 
-import fcntl
 import json
-import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import Any, Literal, cast
 from distlab.axes.layout import Layout, describe_rank, layout_size
 from distlab.reports.records import newest_run, read_steps
 from distlab.reports.trace import Trace, read_chrome
-from distlab.settings.folders import CONFIG, is_run
+from distlab.settings.folders import CONFIG, is_claimed, is_run
 from simplellm.errors import InputError, require
 
 NOT_COMPLETE = "this is not a complete record of a run; remove it, or wait until the run has written it"
@@ -164,20 +162,6 @@ def _remarks(path: Path) -> list[str]:
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line.removeprefix("#").removeprefix(" ") for line in lines if line.startswith("#")]
-
-
-def is_claimed(folder: Path) -> bool:
-    """Return whether a run is writing to a folder; it holds a lock on it (`distlab.settings.folders.Claim`)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # some file systems have no locks
-        pass
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def name_of(run: Records, rank: int) -> str:

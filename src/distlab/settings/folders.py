@@ -88,10 +88,19 @@ class Claim:
         os.close(self._descriptor)
 
 
-def _lock(descriptor: int) -> bool:
+def is_claimed(folder: Path) -> bool:
+    """Return whether a run is writing to a folder, so that it has a claim on it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        return not _lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock a folder; return whether that succeeded or locks do not exist, as on some network file systems."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
