@@ -26,12 +26,6 @@ class Difference:
     mistake: Mistake
 
 
-def differs_by(own: Tensor, right: Tensor, tolerance: float, floor: float = 0.0) -> bool:
-    """Return whether two tensors differ by more than a share of the norm of the right one, and by more than `floor`."""
-    error = float((own - right).norm())
-    return not error <= max(tolerance * float(right.norm()), floor, 1e-30)  # true for NaN
-
-
 def is_unsure(own: Tensor, right: Tensor, tolerance: float) -> Tensor:
     """Return, by element, whether Adam's update is arbitrary: the gradients agree in nothing but their smallness."""
     return (own - right).abs() > UNSURE * tolerance * right.abs()

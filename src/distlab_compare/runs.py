@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.axes.layout import replica_of
 from distlab_compare import shares
-from distlab_compare.differences import LATER, ROUNDING, Difference, differs_by, distance, is_unsure, tell
+from distlab_compare.differences import LATER, ROUNDING, Difference, distance, is_unsure, tell
 from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.shares import Mistake
 
@@ -137,7 +137,7 @@ class Pair:
         tolerance = self.tolerance_at(step)
         # A few elements may be small, where the others of their tensor were larger in the sums that round them.
         usual = float(whole.norm()) * (right.numel() / max(1, whole.numel())) ** 0.5
-        if differs_by(own, right, tolerance, max(floor, tolerance * usual)):
+        if shares.differs(own, right, tolerance, max(floor, tolerance * usual)):
             return True
         error, norm = float((own - right).norm()), float(right.norm())
         self.largest = max(self.largest, error / max(norm, usual) if error > floor else 0.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.checkpoints.format import Checkpoint, valid
 from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
 from distlab_compare import shares
-from distlab_compare.differences import LATER, ROUNDING, and_others, differs_by, distance, is_unsure
+from distlab_compare.differences import LATER, ROUNDING, and_others, distance, is_unsure
 from simplellm.errors import require
 
 MOMENT = "exp_avg"  # Adam's moving average of the gradients: as wrong as they are
@@ -90,13 +90,13 @@ def first_divergence(
         moments = {name: key for name, key in moments.items() if key in mine and key in others}
         loose = tolerance * (LATER if moments else 1)
         floor = ROUNDING * sum(float(others[key].norm()) ** 2 for key in moments.values()) ** 0.5
-        wrong = [name for name, key in moments.items() if differs_by(mine[key], others[key], loose, floor)]
+        wrong = [name for name, key in moments.items() if shares.differs(mine[key], others[key], loose, floor)]
         if wrong:
             return [_sentence(step, "the mean gradients of", wrong, moments, mine, others)]
         for name, key in moments.items():
             now = is_unsure(mine[key], others[key], tolerance)
             unsure[name] = now | unsure.get(name, torch.zeros_like(now))
-        wrong = [name for name in names if differs_by(*_sure(mine[name], others[name], unsure.get(name)), loose)]
+        wrong = [name for name in names if shares.differs(*_sure(mine[name], others[name], unsure.get(name)), loose)]
         if wrong:
             changed = "" if before is None else _changed(wrong[0], mine, others, own[before], right[before])
             return [_sentence(step, "the weights", wrong, {}, mine, others) + changed]

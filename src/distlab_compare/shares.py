@@ -27,9 +27,9 @@ class Mistake:
     detail: str = ""  # the end of the sentence, which may differ between tensors with the same mistake
 
 
-def differs(own: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors of one shape differ by more than rounding."""
-    return not float((own - expected).norm()) <= TOLERANCE * max(float(expected.norm()), 1e-12)  # true for NaN
+def differs(own: Tensor, right: Tensor, tolerance: float = TOLERANCE, floor: float = 1e-16) -> bool:
+    """Return whether two tensors differ by more than a share of the norm of the right one, and by more than `floor`."""
+    return not float((own - right).norm()) <= max(tolerance * float(right.norm()), floor)  # true for NaN
 
 
 def fit(observed: Tensor, columns: Sequence[Tensor]) -> list[float] | None:
