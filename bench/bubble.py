@@ -135,7 +135,7 @@ def traced_steps(rank: int, nets: dict[int, SleepingStage], programs: Programs, 
     recorded: list[Any] = [None] * workers
     context_of().recorder.enabled = False
     dist.all_gather_object(recorded, context_of().recorder.as_json())
-    return merge(recorded, {"pp": workers}, programs, run_on)
+    return Trace(merge(recorded), {"pp": workers}, programs, run_on)
 
 
 def cells(programs: Programs, traces: Sequence[Trace]) -> list[str]:

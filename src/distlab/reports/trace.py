@@ -109,12 +109,9 @@ class Trace:
         """Return the stages of each worker of a pipeline; [] without a pipeline."""
         if self.programs is None:
             return []
-        held = {coordinate(self.layout, self.alive[r], STAGES): self.programs[self.worker(r)] for r in self._ranks}
+        ranks = range(len(self.ranks))
+        held = {coordinate(self.layout, self.alive[r], STAGES): self.programs[self.worker(r)] for r in ranks}
         return [stages_of(held[worker]) for worker in sorted(held)]
-
-    @property
-    def _ranks(self) -> range:
-        return range(len(self.ranks))
 
     def worker(self, rank: int) -> int:
         """Return the number of a rank in its pipeline, or among those that follow the programs together."""
@@ -147,7 +144,7 @@ class Trace:
         """
         computed = waited = total = 0.0
         until = -math.inf
-        replica = [rank] if self.programs is None else [*self._ranks]
+        replica = [rank] if self.programs is None else [*range(len(self.ranks))]
         if self.programs is not None and self.pipelines == 1:
             others = [axis for axis in self.layout if axis not in (REPLICAS, EXPERTS)]
             replica = next([*ranks] for ranks in ranks_along(self.layout, others) if rank in ranks)
@@ -185,15 +182,8 @@ class Trace:
             yield f"{self.describe(rank)}: busy {busy:.0%}, waiting {waiting:.0%}{theory}"
 
 
-def merge(
-    recorded: Sequence[dict[str, Any]],
-    layout: Layout,
-    programs: Programs | None,
-    run_on: bool = False,
-    pipelines: int = 1,
-    alive: Sequence[int] = (),
-) -> Trace:
-    """Build a trace from the records of all ranks, as `Recorder.as_json` returns them; the rest is as in `Trace`."""
+def merge(recorded: Sequence[dict[str, Any]]) -> list[RankTrace]:
+    """Return the ranks of a trace from their records, as `Recorder.as_json` returns them."""
     origin = min((event[2] for rank in recorded for event in rank["events"]), default=0.0)
     ranks = []
     for rank in recorded:
@@ -201,7 +191,7 @@ def merge(
             Event(kind, name, start - origin, end - origin, flow) for kind, name, start, end, flow in rank["events"]
         ]
         ranks.append(RankTrace(events, [(seconds - origin, kept) for seconds, kept in rank["kept_bytes"]]))
-    return Trace(ranks, layout, programs, run_on, pipelines, alive)
+    return ranks
 
 
 def write_chrome(trace: Trace, path: Path) -> None:

@@ -37,14 +37,14 @@ def gather_traces(context: Context) -> list[dict[str, Any]]:
 def keep_trace(recorded: list[dict[str, Any]], out: Path, grid: Grid, recorder: Recorder, runs_on: bool) -> None:
     """Write and draw the events of all ranks, and print a summary of them."""
     from distlab.reports.timeline import draw, measured_panel, repair_panel
-    from distlab.reports.trace import merge, write_chrome
+    from distlab.reports.trace import Trace, merge, write_chrome
 
     if not any(event[0] == STEP for trace in recorded for event in trace["events"]):
         say("--trace recorded nothing: this run took no steps")
         return
     order = sorted(range(len(recorded)), key=grid.alive.__getitem__)  # a spare's number is not its rank's
     recorded, alive = [recorded[number] for number in order], sorted(grid.alive)
-    trace = merge(recorded, grid.layout, recorder.programs, runs_on, recorder.pipelines, alive)
+    trace = Trace(merge(recorded), grid.layout, recorder.programs, runs_on, recorder.pipelines, alive)
     if not trace.steps():
         say("--trace: no step came after the last repair, so nothing is drawn")
         return

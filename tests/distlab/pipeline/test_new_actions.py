@@ -34,7 +34,7 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.stages import build_stage
 from distlab.reports.timeline import action_color, draw, measured_panel, planned_panel
-from distlab.reports.trace import merge, read_chrome, write_chrome
+from distlab.reports.trace import Trace, merge, read_chrome, write_chrome
 from distlab.show_schedule import table
 from simplellm.errors import InputError
 
@@ -124,7 +124,7 @@ def trace_two_stages_a_rank(rank: int, folder: Path) -> None:
     recorded: list[Any] = [None, None]
     torch.distributed.all_gather_object(recorded, context_of().recorder.as_json())
     if rank == 0:
-        write_chrome(merge(recorded, {"pp": 2}, programs), folder / "trace.json")
+        write_chrome(Trace(merge(recorded), {"pp": 2}, programs), folder / "trace.json")
 
 
 def test_the_trace_of_two_stages_a_rank_knows_them_and_is_drawn_under_the_plan(tmp_path: Path) -> None:
