@@ -156,7 +156,7 @@ def test_the_records_of_a_step_are_of_its_gradients_and_shares(steps: int, tmp_p
         for factor in (1, 3):
             (factor * held["used"]).backward()
         optimizer.step()
-    recording.end(lambda: None)
+    recording.end()
     files = [file_of(tmp_path, step, 0) for step in range(5, 9)]
     found = [{name: tensor.item() for name, tensor in load_file(file).items()} for file in files if file.exists()]
     gradients = {"gradient.used": 4, "gradient.unused": 0, "share.0.used": 1, "share.1.used": 3}

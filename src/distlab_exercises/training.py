@@ -182,7 +182,7 @@ def one_process(
                 losses[-1] += loss.item()
         nn.utils.clip_grad_norm_(net.parameters(), how.clip_norm)
         optimizer.step()
-    recording.end(lambda: None)
+    recording.end()
     sequence_bytes = args.seq_len * args.dmodel * 4  # of the activations of a sequence between two blocks
     facts = {"seq_len": args.seq_len, "sequence_bytes": sequence_bytes, "blocks": args.n_layers}
     return {"losses": losses, "tokens": tokens, **facts}

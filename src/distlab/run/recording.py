@@ -39,6 +39,7 @@ class Recording:
         held: the parameters with which it computes, by name.
         optimizer: of `updated`; a step is recorded just before its update.
         shares: number of micro-batches whose shares to record; 0 for a rank among several, which averages them.
+        wait_for_weights: called before the weights are written that follow the last of these steps.
 
     Raises:
         InputError: these would be too many bytes.
@@ -53,8 +54,9 @@ class Recording:
         held: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
         shares: int = 0,
+        wait_for_weights: Callable[[], object] = lambda: None,
     ) -> None:
-        self._run, self._rank, self._steps = run, rank, steps
+        self._run, self._rank, self._steps, self._wait_for_weights = run, rank, steps, wait_for_weights
         self._shares = shares if shares > 1 else 0  # a single one is the gradient
         self._updated = {name: parameter for name, parameter in updated.items() if parameter.requires_grad}
         self.held = held
@@ -65,31 +67,27 @@ class Recording:
         told = f"--record-gradients {len(steps)}: rank {rank} would write {len(steps) * step_bytes / 1e9:.1f} GB"
         most = MOST_BYTES // max(1, step_bytes)
         require(len(steps) <= most, f"{told}; give at most {most}" if most else f"{told}, too much for one step")
-        self._is_over = False
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
         for name, parameter in self._updated.items() if self._shares else ():
             parameter.register_post_accumulate_grad_hook(partial(self._add_share, name))
 
     def begin(self, step: int) -> None:
-        """Begin a step, perhaps again."""
+        """Begin a step, perhaps again; the one after the last recorded step begins with the weights that follow it."""
         self._step = step
-        self._is_over = self._is_over and step not in self._steps  # the step after the last one has undone it
+        if step == self._steps.stop:
+            self._wait_for_weights()
+            self._write(step, self._weights())
 
-    def end(self, wait_for_weights: Callable[[], object]) -> None:
+    def end(self) -> None:
         """End the run: if the last recorded step was its last one, write the weights after it."""
-        if not self._is_over and self._step + 1 == self._steps.stop:
-            wait_for_weights()
-            self._write(self._steps.stop, self._weights())
+        self.begin(self._step + 1)
 
     def _add_share(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None and self._step in self._steps:
             self._sums.setdefault(name, []).append(parameter.grad.clone())
 
     def _before_update(self) -> None:
-        if self._is_over or self._step not in self._steps:
-            if not self._is_over:
-                self._write(self._step, self._weights())
-            self._is_over = True
+        if self._step not in self._steps:
             return
         tensors: dict[str, tuple[Tensor, Tensor]] = {}
         for name, parameter in self._updated.items():

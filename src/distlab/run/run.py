@@ -151,8 +151,8 @@ class Run(Generic[SettingsT]):
 
             shares = getattr(self.settings, "micro_batches", 1) if self.world_size == 1 else 0
             recorded = range(self.first_step, self.first_step + steps)
-            held = parts.parameters(), parts.held()
-            self.recording = Recording(self.out, self.rank, recorded, *held, optimizer, shares)
+            options = parts.parameters(), parts.held(), optimizer, shares, parts.wait_for_weights
+            self.recording = Recording(self.out, self.rank, recorded, *options)
 
     def count_steps(
         self,
@@ -211,7 +211,7 @@ class Run(Generic[SettingsT]):
     def close(self) -> None:
         """Wait until all ranks have finished, print the summary, and close everything that the run has opened."""
         if self.recording is not None:
-            self.recording.end(self._parts.wait_for_weights)
+            self.recording.end()
         accounts, traces = self._end_together()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # NCCL's wait() only orders the stream
