@@ -61,10 +61,10 @@ def connect(
             check()
 
     def in_time(call: Callable[[], ResultT]) -> ResultT:
-        result = within(deadline - time.monotonic(), call, look, every=10 * SECONDS_BETWEEN_LOOKS)
-        if result is None:
+        answer = within(deadline - time.monotonic(), call, look, every=10 * SECONDS_BETWEEN_LOOKS)
+        if not answer.done():
             raise RuntimeError("Timed out connecting to the other ranks")
-        return result
+        return answer.result()
 
     try:
         own_store = in_time(come)

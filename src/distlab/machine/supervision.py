@@ -25,10 +25,11 @@ def within(
     call: Callable[[], ResultT],
     meanwhile: Callable[[], object] = lambda: None,
     every: float = SECONDS_OF_A_CALL,
-) -> ResultT | None:
-    """Return `call()`, or raise its exception; None if it has not returned after `seconds` (its thread is abandoned).
+) -> futures.Future[ResultT]:
+    """Return the outcome of `call()`; it is not `done` if that has not returned after `seconds`.
 
-    `meanwhile` is called about once in `every` seconds during the wait; an exception that it raises ends the wait.
+    Its thread is then abandoned. `meanwhile` is called about once in `every` seconds during the wait; an exception that
+    it raises ends the wait.
     """
     deadline = time.monotonic() + seconds
     answer: futures.Future[ResultT] = futures.Future()
@@ -42,9 +43,9 @@ def within(
     threading.Thread(target=run, daemon=True).start()
     while not futures.wait([answer], min(every, deadline - time.monotonic())).done:
         if time.monotonic() >= deadline:
-            return None
+            break
         meanwhile()
-    return answer.result()
+    return answer
 
 
 def name_process(name: str) -> None:

@@ -55,18 +55,18 @@ class SharedStore:
             raise self._lost
         seconds = self.silence_seconds or self.timeout_seconds
         try:
-            answer = within(seconds, lambda: (call(),), meanwhile)
+            answer = within(seconds, call, meanwhile)
+            if answer.done():
+                return answer.result()
         except (dist.DistError, ConnectionRefusedError) as error:
             sentence = f"{self.holder} exited while this process waited for {what}: see its last line"
             self._lost = StoreError(sentence, error)
             self._lost.lost_a_peer = True
             raise self._lost from error
-        if answer is None:
-            sentence = f"{self.holder} does not answer: it is stopped, or its machine or network is down"
-            limit = "" if self.silence_seconds else ", which --timeout sets"
-            self._lost = StoreError(f"{sentence}; waited {seconds:g} s{limit}", TimeoutError())
-            raise self._lost
-        return answer[0]
+        sentence = f"{self.holder} does not answer: it is stopped, or its machine or network is down"
+        limit = "" if self.silence_seconds else ", which --timeout sets"
+        self._lost = StoreError(f"{sentence}; waited {seconds:g} s{limit}", TimeoutError())
+        raise self._lost
 
     def find(self, address: str, port: int) -> dist.Store:
         """Connect to the store at an address, waiting until its holder has opened it.
@@ -158,9 +158,7 @@ class SharedStore:
 
     def work(self, work: Callable[[], ResultT]) -> ResultT:
         """Return the result of `work()`, which may take longer than others wait for this process."""
-        done = within(math.inf, lambda: (work(),), meanwhile=lambda: self.add(BUSY))
-        assert done is not None
-        return done[0]
+        return within(math.inf, work, meanwhile=lambda: self.add(BUSY)).result()
 
     def keep_open(self, keys: Sequence[str], seconds: float) -> None:
         """Wait at most `seconds` for all keys to be set; the holder calls it so that the others can read the store."""
