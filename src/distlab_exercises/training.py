@@ -256,4 +256,4 @@ def try_layout(verdict: Verdict, submission: Submission, exercise: Exercise, tri
 def prepare() -> None:
     """Read settings and the generator's stories once, so that forks need not do it again."""
     settings_for(0, TrainSettings(), TrainSettings, MODEL | TRAINING)
-    next(open_source("sample", "train", 0).documents(0))
+    next(open_source("sample", "train", 0).read(0))

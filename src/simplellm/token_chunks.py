@@ -143,8 +143,7 @@ class TokenChunks:
     def _source(self) -> Source:
         """The source, opened only if there is something to encode; it has text."""
         source = open_source(*self._arguments)
-        if not source.has_text:
-            raise source.no_text()
+        source.check_text()
         return source
 
 

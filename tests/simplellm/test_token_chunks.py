@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -48,7 +49,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stream(data: str, split: str, skip: int) -> Iterator[tuple[int, int, int]]:
     """Each token with its document and its number in it, encoded as the documents come from the source."""
-    for document, text in enumerate(open_source(data, split, 0).documents(skip), skip):
+    source = open_source(data, split, 0)
+    passes = itertools.chain.from_iterable(source.read(0) for _ in itertools.count())
+    for document, text in enumerate(itertools.islice(passes, skip, None), skip):
         for offset, token in enumerate([*TOKENIZER.encode(text), TOKENIZER.eos_id]):
             yield document, offset, token
 

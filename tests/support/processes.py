@@ -92,7 +92,7 @@ def before_forks() -> None:
     code_of_packages()
     revision()
     parse(TrainSettings(), "", ["--data", "sample"])
-    next(open_source("sample", "train", 0).documents(0))
+    next(open_source("sample", "train", 0).read(0))
     with torch.autograd.profiler.record_function(""):
         pass
 

@@ -208,7 +208,7 @@ class TrainSettings(ResumableSettings):
         _ = self.prediction  # raises `InputError` if the planner cannot predict this run
         if self.data not in ("auto", "sample", "tinystories"):  # a file may be unreadable or empty
             for split in ("train", "validation") if self.eval_every else ("train",):
-                next(open_source(self.data, split, self.seed).documents(0))
+                open_source(self.data, split, self.seed).check_text()
 
     def _check_recipe(self) -> None:
         decay, betas = self.weight_decay, " ".join(map(str, self.betas))
