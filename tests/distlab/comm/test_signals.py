@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from distlab.comm.context import Options
 from distlab.comm.group import empty, shares
 from distlab.comm.transports.memory import Turns
-from distlab.comm.transports.signals import SECONDS_MORE, Channel, Pipes, open_channel, wait_for_all
+from distlab.comm.transports.signals import SECONDS_MORE, Channel, make_pipes, open_channel, wait_for_all
 from distlab.comm.waits import is_lost_peer, is_timeout
 
 pytestmark = pytest.mark.quick
@@ -27,15 +27,20 @@ def soon() -> float:
     return time.perf_counter() + 0.1
 
 
+def both_ends() -> tuple[Channel, Channel]:
+    [first], far_ends = make_pipes(1)
+    other = open_channel(os.getpid(), *far_ends)
+    for end in far_ends:
+        os.close(end)
+    return first, other
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
     """Both ends of a channel in one process."""
     gc.collect()  # what other tests have left would close its descriptors at any time
     before = open_descriptors()
-    pipes = Pipes()
-    [first] = pipes.make(1)
-    other = open_channel(os.getpid(), *pipes.far_ends)
-    pipes.hand_over()
+    first, other = both_ends()
     yield first, other
     first.close()
     other.close()
@@ -113,10 +118,7 @@ def test_ranks_that_share_cores_do_not_spin(cores: int, threads: int, spins: boo
 
 
 def test_a_signal_arrives_though_its_rank_has_ended_since_and_then_its_end_is_noticed() -> None:
-    pipes = Pipes()
-    [first] = pipes.make(1)
-    other = open_channel(os.getpid(), *pipes.far_ends)
-    pipes.hand_over()
+    first, other = both_ends()
     other.send()
     other.close()
     first.wait(1, soon())
@@ -147,12 +149,10 @@ def test_no_pipe_is_left_if_one_cannot_be_made(made: int, monkeypatch: pytest.Mo
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return pipe()
 
-    pipes = Pipes()
     with monkeypatch.context() as patched:
         patched.setattr(os, "pipe", refuse)
         with pytest.raises(OSError, match="Too many open files"):
-            pipes.make(3)
-    pipes.hand_over()
+            make_pipes(3)
     assert open_descriptors() == before
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 import torch
 from torch import Tensor
 
-from distlab.comm.transports.signals import Channel, Pipes, close_all, open_channel
+from distlab.comm.transports.signals import Channel, close_all, make_pipes, open_channel
 
 ALIGNED_BYTES = 4096  # parts begin at pages
 HUGE_BYTES = 2 << 20  # of a huge page, where pages have 4 kB
@@ -104,24 +104,25 @@ class Offer:
         aligned_bytes = HUGE_BYTES if huge and room_bytes >= SMALLEST_HUGE_BYTES else ALIGNED_BYTES
         part_bytes = -(-room_bytes // aligned_bytes) * aligned_bytes
         self.channels: list[Channel] = []
-        self._pipes, self._descriptor = Pipes(), -1
+        self._open: list[int] = []  # descriptors: of the file, and of the others' ends of the pipes
         token = secrets.randbits(62)
         try:
-            self._descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
-            os.fchmod(self._descriptor, 0o600)
-            os.ftruncate(self._descriptor, part_bytes * parts + 2 * first_part(part_bytes))
-            self.channels = self._pipes.make(pipes_to)
+            descriptor = os.memfd_create(_name(token), os.MFD_CLOEXEC)
+            self._open.append(descriptor)
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, part_bytes * parts + 2 * first_part(part_bytes))
+            self.channels, far_ends = make_pipes(pipes_to)
         except (OSError, AttributeError) as error:  # a limit, as on the size of files; or a system other than Linux
             failure = getattr(error, "errno", None) or errno.ENOSYS
             self.numbers = [0, failure, 0, part_bytes, parts, *[0] * (2 * pipes_to)]
             return
-        self.numbers = [os.getpid(), self._descriptor, token, part_bytes, parts, *self._pipes.far_ends]
+        self._open += far_ends
+        self.numbers = [os.getpid(), descriptor, token, part_bytes, parts, *far_ends]
 
     def withdraw(self) -> None:
         """Close the file, and the others' ends of the pipes, all of which the others have opened by now."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._pipes.hand_over()
+        while self._open:
+            os.close(self._open.pop())
 
 
 def accept(numbers: Sequence[int], reserved: range, pipes: int | None) -> tuple[int, Mapping | None, list[Channel]]:

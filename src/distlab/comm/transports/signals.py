@@ -89,24 +89,19 @@ def close_all(channels: Sequence[Channel]) -> None:
         channel.close()
 
 
-class Pipes:
-    """The pipes between a rank and each of some others, made by that rank."""
+def make_pipes(others: int) -> tuple[list[Channel], list[int]]:
+    """Make two pipes to each of some other ranks; return this rank's ends, and theirs: one to read and one to write.
 
-    def __init__(self) -> None:
-        self.far_ends: list[int] = []  # the others' descriptors: for each rank one to read and one to write
+    When the others have opened theirs, this rank closes them: only then does another rank's exit close its pipes.
 
-    def make(self, others: int) -> list[Channel]:
-        """Make the pipes, and return this rank's ends; `OSError`, and no pipe is left, if too many files are open."""
-        with contextlib.ExitStack() as made:  # closes all ends if one cannot be made
-            pairs = [(_pipe(made), _pipe(made)) for _ in range(others)]
-            made.pop_all()
-        self.far_ends = [end for (read, _), (_, write) in pairs for end in (read, write)]
-        return [Channel(read, write) for (_, write), (read, _) in pairs]
-
-    def hand_over(self) -> None:
-        """Close the others' ends, once they have opened them: only then does their exit close the pipes."""
-        while self.far_ends:
-            os.close(self.far_ends.pop())
+    Raises:
+        OSError: too many files are open; no pipe is left.
+    """
+    with contextlib.ExitStack() as made:  # closes all ends if one cannot be made
+        pairs = [(_pipe(made), _pipe(made)) for _ in range(others)]
+        made.pop_all()
+    far_ends = [end for (read, _), (_, write) in pairs for end in (read, write)]
+    return [Channel(read, write) for (_, write), (read, _) in pairs], far_ends
 
 
 def _pipe(made: contextlib.ExitStack) -> tuple[int, int]:
