@@ -329,9 +329,12 @@ def _parameters(
     for path in dict.fromkeys(path for path, _ in stored.values()):
         with _opened(path) as file:
             for name in (name for name, (holder, _) in stored.items() if holder == path):
-                if _is_ours(path, name, names):
-                    own = names[name]
-                    parameters[own] = _widened(path, name, file.get_tensor(name), shapes[own])
+                if name.endswith(".rotary_emb.inv_freq"):  # frequencies in old files, which follow from rope_theta
+                    continue
+                if name not in names:
+                    raise InputError(f"{path}: has a tensor {name}, for which the lab's Llama has no place")
+                own = names[name]
+                parameters[own] = _widened(path, name, file.get_tensor(name), shapes[own])
     if tied and EMBEDDING in parameters:
         # A separate tensor: in a pipeline, embedding and head are on different ranks.
         parameters[HEAD] = parameters[EMBEDDING].clone()
@@ -360,15 +363,6 @@ def _files_of(folder: Path) -> dict[str, Path]:
         if not (folder / file_name).exists():
             raise InputError(f"{folder / file_name}: there is no such file, but {INDEX} names it; copy it as well")
     return {name: folder / file_name for name, file_name in weight_map.items()}
-
-
-def _is_ours(path: Path, name: str, names: dict[str, str]) -> bool:
-    """Return whether to read a tensor; raise `InputError` for one that would change the result of the model."""
-    if name.endswith(".rotary_emb.inv_freq"):
-        return False  # frequencies in old files, which follow from rope_theta
-    if name not in names:
-        raise InputError(f"{path}: has a tensor {name}, for which the lab's Llama has no place")
-    return True
 
 
 def _widened(path: Path, name: str, tensor: Tensor, shape: Shape) -> Tensor:

@@ -80,7 +80,9 @@ class Recomputed:
 
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(torch.random.fork_rng(self._gpus))
-            self._restore_random_states()
+            torch.set_rng_state(self._random_states[0])
+            for gpu, state in zip(self._gpus, self._random_states[1], strict=True):
+                torch.cuda.set_rng_state(state, gpu)
             contexts.enter_context(torch.enable_grad())
             contexts.enter_context(saved_tensors_hooks(keep, self._take))
             contexts.enter_context(_inside(self))
@@ -114,12 +116,6 @@ class Recomputed:
         self._observed += [observer.keep_again(result) for observer in self._observers]
         self._calls.append(_CallOnce(saved, result.detach(), result.requires_grad))
         return result
-
-    def _restore_random_states(self) -> None:
-        of_cpu, of_gpus = self._random_states
-        torch.set_rng_state(of_cpu)
-        for gpu, state in zip(self._gpus, of_gpus, strict=True):
-            torch.cuda.set_rng_state(state, gpu)
 
     def _number(self, tensor: Tensor) -> tuple[int, object]:
         self._count += 1

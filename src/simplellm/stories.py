@@ -71,7 +71,8 @@ def story(index: int, seed: int = 0, split: str = "train") -> str:
     chance = Random(f"{seed}/{split}/{index}").random
     plot = pick(list(plots().values()), chance)
     scene = cast(plot.hero, chance)
-    add_row(scene, plot.table, chance)
+    for column, value in pick(plot.table, chance, WORDINGS).items():  # a later column may refer to an earlier one
+        scene[column] = tell(value, scene, chance)
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in tell(plot.text, scene, chance).split("¶"))
 
 
@@ -156,12 +157,6 @@ def cast(hero: str, chance: Chance) -> Scene:
         scene["home"] = animals[kinds[0]]
         scene["hobby"] = pick(told["animal hobbies"], chance, WORDINGS)
     return scene
-
-
-def add_row(scene: Scene, table: Sequence[Row], chance: Chance) -> None:
-    """Draw a row of a plot's table; a later column may refer to an earlier one."""
-    for column, value in pick(table, chance, WORDINGS).items():
-        scene[column] = tell(value, scene, chance)
 
 
 def _another(options: Sequence[str], taken: list[str], chance: Chance, power: int) -> str:

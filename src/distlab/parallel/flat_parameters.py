@@ -182,7 +182,7 @@ class FlatParameters:
         if self.shard is not self._to_send:
             self._to_send.copy_(self.shard)
 
-    def gather(self, what: str) -> None:
+    def gather(self) -> None:
         """Start to collect all ranks' shards of the weights."""
         if self._is_freed:
             if is_whole(self.flat):
@@ -191,7 +191,7 @@ class FlatParameters:
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.data = view
         self.arrive()
-        with named(what, "weights"):
+        with named("the weights", "weights"):
             self._arriving = all_gather_single(self._parts, self._to_send, self.axis.group, async_op=True)
 
     def arrive(self) -> None:

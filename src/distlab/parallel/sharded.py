@@ -98,13 +98,11 @@ class ShardedDP(ReplicaShards):
             for parameter in whole:
                 parameter.data = value_of(parameter).to(parameter)
         if shard == "weights":
-            self._units = [Unit(modules, [p for p in own if p not in whole]) for modules, own in blocks_of(model)]
+            parts = [(modules, [p for p in own if p not in whole]) for modules, own in blocks_of(model)]
         else:
             trained = [p for p in model.parameters() if p.requires_grad]
-            buckets = split_into_buckets(trained[::-1], over, bucket_bytes)
-            self._units = [Unit([], parameters) for parameters, _ in buckets][::-1]
-        for unit in self._units:
-            unit.shard(shard, over, self._gathered, rounded, value_of)
+            parts = [([], own) for own, _ in split_into_buckets(trained[::-1], over, bucket_bytes)[::-1]]
+        self._units = [Unit(*part, shard, over, self._gathered, rounded, value_of) for part in parts]
         flats = [flat for unit in self._units[::-1] for flat in unit.flats]
         if shard != "optimizer":
             self._share_buffers([flat.gradients for flat in flats if flat.gradients is not None])

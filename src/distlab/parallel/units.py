@@ -17,33 +17,32 @@ from distlab.parallel.options import Sharded
 
 
 class Unit:
-    """Parameters that are gathered together: of a block, or of a bucket."""
+    """Parameters that are gathered together: of a block, or of a bucket.
 
-    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
-        self.modules, self._parameters = modules, parameters
-        self.flats: list[FlatParameters] = []
-        self._name = "the weights"
-        self._inputs: list[object] = []  # a token for each input of a forward pass that has a gradient
-        self._left: set[object] = set()  # the parts that the backward pass has yet to compute with these parameters
-        self._backward_pass: int | None = None  # the pass that has started to compute with them
+    Each rank along `over` owns a part of those that it holds in common with others of these ranks. `rounded` ones are
+    gathered as bfloat16. `value_of` returns the value of a parameter.
+    """
 
-    def shard(
+    def __init__(
         self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
         shard: Sharded,
         over: Axis,
         gathered: Gathered,
         rounded: Collection[nn.Parameter],
         value_of: Callable[[nn.Parameter], Tensor],
     ) -> None:
-        """Give each rank along `over` a part of the parameters that it holds in common with others of these ranks.
-
-        `rounded` ones are gathered as bfloat16. `value_of` returns the value of a parameter.
-        """
+        self.modules, self._parameters = modules, parameters
+        self._inputs: list[object] = []  # a token for each input of a forward pass that has a gradient
+        self._left: set[object] = set()  # the parts that the backward pass has yet to compute with these parameters
+        self._backward_pass: int | None = None  # the pass that has started to compute with them
 
         def kind(p: nn.Parameter) -> tuple[bool, bool, str, str, tuple[str, ...]]:
             return p.requires_grad, p in rounded, str(p.dtype), str(p.device), holders(p, over).names
 
-        for _, alike in groupby(sorted(self._parameters, key=kind), kind):
+        self.flats: list[FlatParameters] = []
+        for _, alike in groupby(sorted(parameters, key=kind), kind):
             same = [*alike]
             dtype = torch.bfloat16 if same[0] in rounded else same[0].dtype
             self.flats.append(FlatParameters(same, shard, holders(same[0], over), gathered, dtype, value_of))
@@ -54,7 +53,7 @@ class Unit:
 
     def gather(self) -> None:
         for flat in self.flats:
-            flat.gather(self._name)
+            flat.gather()
 
     def arrive(self) -> None:
         for flat in self.flats:
