@@ -87,8 +87,8 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         next_token: Tensor,
         elsewhere: Tensor,
         tp_group: TPGroup,
-        ignored: Tensor | None = None,
-        predictions: float | None = None,
+        ignored: Tensor | None,
+        predictions: float | None,
     ) -> Tensor:
         greatest = tp_group.all_reduce(logits.amax(-1, keepdim=True), FORWARD, ReduceOp.MAX)
         shifted = logits - greatest  # no logit is above 0, so that exp() cannot overflow

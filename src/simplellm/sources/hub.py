@@ -12,6 +12,7 @@ from simplellm.sources.parquet import Parquet, check_ends
 from simplellm.sources.source import Source, first_line, unusable
 
 HUB_REPOSITORY = "roneneldan/TinyStories"  # or a folder with the same files
+SECONDS = 2.0  # that the hub may take to answer
 
 
 def choose_hub() -> tuple[str, str]:
@@ -22,7 +23,7 @@ def choose_hub() -> tuple[str, str]:
     except OSError as error:
         why = f"{error.strerror}: {error.filename}" if error.filename else first_line(error)
         return "sample", f"the generator: the hub's TinyStories in the local cache cannot be read ({why})"
-    problem = hub_problem()
+    problem, _ = ask_hub()
     if problem is None:
         return "tinystories", "the hub's TinyStories: the hub answers"
     return "sample", f"the generator: the hub's TinyStories cannot be reached ({problem})"
@@ -42,7 +43,7 @@ class Hub(Source):
     """The hub's TinyStories (Eldan and Li, arXiv 2305.07759), streamed over the network."""
 
     def __init__(self, split: str, revision: str | None = None) -> None:
-        if not os.path.isdir(HUB_REPOSITORY) and (problem := hub_problem()):
+        if not os.path.isdir(HUB_REPOSITORY) and (problem := ask_hub()[0]):
             missing = "nothing is cached" if revision is None else f"its revision {revision} is not cached"
             raise self._unreadable(f"the hub cannot be reached and {missing}: {problem}")
         from datasets import load_dataset  # imported here because it takes seconds
@@ -112,15 +113,10 @@ def hub_revision() -> str | None:
         return None
     if files:
         return next(path.name for path in files[0].parents if path.parent.name == "snapshots")
-    return _ask_hub(2.0)[1] if not os.path.isdir(HUB_REPOSITORY) else None
+    return ask_hub()[1] if not os.path.isdir(HUB_REPOSITORY) else None
 
 
-def hub_problem(seconds: float = 2.0) -> str | None:
-    """Return why the hub's TinyStories cannot be reached; None if it can. Takes at most `seconds`."""
-    return _ask_hub(seconds)[0]
-
-
-def _ask_hub(seconds: float) -> tuple[str | None, str | None]:
+def ask_hub() -> tuple[str | None, str | None]:
     """Return why the hub cannot be reached, and its newest revision of TinyStories; one of them is None."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -132,13 +128,13 @@ def _ask_hub(seconds: float) -> tuple[str | None, str | None]:
         try:
             from huggingface_hub import HfApi
 
-            answer.put((None, HfApi().dataset_info(HUB_REPOSITORY, timeout=seconds).sha))
+            answer.put((None, HfApi().dataset_info(HUB_REPOSITORY, timeout=SECONDS).sha))
         except Exception as error:
             answer.put((first_line(error), None))
 
     # In a separate thread, because the timeout does not cover everything: a host name look-up can take a minute.
     threading.Thread(target=ask, daemon=True).start()
     try:
-        return answer.get(timeout=seconds)
+        return answer.get(timeout=SECONDS)
     except queue.Empty:
-        return f"no answer within {seconds:g} seconds", None
+        return f"no answer within {SECONDS:g} seconds", None
