@@ -17,7 +17,7 @@ import numpy as np
 from simplellm.errors import InputError
 from simplellm.sources import open_source, source_identity
 from simplellm.sources.source import Source, unusable
-from simplellm.token_files import Chunk, Content, Head, TokenFile, TokenStart, folder_of
+from simplellm.token_files import Chunk, TokenFile, TokenStart, folder_of
 from simplellm.tokenizers import SPTokenizer
 
 GROUP = 1024  # documents: some 200,000 tokens of stories
@@ -64,9 +64,9 @@ class TokenChunks:
         passed = document - document % self._count if self._count else 0
         place = document - passed, offset
         chunks = self._to_the_end(place[0] // GROUP * GROUP)
-        chunk = next(chunk for chunk in chunks if chunk.head.is_last or chunk.head.end[:2] > place)
-        if chunk.head.end[:2] <= place:
-            self._count = chunk.head.end.document
+        chunk = next(chunk for chunk in chunks if chunk.is_last or chunk.end[:2] > place)
+        if chunk.end[:2] <= place:
+            self._count = chunk.end.document
             if not self._count:
                 raise self._source.no_text()
             yield from self.walk(document, offset)
@@ -83,7 +83,7 @@ class TokenChunks:
             for chunk in chunks:
                 if len(chunk):
                     yield passed, chunk
-            passed += chunk.head.end.document
+            passed += chunk.end.document
             chunks = self._to_the_end(0)
 
     def _to_the_end(self, document: int) -> Iterator[Chunk]:
@@ -93,7 +93,7 @@ class TokenChunks:
             build = functools.partial(self._encode, start)
             chunk = build() if self._folder is None else TokenFile(self._folder, start, build).chunk()
             yield chunk
-            start, is_last = chunk.head.end, chunk.head.is_last
+            start, is_last = chunk.end, chunk.is_last
 
     def _encode(self, begin: TokenStart) -> Chunk:
         """Return the chunk that begins here."""
@@ -122,8 +122,8 @@ class TokenChunks:
         if is_file and source_identity(*self._arguments) != self._data_identity:
             raise unusable(self._arguments[0], "changed while it was read; start the run again")
         kind = np.uint16 if getattr(self._tokenizer, "vocab_size", 2**32) <= 2**16 else np.uint32
-        head = Head(begin, TokenStart(document, offset, character), text is None, len(ends), len(tokens))
-        return Chunk(head, Content(np.array(ends, np.int64), np.array(tokens, kind), {}))
+        end = TokenStart(document, offset, character)
+        return Chunk(begin, end, text is None, np.array(ends, np.int64), np.array(tokens, kind))
 
     def _read(self, document: int) -> str | None:
         """Return a document of the source; None after the last."""

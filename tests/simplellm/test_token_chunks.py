@@ -195,7 +195,7 @@ def test_a_chunk_whose_file_is_gone_is_encoded_again(cache: Path) -> None:
     wanted = chunk.tokens(0, 9)
     walk = chunks.walk(0, 0)
     next(walk)
-    _, chunk = next(walk)  # of which only the head was read
+    _, chunk = next(walk)
     shutil.rmtree(cache)
     assert chunk.tokens(0, 9).tolist() == wanted.tolist()
 
