@@ -49,17 +49,22 @@ def _whole_gradients(costs: Costs, stage: int, actions: Sequence[Action]) -> int
         if letter in "BIW"
     ]
     lacking, whole, reducing = [{number for number, _ in flat} for flat in flats], set[int](), set[int]()
-    peak_bytes = reduced = 0
+    peak_bytes = whole_bytes = reduced = 0
+    has_buffer = _has_buffer(costs)
     while reduced < rounds * len(flats):
         for number in passes.pop(0) if passes else [number for number, _ in flats[reduced % len(flats)]]:
             filled = flat_of[number]
             reducing.discard(filled)
-            whole.add(filled)
+            if filled not in whole:
+                whole.add(filled)
+                whole_bytes += sizes_bytes[filled]
+                peak_bytes = max(peak_bytes, whole_bytes)
             lacking[filled].discard(number)
-            peak_bytes = max(peak_bytes, sum(sizes_bytes[index] for index in whole))
             while not lacking[now := reduced % len(flats)]:
                 lacking[now] = {number for number, _ in flats[now]}
-                whole -= {now} if _has_buffer(costs) else reducing
+                freed = {now} if has_buffer else reducing
+                whole -= freed
+                whole_bytes -= sum(sizes_bytes[index] for index in freed)
                 reducing, reduced = {now}, reduced + 1
     return peak_bytes + _buffers(costs, flats)
 

@@ -4,8 +4,8 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 
-from distlab.pipeline.actions import Action, ActionCosts, Program, Result, stages_of
-from distlab.pipeline.engine import Graph
+from distlab.pipeline.actions import Action, ActionCosts, Program, Programs, Result, stages_of
+from distlab.pipeline.engine import Graph, LinkKey
 from distlab_planner.layouts import RunLayout, programs_of
 
 ActionKind = tuple[str, int]  # letter, stage: actions of a kind cost the same, whatever their micro-batch
@@ -33,11 +33,26 @@ class AfterPasses(BeforePasses):
 class StepGraph:
     """The actions of a step."""
 
-    graph: Graph  # each worker's program, with an action before and one after it
+    programs: Programs
     kinds: list[list[ActionKind]]  # of each worker's program, in order
     counts: list[Counter[ActionKind]]  # by worker, the number of its actions of each kind
     examples: dict[ActionKind, Action]
-    messages: dict[ActionKind, int]  # that an action of this kind waits for and sends
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """Each worker's program, with an action before and one after it."""
+        return Graph([_with_ends(program) for program in self.programs])
+
+    @functools.cached_property
+    def messages(self) -> dict[ActionKind, int]:
+        """The messages that an action of each kind waits for and sends."""
+        numbers = {(action.letter, action.stage): index for index, action in enumerate(self.graph.actions)}
+        return {kind: self.graph.receives(index) + len(self.graph.sends[index]) for kind, index in numbers.items()}
+
+    @functools.cached_property
+    def sent(self) -> dict[LinkKey, int]:
+        """The number of messages over each link."""
+        return {link: len(messages) for link, messages in self.graph.messages().items()}
 
 
 def graph_of(layout: RunLayout) -> StepGraph:
@@ -48,12 +63,9 @@ def graph_of(layout: RunLayout) -> StepGraph:
 @functools.lru_cache(maxsize=64)
 def _graph(schedule: str, workers: int, micro_batches: int, recompute: bool) -> StepGraph:
     programs = programs_of(schedule, workers, micro_batches, recompute)
-    graph = Graph([_with_ends(program) for program in programs])
     kinds = [[(action.letter, action.stage) for action in program] for program in programs]
-    numbers = {(action.letter, action.stage): index for index, action in enumerate(graph.actions)}
-    messages = {kind: graph.receives(index) + len(graph.sends[index]) for kind, index in numbers.items()}
-    examples = {kind: graph.actions[index] for kind, index in numbers.items()}
-    return StepGraph(graph, kinds, [Counter(line) for line in kinds], examples, messages)
+    examples = {(action.letter, action.stage): action for program in programs for action in program}
+    return StepGraph(programs, kinds, [Counter(line) for line in kinds], examples)
 
 
 def _with_ends(program: Program) -> Program:

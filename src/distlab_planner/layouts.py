@@ -98,6 +98,10 @@ class RunLayout:
         """The owners of the stages and the letters of the actions in the schedule."""
         return outline_of(self.schedule, self.size("pp"))
 
+    def stages_of(self, worker: int) -> list[int]:
+        """Return the stages that a worker holds."""
+        return [stage for stage, owner in self.outline.owners.items() if owner == worker]
+
     def is_handed_over(self, stage: int) -> bool:
         """Return whether the worker of a stage also holds the stage before, and so gets its input without a message."""
         owners = self.outline.owners

@@ -2,9 +2,8 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from distlab.pipeline.actions import stages_of
 from distlab_planner.costs import Costs
 from distlab_planner.gathered import gathered_bytes
 from distlab_planner.graph import graph_of
@@ -27,8 +26,8 @@ class RankMemory:
     parameters: int
     gradients: int
     optimizer_state: int
-    gathered: int
-    activations: int
+    gathered: int = 0
+    activations: int = 0
 
     @property
     def total(self) -> int:
@@ -38,17 +37,7 @@ class RankMemory:
 def held(costs: Costs, worker: int) -> RankMemory:
     """Return the memory of the first rank of a worker of the first replica."""
     layout, program, sizes = costs.layout, costs.layout.programs()[worker], costs.model.sizes
-    stages = stages_of(program)
-    by_holders = costs.weights_by_holders(*stages)
-    weights = sum(one.bytes for one in by_holders)
-    # Of the experts' scores: parameters without gradients.
-    corrections = sum(layout.parts(stage)["block"] for stage in stages) * sizes.experts * NUMBER_BYTES
-    own, parameters = costs.updated(*stages) * NUMBER_BYTES, weights
-    if layout.shard != "none":
-        rounded = sum(one.own_rounded for one in by_holders)
-        whole = sum(one.gathered_bytes for one in by_holders)
-        # The shards of rounded weights are there twice: in float32, and as they are sent.
-        parameters = own + rounded * sizes.inner_bytes if layout.shard == "weights" else whole + rounded * NUMBER_BYTES
+    stages = layout.stages_of(worker)
     step = graph_of(layout)
     kinds = step.kinds[worker]
     changes = {kind: costs.kept_bytes(step.examples[kind]) for kind in step.counts[worker]}
@@ -59,12 +48,27 @@ def held(costs: Costs, worker: int) -> RankMemory:
     if layout.size("cp") == 1:  # of the whole batch, once; ranks that share sequences keep some for each micro-batch
         ids = layout.batch_size * sizes.seq_len * ID_BYTES if 0 in stages else 0
         tables = sizes.table_bytes() if any(layout.parts(stage)["block"] for stage in stages) else 0
+    activations = max(*after, *within) + ids + tables
+    return replace(held_between_steps(costs, worker), gathered=gathered_bytes(costs, program), activations=activations)
+
+
+def held_between_steps(costs: Costs, worker: int) -> RankMemory:
+    """Return the part of this memory that does not depend on the schedule: parameters, gradients, optimizer state."""
+    layout, sizes, stages = costs.layout, costs.model.sizes, costs.layout.stages_of(worker)
+    by_holders = costs.weights_by_holders(*stages)
+    weights = sum(one.bytes for one in by_holders)
+    # Of the experts' scores: parameters without gradients.
+    corrections = sum(layout.parts(stage)["block"] for stage in stages) * sizes.experts * NUMBER_BYTES
+    own, parameters = costs.updated(*stages) * NUMBER_BYTES, weights
+    if layout.shard != "none":
+        rounded = sum(one.own_rounded for one in by_holders)
+        whole = sum(one.gathered_bytes for one in by_holders)
+        # The shards of rounded weights are there twice: in float32, and as they are sent.
+        parameters = own + rounded * sizes.inner_bytes if layout.shard == "weights" else whole + rounded * NUMBER_BYTES
     return RankMemory(
         parameters=parameters + corrections,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
         optimizer_state=own * MOMENTS[costs.optimizer],
-        gathered=gathered_bytes(costs, program),
-        activations=max(*after, *within) + ids + tables,
     )
 
 
@@ -72,7 +76,7 @@ def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:
     """Return the peak memory of such a rank's process, or its part of its GPU's memory."""
     layout, sizes, machine = costs.layout, costs.model.sizes, costs.machine
     of_logits = 0.0
-    if any(layout.parts(stage)["head"] for stage in stages_of(layout.programs()[worker])):
+    if any(layout.parts(stage)["head"] for stage in layout.stages_of(worker)):
         logits_bytes = costs.tokens * share(sizes.vocab_size, layout.size("tp")) * NUMBER_BYTES
         of_logits = OF_LOGITS[machine.device] * logits_bytes
     empty_bytes = machine.process_bytes + machine.compiler_bytes * sizes.compiled

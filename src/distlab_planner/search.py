@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import Choices, layouts
 from distlab_planner.machine import Machine
-from distlab_planner.memory import held, process_bytes
+from distlab_planner.memory import held, held_between_steps, process_bytes
 from distlab_planner.model import Model
 from distlab_planner.step import least_seconds, predict
 from distlab_planner.table import Row
@@ -54,7 +54,12 @@ def find_layouts(
         if len(best) == top and least >= -best[0][0]:
             found.too_slow = len(queue) + 1
             break
-        holds = [held(costs, worker) for worker in range(costs.layout.size("pp"))]
+        workers = range(costs.layout.size("pp"))
+        needed = max(process_bytes(costs, worker, held_between_steps(costs, worker)) for worker in workers)
+        if needed > most_bytes and needed >= found.least_bytes:  # whatever its activations
+            found.too_large += 1
+            continue
+        holds = [held(costs, worker) for worker in workers]
         needed = max(process_bytes(costs, worker, of_worker) for worker, of_worker in enumerate(holds))
         if needed > most_bytes:
             found.too_large += 1

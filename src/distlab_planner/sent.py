@@ -1,18 +1,15 @@
 """The bytes that a rank of a layout sends in a step, by kind, each with its formula in words."""
 
-import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from distlab.axes.layout import coordinate
-from distlab.pipeline.actions import Result, stages_of
-from distlab.pipeline.plan import LinkKey, simulate
+from distlab.pipeline.actions import stages_of
 from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Exchange, Size, in_pass
 from distlab_planner.graph import graph_of
-from distlab_planner.layouts import programs_of
 from distlab_planner.model import ID_BYTES, NUMBER_BYTES
 
 LOSS_BYTES = 8  # and of the gradients' norm
@@ -51,11 +48,6 @@ class Formulas(dict[tuple[str, int | None], Formula]):
             self[kind, None] = Formula(int(formula.bytes * share), f"{words} {TIMES} {formula.words}")
 
 
-@functools.lru_cache(maxsize=64)
-def _messages(schedule: str, workers: int, micro_batches: int, recompute: bool) -> dict[LinkKey, list[Result]]:
-    return simulate(programs_of(schedule, workers, micro_batches, recompute)).messages
-
-
 def sent_bytes(costs: Costs) -> list[int]:
     """Return, by worker, the bytes that a rank sends in a step, without small messages."""
     layout = costs.layout
@@ -87,10 +79,9 @@ def _add_messages_of_stages(formulas: Formulas, costs: Costs, worker: int) -> No
     layout, sizes = costs.layout, costs.model.sizes
     words = f"{costs.tokens:,} tokens {TIMES} {sizes.dmodel} wide"
     size = Size(costs.tokens * sizes.dmodel, words, NUMBER_BYTES if costs.by_hand else sizes.inner_bytes)
-    messages = _messages(layout.schedule, layout.size("pp"), layout.micro_batches, layout.recompute == "all")
-    for (sender, receiver, kind), sent in messages.items():
+    for (sender, receiver, kind), count in graph_of(layout).sent.items():
         if sender == worker:
-            formulas.add(kind, receiver, len(sent), f"{len(sent)} messages", size)
+            formulas.add(kind, receiver, count, f"{count} messages", size)
 
 
 def _add_averages(formulas: Formulas, costs: Costs, stages: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ never blocks the sender.
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from distlab.pipeline.actions import FACTORS, GRAPH, INPUT, WEIGHT_GRADIENTS, Ac
 from simplellm.errors import InputError
 
 NEVER = math.inf
+LinkKey = tuple[int, int, str]  # sender, receiver (workers), kind of message
 
 
 class ScheduleError(InputError):
@@ -70,6 +72,16 @@ class Graph:
     def receives(self, index: int) -> int:
         """Return the number of messages that an action waits for."""
         return sum(need >= len(self.actions) for need in self.needs[index])
+
+    def messages(self) -> dict[LinkKey, list[Result]]:
+        """Return the messages over each link, in the order in which they are sent."""
+        messages: dict[LinkKey, list[Result]] = defaultdict(list)
+        for action, sender in zip(self.actions, self.workers, strict=True):
+            for result in action.results:
+                receiver = self.workers[self.numbers[self.takers[result]]] if result in self.takers else sender
+                if receiver != sender:
+                    messages[sender, receiver, result.kind].append(result)
+        return dict(messages)
 
     def _add(self, index: int, action: Action) -> None:
         stage, worker = action.stage, self.workers[index]

@@ -17,7 +17,8 @@ from distlab.comm.context import Group, context_of
 from distlab.comm.group import close_queues, open_queues
 from distlab.comm.names import CONTROL, named
 from distlab.pipeline.actions import Programs, Result
-from distlab.pipeline.plan import LinkKey, Plan, acknowledged, most_on_the_way
+from distlab.pipeline.engine import LinkKey
+from distlab.pipeline.plan import Plan, acknowledged, most_on_the_way
 
 
 @dataclass(eq=False)

@@ -5,19 +5,18 @@ The class of an action defines its inputs, results, costs and kept activations; 
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distlab.comm.wait_graph import find_cycle
 from distlab.pipeline.actions import WEIGHT_GRADIENTS, Action, ActionCosts, Programs, Result, describe_stages, labels
-from distlab.pipeline.engine import NEVER, Engine, Graph, ScheduleError
+from distlab.pipeline.engine import NEVER, Engine, Graph, LinkKey, ScheduleError
 
 ROUNDING = 1e-9  # of sums of shares
 ADD_UP = "what its actions keep and free must add up to 0"
 # Of a layer's forward pass. With fewer, additional threads make a pipeline slower: bench/README.md, "Threads that have
 # computed".
 MULTIPLY_ADDS_OF_A_THREAD = 4e7
-LinkKey = tuple[int, int, str]  # sender, receiver (workers), kind of message
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,8 @@ def simulate(programs: Programs, costs: ActionCosts | None = None, holders: int 
         raise ScheduleError("the schedule has no workers; give at least 1 stage")
     graph = Graph(programs, holders)
     _check_results(graph)
-    messages = _check_links(programs, graph)
+    messages = graph.messages()
+    _check_links(messages, graph)
     played = Engine(graph, costs.seconds, lambda *_: (costs.transfer, 0.0))
     _check_finished(played)
     spans = [[Span(graph.actions[i], played.starts[i], played.ends[i]) for i in line] for line in graph.lines]
@@ -188,14 +188,8 @@ def _check_results(graph: Graph) -> None:
         raise ScheduleError(f"{what}; {ADD_UP}")
 
 
-def _check_links(programs: Programs, graph: Graph) -> dict[LinkKey, list[Result]]:
-    """Return the messages over each link, in order. Messages have no names, so both ends must expect the same order."""
-    messages: dict[LinkKey, list[Result]] = defaultdict(list)
-    for worker, program in enumerate(programs):
-        for result in itertools.chain.from_iterable(action.results for action in program):
-            receiver = graph.workers[graph.numbers[graph.takers[result]]] if result in graph.takers else worker
-            if receiver != worker:
-                messages[worker, receiver, result.kind].append(result)
+def _check_links(messages: Mapping[LinkKey, Sequence[Result]], graph: Graph) -> None:
+    """Raise `ScheduleError` if the ends of a link differ in the order of its messages, which have no names."""
     needed = {result: place for place, result in enumerate(graph.takers)}  # in the order in which workers need them
     for link, sent in messages.items():
         for given, wanted in zip(sent, sorted(sent, key=needed.__getitem__), strict=True):
@@ -203,7 +197,6 @@ def _check_links(programs: Programs, graph: Graph) -> dict[LinkKey, list[Result]
                 where = f"stage {given.stage} sends {given} where worker {link[1]}"
                 what = f"{wanted} of stage {wanted.stage}" if wanted.stage != given.stage else str(wanted)
                 raise ScheduleError(f"{where} expects {what}; both ends of a link must agree on the order")
-    return dict(messages)
 
 
 def _check_finished(played: Engine) -> None:

@@ -22,10 +22,9 @@ from distlab.pipeline.actions import (
     Program,
     Result,
 )
-from distlab.pipeline.engine import ScheduleError
+from distlab.pipeline.engine import LinkKey, ScheduleError
 from distlab.pipeline.plan import (
     MULTIPLY_ADDS_OF_A_THREAD,
-    LinkKey,
     busy_workers,
     ideal_bubble,
     in_a_row,
