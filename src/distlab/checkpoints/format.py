@@ -25,10 +25,13 @@ from typing import Any
 
 from distlab.checkpoints import FOLDER, LLAMA
 from simplellm.errors import InputError, require
+from simplellm.options import RopeScaling
 
 RECORD, TOKENIZER = "checkpoint.json", "tokenizer.model"
 UNFINISHED = ".unfinished"  # suffix of a checkpoint's folder while it is written or deleted
 PER_RANK_OPTIMIZER_STATE = "own_moments"  # the key in the record, unchanged since the first version
+# The sizes of a Llama in a record, all at least 1.
+LLAMA_SIZES = ("vocab_size", "dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers", "ctx_size")
 Record = dict[str, Any]
 
 
@@ -161,11 +164,57 @@ def candidates(path: Path) -> Iterator[Checkpoint | str]:
         try:
             record = json.loads((folder / RECORD).read_text())
             require(record.pop("sha256") == checksum_of(record), "its checksum does not match")
-            yield Checkpoint(folder, record)
+            checkpoint = Checkpoint(folder, record)
+            _check(checkpoint)
+            yield checkpoint
         except FileNotFoundError:
             yield f"{folder.name} is incomplete: it has no {RECORD}; the run ended while it was written"
         except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
             yield f"{folder.name} is damaged: {RECORD} cannot be read ({error})"
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    """Raise `ValueError` unless the record is valid; it may have been edited by hand."""
+    record, is_llama = checkpoint.record, checkpoint.architecture == LLAMA
+
+    def check(is_right: bool, name: str, value: Any) -> None:
+        require(is_right, f"its {name} cannot be {value!r:.50}")
+
+    def is_count(value: Any, least: int = 0) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+    for name in ("step", checkpoint.unit):
+        check(is_count(record.get(name)), name, record.get(name))
+    for name in ("model", "settings", "files"):
+        check(isinstance(record.get(name), dict), name, record.get(name))
+    model, files = record["model"], record["files"]
+    for name in LLAMA_SIZES if is_llama else model:
+        check(is_count(model.get(name), least=1), name, model.get(name))
+    for name in ("rope_theta", "norm_eps") if is_llama else ():
+        check(isinstance(model.get(name), int | float) and model[name] > 0, name, model.get(name))
+    if is_llama:  # an imported model may have features that others do not have
+        head_dim, scaling = model.get("head_dim"), model.get("rope_scaling")
+        check(head_dim is None or is_count(head_dim, least=1), "head_dim", head_dim)
+        check(scaling is None or isinstance(scaling, dict), "rope_scaling", scaling)
+        RopeScaling.of(scaling)
+        for name in ("attention_bias", "mlp_bias", "shared_expert", "qk_norm"):
+            check(model.get(name) in (None, True, False), name, model.get(name))
+        for name in ("experts", "experts_per_token"):
+            check(name not in model or is_count(model[name], least=1), name, model.get(name))
+        check(model.get("router_scores") in (None, "softmax", "sigmoid"), "router_scores", model.get("router_scores"))
+    layout = checkpoint.layout
+    check(isinstance(layout, dict) and all(is_count(size, least=1) for size in layout.values()), "layout", layout)
+    check(TOKENIZER in files or not is_llama, "list of files", [*files])
+    for name, about in files.items():
+        is_right = Path(name).name == name and isinstance(about, dict) and is_count(about.get("bytes"))
+        check(is_right and isinstance(about.get("sha256"), str), f"entry for the file {name}", about)
+    place = "document" if checkpoint.unit == "tokens" else "epoch"  # of text, or of what classifiers read
+    for name, parts in (("position", (place, "offset")), ("data", ())):
+        value = record.get(name)
+        is_right = value is None or (isinstance(value, dict) and all(is_count(value.get(part)) for part in parts))
+        check(is_right, name, value)
+    data = record.get("data") or {"source": ""}
+    check(isinstance(data.get("source"), str), "data", data)
 
 
 def has_checkpoints(run: Path) -> bool:

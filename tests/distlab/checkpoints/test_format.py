@@ -1,6 +1,7 @@
 """What checkpoints hold, and how those are told that are damaged, or not meant for a run."""
 
 import errno
+import json
 import os
 import pickle
 import re
@@ -17,7 +18,7 @@ from support.processes import run_ranks
 from support.terminals import fork_python
 
 from distlab.checkpoints import saving
-from distlab.checkpoints.format import latest_valid, numbered
+from distlab.checkpoints.format import checksum_of, latest_valid, numbered
 from distlab.checkpoints.models import read_model
 from distlab.checkpoints.saving import restore
 from distlab.settings.common import parse
@@ -100,6 +101,13 @@ def with_a_flipped_bit(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
+def with_a_source_that_is_none(content: bytes) -> bytes:
+    record = json.loads(content)
+    record["data"]["source"] = 3
+    del record["sha256"]
+    return json.dumps({**record, "sha256": checksum_of(record)}).encode()
+
+
 flip_a_bit = rewrite("*.safetensors", with_a_flipped_bit)
 RECORD = "checkpoint.json"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -115,6 +123,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a record": (rewrite(RECORD, lambda _: b'{"step": 4,'), "cannot be read"),
     "a record of nothing": (rewrite(RECORD, lambda _: b"[]"), "cannot be read"),
     "a record of bytes": (rewrite(RECORD, lambda _: b"\xff\xfe"), "cannot be read"),
+    "a source that is none": (rewrite(RECORD, with_a_source_that_is_none), "cannot be read .*data"),
     "another step": (
         rewrite(RECORD, lambda content: re.sub(rb'"step": \d', b'"step": 9', content)),
         "cannot be read .its checksum does not match",

@@ -86,6 +86,11 @@ def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monke
     assert read.parameters.keys() == parameters.keys()
     assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
     assert (read.step, read.document_mask) == (3, True)
+    wrong = {"position": {"document": 1}, "layout": {"dp": 0}, "data": {"seed": 0}, "settings": []}
+    for name, value in (wrong | {"model": net.options | {"rope_scaling": {"factor": 0}}}).items():
+        saving.save(tmp_path / name, tensors, record | {name: value}, tokenizer, keep=1)
+        with pytest.raises(InputError, match=f"its {name} cannot be|factor 0 of scaled positions"):
+            read_model(tmp_path / name)
 
 
 def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
@@ -129,6 +134,7 @@ def test_only_restarted_ranks_go_on_by_themselves(tmp_path: Path, monkeypatch: p
         ("settings", "betas", [0.8, 0.9, 0.99], "its record has [0.8, 0.9, 0.99] for --betas"),
         ("settings", "betas", [0.8, "0.9"], "its record has [0.8, '0.9'] for --betas"),
         ("settings", "lr_schedule", "steep", "its record has 'steep' for --lr-schedule"),
+        ("files", "../b", {"bytes": 1, "sha256": "0"}, "its entry for the file ../b cannot be"),
         ("model", "padding_idx", 0, "--ep 0 with --dp 2: give a divisor of --dp"),  # the record is right
     ],
 )

@@ -15,6 +15,7 @@ from support.processes import LAB, free_port, run_ranks
 from support.small_models import saved_model
 from support.terminals import fork_python
 
+from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import read_model, write_model
 from distlab.exchange import export
 from distlab.run.run import Run
@@ -233,6 +234,24 @@ def test_no_story_and_no_export_of_a_classifier(saved: Runs, tmp_path: Path) -> 
         assert str(refused.value) == sentence
     ended = fork_python("primer/tell_story.py", folder).finish()
     assert (ended.status, ended.err) == (2, f"# {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.update(inputs="many"),
+        lambda record: record.update(unit=[]),
+        lambda record: record.update(position={"document": 1, "offset": 2}),
+        lambda record: record["model"].update(d_in="wide"),
+        lambda record: record.update(layout={"dp": "many"}),
+    ],
+)
+def test_a_record_that_cannot_be(change: Callable[[dict[str, Any]], object], saved: Runs, tmp_path: Path) -> None:
+    own = shutil.copytree(saved("mlp")[0], tmp_path / "run")
+    forge(step(own, STEPS), change)
+    said: list[str] = []
+    assert latest_valid(own, said.append).step == 8
+    assert "step-00000010 is damaged: checkpoint.json cannot be read" in said[0]
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", "fast"), ("lr", None), ("train_size", "all"), ("train_size", True)])

@@ -101,8 +101,8 @@ def forge(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
     record = json.loads(path.read_text())
     del record["sha256"]
     change(record)
-    for name in record["files"]:
-        if (step / name).is_file():
+    for name in record["files"] if isinstance(record.get("files"), dict) else ():
+        if isinstance(record["files"][name], dict) and (step / name).is_file():
             content = (step / name).read_bytes()
             record["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     record["sha256"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

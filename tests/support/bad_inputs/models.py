@@ -27,12 +27,43 @@ def put(*keys_and_value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def drop(*keys: Any) -> Callable[[dict[str, Any]], None]:
+    def change(record: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            record = record[key]
+        del record[keys[-1]]
+
+    return change
+
+
 FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no step": drop("step"),
+    "step is text": put("step", "four"),
+    "step is negative": put("step", -4),
+    "no model": drop("model"),
+    "model is a list": put("model", []),
+    "no dmodel": drop("model", "dmodel"),
+    "dmodel is text": put("model", "dmodel", "wide"),
+    "dmodel is zero": put("model", "dmodel", 0),
     "other width": put("model", "dmodel", 32),
     "other layers": put("model", "n_layers", 3),
     "other vocabulary": put("model", "vocab_size", 17),
+    "hidden_dim is null": put("model", "hidden_dim", None),
+    "norm_eps is text": put("model", "norm_eps", "small"),
+    "no settings": drop("settings"),
+    "settings is null": put("settings", None),
+    "no files": drop("files"),
+    "files is a list": put("files", ["tokenizer.model"]),
+    "a file is a number": put("files", "tokenizer.model", 7),
+    "no tokenizer": drop("files", "tokenizer.model"),
     "no shard": lambda record: record["files"].pop(SHARD),
+    "a file elsewhere": put("files", "../../config.json", {"bytes": 1, "sha256": "0"}),
+    "tokens is text": put("tokens", "many"),
+    "no tokens": drop("tokens"),
+    "position is text": put("position", "there"),
     "position is far": put("position", "offset", 10**9),
+    "position is negative": put("position", "document", -3),
+    "data is text": put("data", "sample!"),
     "data is a ghost": put("data", {"source": "/nowhere/ghost.txt", "bytes": 3, "sha256_of_first_mib": ""}),
     "optimizer": put("settings", "optimizer", "magic"),
     "lr is text": put("settings", "lr", "fast"),
