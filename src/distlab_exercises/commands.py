@@ -1,9 +1,9 @@
 """The subcommands `exercise`, `hint`, `check` and `grade`. They need no torch until a file is checked."""
 
 import argparse
+import contextlib
 import itertools
 import json
-import os
 import shlex
 import sys
 import textwrap
@@ -43,6 +43,8 @@ def exercise(args: Sequence[str], prog: str) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(write_out(wanted, path), encoding="utf-8", errors="replace")
     except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # or it would be mistaken for someone's work
         raise InputError(f"{path}: cannot write there ({error.strerror}); give another folder") from error
     print(f"# wrote {path}: the task is at its top")
     print(f"# check it: {launcher()} check {shlex.quote(str(path))}")
@@ -171,14 +173,24 @@ def grade(args: Sequence[str], prog: str) -> int:
     exercises = [each for each in EXERCISES.values() if each.name in asked]
     what = " or ".join(sorted(asked)) or "an exercise"
     require(bool(asked & found or (asked and students)), no_exercise(given.folder, what))
-    for path in (path for path in (given.csv, given.json) if path is not None):
-        require(not path.exists(), f"{path}: already exists; give another file")
-        require(os.access(path.parent, os.W_OK), f"{path}: cannot write there; give another file")
-    from distlab.machine.devices import cores  # torch: seconds, after the arguments have been checked
-    from distlab_exercises.grading import grade_course
+    with contextlib.ExitStack() as stack:
+        for path in (path for path in (given.csv, given.json) if path is not None):
+            try:
+                path.touch(exist_ok=False)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be written ({error.strerror}); give another file") from error
+            stack.callback(_remove_empty, path)
+        from distlab.machine.devices import cores  # torch: seconds, after the arguments have been checked
+        from distlab_exercises.grading import grade_course
 
-    at_once = given.at_once or cores()
-    return 0 if grade_course(files, students, exercises, at_once, given.csv, given.json) else 1
+        at_once = given.at_once or cores()
+        return 0 if grade_course(files, students, exercises, at_once, given.csv, given.json) else 1
+
+
+def _remove_empty(path: Path) -> None:
+    """Remove a file to which nothing was written, so that the same command can be given again."""
+    if not path.stat().st_size:
+        path.unlink()
 
 
 def no_exercise(path: Path, what: str = "an exercise") -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import errno
 import json
 import os
 import re
@@ -89,8 +90,8 @@ def test_the_commands_of_a_file_can_be_copied_whatever_its_folder_is_called(fold
         ("grade nothing", "nothing: is not a folder; give that of the course"),
         ("grade . --at-once 0", "--at-once 0: give at least 1"),
         ("grade . --exercise dp-gaa", "dp-gaa: no such exercise; there are dp-ga, "),
-        ("grade . --csv other.py", "other.py: already exists; give another file"),
-        ("grade . --csv new --json none/all.json", "none/all.json: cannot write there; give another file"),
+        ("grade . --csv other.py", "other.py: cannot be written (File exists); give another file"),
+        ("grade . --csv new --json none/all.json", "none/all.json: cannot be written (No such file or directory)"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_sentence(
@@ -142,6 +143,19 @@ def test_a_folder_of_submissions_is_graded_by_one_command(tmp_path: Path, capsys
     assert imports.endswith(", distlab.pipeline.auto")
     assert lines[-2].startswith("# not yet: write broadcast_naive (line ")
     assert lines[-1] == "# 1 of 2 files passed"
+
+
+def test_a_file_that_cannot_be_written_to_its_end_is_not_left_as_if_it_were_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(path: Path, text: str, **_: str) -> None:
+        path.write_bytes(text[:100].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill_the_disk)
+    with pytest.raises(InputError, match=r"cannot write there \(No space left on device\); give another folder"):
+        launch(["exercise", "dp-ga", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_of_a_folder_that_do_not_say_their_exercise_are_of_the_one_that_is_given(
