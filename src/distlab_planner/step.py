@@ -4,7 +4,6 @@ All replicas, and all ranks that share a stage, do the same at the same time, so
 them all.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,53 +67,40 @@ class _AroundPasses:
         return 0.0 if self.averaging.overlaps else self.averaging.alone
 
 
-@dataclass(frozen=True)
-class _Played:
-    """A worker's actions in the simulation, in order: the work before its passes, these, and the work after them."""
-
-    starts: Sequence[float]
-    ends: Sequence[float]
-    alone: Sequence[float]  # seconds of each, if no other rank computed
-
-    @property
-    def busy(self) -> float:
-        """Seconds of all actions together."""
-        return sum(map(operator.sub, self.ends, self.starts))
-
-    @property
-    def passes(self) -> "_Played":
-        return _Played(self.starts[1:-1], self.ends[1:-1], self.alone[1:-1])
-
-
 def predict(costs: Costs, worker: int | None = None) -> Step:
     """Predict the step of a layout in steady state, with the activities of a worker; by default, the busiest."""
     layout, step = costs.layout, graph_of(costs.layout)
     programs = layout.programs()
     around = [_around_passes(costs, program) for program in programs]
     engine = _simulated(costs, programs, around)
-    workers = [_played(engine, line) for line in step.graph.lines]
+    lines = step.graph.lines  # by worker, the numbers of its actions
+    passes = [line[1:-1] for line in lines]  # without the work before and after them
+
+    def busy(actions: Sequence[int]) -> float:
+        return sum(engine.ends[number] - engine.starts[number] for number in actions)
+
     averaged = [  # by worker, when its gradients are
-        _end_of_average(costs, program, own.averaging.seconds, played) if own.averaging.overlaps else played.ends[-1]
-        for program, own, played in zip(programs, around, workers, strict=True)
+        _end_of_average(costs, program, own.averaging.seconds, engine.starts[line[-2]], engine.ends[line[-2]])
+        if own.averaging.overlaps
+        else engine.ends[line[-1]]
+        for program, own, line in zip(programs, around, lines, strict=True)
     ]
     loss = costs.on_hosts.all_reduce(RankGroup(layout.ranks, 1), LOSS_BYTES).seconds
     total = max(averaged) + loss
-    passes = [played.passes for played in workers]
-    from_first_to_last = max(one.ends[-1] for one in passes) - min(one.starts[0] for one in passes)
-    busiest = max(range(len(workers)), key=lambda number: workers[number].busy)
-    number = busiest if worker is None else worker
-    seen, own = workers[number], around[number]
-    exchanging = sum(count * costs.exchanged(*kind) for kind, count in step.counts[number].items())
-    behind = max(0.0, averaged[number] - seen.ends[-1]) + loss  # collectives that are not simulated
+    from_first_to_last = max(engine.ends[each[-1]] for each in passes) - min(engine.starts[each[0]] for each in passes)
+    shown = max(range(len(lines)), key=lambda number: busy(lines[number])) if worker is None else worker
+    line, own = lines[shown], around[shown]
+    exchanging = sum(count * costs.exchanged(*kind) for kind, count in step.counts[shown].items())
+    behind = max(0.0, averaged[shown] - engine.ends[line[-1]]) + loss  # collectives that are not simulated
     return Step(
         seconds=total,
-        computing=sum(seen.passes.alone) - exchanging,
+        computing=sum(engine.alone[number] for number in passes[shown]) - exchanging,
         exchanging=exchanging,
         averaging=own.gathering + own.after + behind,
         updating=own.updating,
-        sharing=seen.busy - sum(seen.alone),
-        idle=total - seen.busy - behind,
-        bubble=1 - sum(one.busy for one in passes) / len(passes) / from_first_to_last if from_first_to_last else 0.0,
+        sharing=busy(line) - sum(engine.alone[number] for number in line),
+        idle=total - busy(line) - behind,
+        bubble=1 - sum(map(busy, passes)) / len(passes) / from_first_to_last if from_first_to_last else 0.0,
         sent_bytes=max(sent_bytes(costs)),
     )
 
@@ -146,12 +132,6 @@ def _simulated(costs: Costs, programs: Programs, around: Sequence[_AroundPasses]
             machine.cores_per_host,
         )
     return Engine(step.graph, seconds, message, waking=machine.waking_seconds, hosts=hosts)
-
-
-def _played(engine: Engine, line: range) -> _Played:
-    """Return the actions with these numbers, which are consecutive."""
-    numbers = slice(line.start, line.stop)
-    return _Played(engine.starts[numbers], engine.ends[numbers], engine.alone[numbers])
 
 
 def action_threads(costs: Costs, programs: Programs) -> dict[Action, int]:
@@ -186,13 +166,14 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> _AroundPasses:
     return _AroundPasses(updating, one_after_another(gathering).alone, one_after_another(averaging))
 
 
-def _end_of_average(costs: Costs, program: Sequence[Action], seconds: float, played: _Played) -> float:
+def _end_of_average(costs: Costs, program: Sequence[Action], seconds: float, started: float, ended: float) -> float:
     """Return when the gradients have been averaged, bucket after bucket, behind the last pass that computes some.
 
     Args:
         seconds: of the whole average, without this overlap.
+        started: when the last pass did.
+        ended: when it did.
     """
-    started, ended = played.passes.starts[-1], played.passes.ends[-1]
     size_bytes = costs.weights(*stages_of(program)) * NUMBER_BYTES
     buckets = max(1, round(size_bytes / BUCKET_BYTES))
     now = 0.0
