@@ -51,16 +51,14 @@ class Sizes:
         vocab_size = getattr(settings, "vocab_size", None) or SPTokenizer(settings.tokenizer).vocab_size
         dtype: Dtype = getattr(settings, "dtype", "float32")
         sizes = cls(settings.dmodel, settings.num_heads, heads, hidden, settings.seq_len, vocab_size, dtype)
-        experts, compiled = getattr(settings, "experts", 0), getattr(settings, "compile", False)
-        if not experts:
-            return replace(sizes, compiled=compiled)
-        per_token, shared = (int(getattr(settings, name)) for name in ("experts_per_token", "shared_expert"))
+        sizes = replace(sizes, compiled=getattr(settings, "compile", False))
+        if not getattr(settings, "experts", 0):
+            return sizes
         return replace(
             sizes,
-            experts=experts,
-            experts_per_token=per_token,
-            shared_experts=shared,
-            compiled=compiled,
+            experts=settings.experts,
+            experts_per_token=settings.experts_per_token,
+            shared_experts=int(settings.shared_expert),
             qk_norm=getattr(settings, "qk_norm", False),
         )
 
