@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distlab.axes.placement import DimSlice, Placement, place
 from distlab.checkpoints.slices import Slice
+from distlab.run.terminal import counted
 from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect
 
@@ -52,7 +53,7 @@ def _try_layout(state_of: Callable[..., Any], stages: int, slices: int) -> None:
     """Collect each rank's tensors, and put them together."""
     written: dict[str, Tensor] = {}
     truth = {name: tensor.double() for name, tensor, _ in _held_by(next(_ranks(1, 1)))}  # of one process
-    where = f"{stages} stage{'s' * (stages > 1)} of {slices} slice{'s' * (slices > 1)}"
+    where = f"{counted(stages, 'stages')} of {counted(slices, 'slices')}"
     for number, (parameters, optimizer) in enumerate(_ranks(stages, slices)):
         generator, random = torch.get_rng_state(), f"random.{number}.cpu"
         state = state_of(parameters, optimizer, number, False)

@@ -13,6 +13,7 @@ from distlab.axes.layout import AXIS_WORDS, coordinate, replica_of, replicas_in
 from distlab.pipeline.actions import ActionCosts, stages_of
 from distlab.pipeline.plan import Plan, in_a_row, simulate
 from distlab.pipeline.schedules import AUTO, DEFAULT_CHUNKS, SCHEDULES, all_stages, stages_per_worker
+from distlab.run.terminal import counted
 from distlab_page.beside_plans import ledger, memory, prediction
 from distlab_page.ends import ended
 from distlab_page.passes import ring, time_spent, timeline
@@ -85,8 +86,8 @@ def status(run: Records) -> Json:
     """Return whether the run took all of its steps."""
     asked, done, state = run.settings.get("steps"), run.steps, run.state
     of = f"{done:,} of {asked:,} steps" if asked else f"{done:,} steps"
-    why, repairs = next(iter(ended(run)["causes"]), None), len(run.repairs)
-    repaired = f", {repairs} {'repair' if repairs == 1 else 'repairs'}" * bool(repairs)
+    why = next(iter(ended(run)["causes"]), None)
+    repaired = f", {counted(len(run.repairs), 'repairs')}" * bool(run.repairs)
     text = {
         "running": f"The run goes on: {of} so far.",
         "ended early": f"The run ended early, after {of}."
@@ -104,7 +105,7 @@ def about(run: Records) -> Json:
         "command": config.get("command"),
         "folder": run.name,
         "began": config.get("began"),
-        "layout": f"{in_words(run)}: {run.ranks} {'rank' if run.ranks == 1 else 'ranks'}",
+        "layout": f"{in_words(run)}: {counted(run.ranks, 'ranks')}",
         "backend": config.get("backend"),
         "data": config.get("data_because"),
         "machine": ", ".join(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from distlab.axes.layout import Layout, replicas_in
+from distlab.run.terminal import counted
 
 AXIS_PLURALS = {"dp": "replicas", "pp": "stages", "cp": "parts", "ep": "shares", "tp": "slices"}
 
@@ -40,10 +41,7 @@ class Trial:
         return int(self.settings.get("sync_every", 1))
 
     def __str__(self) -> str:
-        sizes = ", ".join(
-            f"{size} {AXIS_PLURALS[name] if size > 1 else AXIS_PLURALS[name][:-1]}"
-            for name, size in self.layout.items()
-        )
+        sizes = ", ".join(counted(size, AXIS_PLURALS[name]) for name, size in self.layout.items())
         often = f", an average every {self.sync_every} steps" if self.sync_every > 1 else ""
         return f"{sizes}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}{often}"
 
