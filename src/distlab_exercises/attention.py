@@ -1,13 +1,12 @@
 """Tries attention in blocks: what is put together, and the ring in which blocks travel."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distlab.parallel.context_parallel import ContextParallel, positions_of
-from distlab.settings.common import RunSettings, WorldSize
+from distlab.settings.sequences import ContextSettings
 from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect, where
 from simplellm.attention_blocks import attention_block
@@ -15,13 +14,6 @@ from simplellm.documents import document_ids
 
 PARTS, SEQ, END = 3, 24, 0
 SHAPE = 2, 4, SEQ, 6  # (batch, heads, positions, head_dim)
-
-
-@dataclass
-class Settings(WorldSize, RunSettings):
-    """Ranks that share sequences, and no training."""
-
-    axis = "cp"
 
 
 def try_labels(solution: Solution) -> list[str]:
@@ -84,7 +76,7 @@ def try_merge(solution: Solution) -> list[str]:
 
 def try_ring(solution: Solution) -> list[str]:
     """Go around a ring with a student's function."""
-    rank, run = solution.rank, solution.join(PARTS, Settings())
+    rank, run = solution.rank, solution.join(PARTS, ContextSettings())
     q, k, v = _random()
     ids = torch.randint(1, 9, SHAPE[::2], generator=torch.Generator().manual_seed(3))
     ids[:, 10] = END

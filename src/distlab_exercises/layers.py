@@ -3,25 +3,19 @@
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.run.commands import LAB
-from distlab.settings.common import RunSettings, WorldSize
+from distlab.settings.slices import SlicesPerRank
 from distlab_compare.shares import differs
 from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect, where
 
 RANKS = 2
 BATCH, INPUTS, INNER, OUTPUTS, WORDS = 5, 6, 8, 4, 10
-
-
-@dataclass
-class Settings(WorldSize, RunSettings):
-    """Ranks, and no training."""
 
 
 class Pair(nn.Module):
@@ -56,7 +50,7 @@ WHOLE: dict[str, tuple[tuple[Any, ...], Callable[[], nn.Module], tuple[int, ...]
 
 def try_conjugate(solution: Solution) -> list[str]:
     """Compare f or g of a student's file, an autograd Function, with the right results, forward and backward."""
-    rank, run = solution.rank, solution.join(RANKS, Settings())
+    rank, run = solution.rank, solution.join(RANKS, SlicesPerRank())
     generator = torch.Generator().manual_seed(4)
     xs, grads = (list(torch.randn(RANKS, BATCH, INPUTS, generator=generator)) for _ in range(2))  # by rank
     is_f = solution.name == "CopyTo"
@@ -92,7 +86,7 @@ def _expect_sum(found: Tensor, given: list[Tensor], rank: int, letter: str, what
 def try_layer(solution: Solution) -> list[str]:
     """Compute with a class of a student's file, forward and backward."""
     sys.path.insert(0, str(LAB / "TP" / "sentiment"))  # where the chapter's scripts import each other
-    rank, run = solution.rank, solution.join(RANKS, Settings())
+    rank, run = solution.rank, solution.join(RANKS, SlicesPerRank())
     importlib.import_module("pcomm").init(RANKS)
     sizes, build, dims = WHOLE[solution.name]
     torch.manual_seed(1)
