@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 from distlab.axes.grid import Axis, all_ranks
 from distlab.parallel.tp_group import FORWARD, VOCABULARY, TPGroup
 from simplellm.errors import require
-from simplellm.losses import next_token_loss
+from simplellm.losses import causalLLMLoss, next_token_loss
 
 
 def own_rows(ids: Tensor, vocab_size: int, tp_group: TPGroup) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,12 @@ def vocabulary_parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, ax
     """
     seq = target.shape[1]
     require(seq >= 2, f"--seq-len {seq} leaves no token to predict: it must be at least 2")
-    return vocabulary_parallel_next_token_loss(logits, target.roll(-1, dims=1), vocab_size, axis or all_ranks("tp"))
+    axis = axis or all_ranks("tp")
+    if axis.size == 1:
+        return causalLLMLoss(logits, target, vocab_size)
+    tp_group = TPGroup("the loss", VOCABULARY, axis)
+    next_token = target.to(logits.device).roll(-1, dims=1).unsqueeze(-1)  # the last position has none: it is ignored
+    return _VocabularyParallelLoss.apply(_wide(logits), *own_rows(next_token, vocab_size, tp_group), tp_group)
 
 
 def vocabulary_parallel_next_token_loss(
@@ -73,8 +78,7 @@ def vocabulary_parallel_next_token_loss(
         return next_token_loss(logits, next_tokens, ignored, predictions)
     tp_group = TPGroup("the loss", VOCABULARY, axis)
     rows, elsewhere = own_rows(next_tokens.to(logits.device).unsqueeze(-1), vocab_size, tp_group)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return _VocabularyParallelLoss.apply(wide, rows, elsewhere, tp_group, ignored, predictions)
+    return _VocabularyParallelLoss.apply(_wide(logits), rows, elsewhere, tp_group, ignored, predictions)
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
@@ -87,8 +91,8 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         next_token: Tensor,
         elsewhere: Tensor,
         tp_group: TPGroup,
-        ignored: Tensor | None,
-        predictions: float | None,
+        ignored: Tensor | None = None,
+        predictions: float | None = None,
     ) -> Tensor:
         greatest = tp_group.all_reduce(logits.amax(-1, keepdim=True), FORWARD, ReduceOp.MAX)
         shifted = logits - greatest  # no logit is above 0, so that exp() cannot overflow
@@ -113,3 +117,8 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         else:
             grad.masked_fill_(ctx.ignored.unsqueeze(-1), 0)
         return grad.mul_(grad_loss / ctx.predictions), None, None, None, None, None
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """Return logits in at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
