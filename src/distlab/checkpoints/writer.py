@@ -8,12 +8,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -95,47 +96,27 @@ def write_safetensors(path: Path, items: Sequence[WriteItem], planner: SavePlann
 
     The format: https://github.com/huggingface/safetensors#format
     """
-
-    def size_of(item: WriteItem) -> int:
-        assert item.tensor_data is not None
-        return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
+    tensors: list[tuple[MetadataIndex, Any]] = [(item.index, planner.resolve_data(item)) for item in items]
     # As the library does, so that each tensor begins at a multiple of its dtype's size.
-    ordered = sorted(items, key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn))
-    parts = {item.index.fqn: {"saved_offsets": [*_data(item).chunk.offsets]} for item in ordered}
+    tensors.sort(key=lambda pair: (-pair[1].itemsize, pair[0].fqn))
+    parts = {index.fqn: {"saved_offsets": index.offset} for index, _ in tensors}
     info = {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0", "format": "pt"}
     header: dict[str, Any] = {"__metadata__": info}
-    offset = 0
-    for item in ordered:
-        dtype, sizes, end = DTYPES[_data(item).properties.dtype], [*_data(item).chunk.sizes], offset + size_of(item)
-        header[item.index.fqn] = {"dtype": dtype, "shape": sizes, "data_offsets": [offset, end]}
-        offset = end
+    end = 0
+    for index, tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        header[index.fqn] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    digest, written = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
-
-        def write(piece: Any) -> None:
-            nonlocal written
+    first: list[Any] = [len(text).to_bytes(8, "little") + text]
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in chain(first, *(_pieces(tensor) for _, tensor in tensors)):
             digest.update(piece)
-            view = memoryview(piece)
-            while view:
-                count = file.write(view)
-                written, view = written + count, view[count:]
-
-        write(len(text).to_bytes(8, "little") + text)
-        for item in ordered:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)
-            for piece in _pieces(tensor):
-                write(piece)
+            file.write(piece)
+        file.flush()
         sync(file.fileno())
-    return {"bytes": written, "sha256": digest.hexdigest()}
-
-
-def _data(item: WriteItem) -> Any:
-    assert item.tensor_data is not None
-    return item.tensor_data
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
