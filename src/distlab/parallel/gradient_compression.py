@@ -16,6 +16,7 @@ from distlab.comm.group import all_gather_single
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket
+from distlab.parallel.flat import elements_of, views_of
 
 
 class Compressor:
@@ -75,43 +76,33 @@ class PowerSGD(Compressor):
         def first_q(matrix: Tensor) -> Tensor:
             return torch.randn(matrix.shape[1], self._width, generator=generator).to(matrix)
 
-        names = [f"bucket{bucket.index}.matrix{number}" for number in range(len(matrices))]
-        qs = [
-            self.keep(f"{name}.q", partial(first_q, matrix), is_common=True)
-            for name, matrix in zip(names, matrices, strict=True)
-        ]
-        errors = [  # the errors of this rank's earlier sums
-            self.keep(f"{name}.error", partial(torch.zeros_like, matrix))
-            for name, matrix in zip(names, matrices, strict=True)
-        ]
+        name = f"bucket{bucket.index}.matrix"
+        qs = [self.keep(f"{name}{n}.q", partial(first_q, m), is_common=True) for n, m in enumerate(matrices)]
+        # The errors of this rank's earlier sums.
+        errors = [self.keep(f"{name}{n}.error", partial(torch.zeros_like, m)) for n, m in enumerate(matrices)]
         for matrix, error in zip(matrices, errors, strict=True):
             matrix.add_(error)
-        products = [matrix @ q for matrix, q in zip(matrices, qs, strict=True)]
-        flat = torch.cat([part.flatten() for part in (*products, *others)])
-        ps: list[Tensor] = []
+        parts = [*(matrix @ q for matrix, q in zip(matrices, qs, strict=True)), *others]
+        first = torch.cat([part.flatten() for part in parts])
+        second, ps = first.new_empty(elements_of(qs)), list[Tensor]()
 
         def start_second() -> Pending:
-            sums = flat.split([part.numel() for part in (*products, *others)])
-            ps.extend(
-                torch.linalg.qr(part.view(p.shape)).Q for p, part in zip(products, sums[: len(products)], strict=True)
-            )
-            for view, part in zip(others, sums[len(products) :], strict=True):
-                view.copy_(part.view(view.shape))
-            projected = [(matrix.T @ p).flatten() for matrix, p in zip(matrices, ps, strict=True)]
-            second.append(torch.cat(projected) if projected else flat.new_empty(0))
-            return _sum(second[0], bucket, "second factors")
-
-        second: list[Tensor] = []
+            sums = views_of(first, parts)
+            ps.extend(torch.linalg.qr(part).Q for part in sums[: len(qs)])
+            for view, part in zip(others, sums[len(qs) :], strict=True):
+                view.copy_(part)
+            for part, matrix, p in zip(views_of(second, qs), matrices, ps, strict=True):
+                part.copy_(matrix.T @ p)
+            return _sum(second, bucket, "second factors")
 
         def finish() -> None:
-            parts = second[0].split([q.numel() for q in qs])
-            for matrix, error, p, q, part in zip(matrices, errors, ps, qs, parts, strict=True):
-                q.copy_(part.view(q.shape))
+            for matrix, error, p, q, part in zip(matrices, errors, ps, qs, views_of(second, qs), strict=True):
+                q.copy_(part)
                 total = p @ q.T
                 torch.sub(matrix, total, alpha=1 / bucket.axis.size, out=error)
                 matrix.copy_(total)
 
-        return _sum(flat, bucket, "first factors").then(start_second).then(finish)
+        return _sum(first, bucket, "first factors").then(start_second).then(finish)
 
     def _is_worth_it(self, gradient: Tensor) -> bool:
         rows = len(gradient) if gradient.dim() else 1
