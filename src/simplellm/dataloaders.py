@@ -6,8 +6,6 @@ to s*G + G - 1, however the replicas share them. So three replicas with two sequ
 same data as one replica with six: data is a function of (seed, step, row) only.
 """
 
-from collections import deque
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -67,8 +65,6 @@ class TinyStories:
         self._seq_l = seq_l
         self._rank = rank
         self._num_replicas = num_replicas
-        self._index = 0  # of the next token, in the chunks
-        self._held = 0  # tokens of the chunks
         self._tokens = TokenChunks(tokenizer, choose_source(data)[0], split, seed, revision)
         self._go_to(document=skip, offset=0)
 
@@ -77,22 +73,14 @@ class TinyStories:
 
     def __next__(self) -> Tensor:
         tokens = self._batch_size * self._seq_l
-        step_tokens = self._num_replicas * tokens
-        while self._held < self._index + step_tokens:
-            self._chunks.append(next(self._following))
-            self._held += len(self._chunks[-1][1])
-        batch = np.empty(tokens, np.int64)
-        begin, filled = self._index + self._rank * tokens, 0
-        for _, chunk in self._chunks:
-            if begin < len(chunk) and filled < tokens:
-                part = chunk.tokens(begin, min(len(chunk), begin + tokens - filled))
-                batch[filled : filled + len(part)] = part
-                filled += len(part)
-            begin = max(0, begin - len(chunk))
-        self._index += step_tokens
-        while len(self._chunks) > 1 and self._index >= (first := len(self._chunks[0][1])):
-            self._chunks.popleft()
-            self._index, self._held = self._index - first, self._held - first
+        batch, filled = np.empty(tokens, np.int64), 0
+        self._go_on(self._rank * tokens)
+        while filled < tokens:
+            part = self._chunk.tokens(self._index, self._index + tokens - filled)
+            batch[filled : filled + len(part)] = part
+            filled += len(part)
+            self._go_on(len(part))
+        self._go_on((self._num_replicas - self._rank - 1) * tokens)
         return torch.from_numpy(batch).view(self._batch_size, self._seq_l)
 
     def state_dict(self) -> dict[str, int]:
@@ -100,9 +88,8 @@ class TinyStories:
 
         It is the same on every rank and does not depend on layout or batch size, so a run may be resumed with others.
         """
-        passed, chunk = self._chunks[0]
-        document, offset = chunk.position(self._index)
-        return {"document": passed + document, "offset": offset}
+        document, offset = self._chunk.position(self._index)
+        return {"document": self._passed + document, "offset": offset}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go to a position from `state_dict`.
@@ -115,7 +102,12 @@ class TinyStories:
     def _go_to(self, document: int, offset: int) -> None:
         """Find the first chunk now, so that invalid data ends the run before ranks wait for each other."""
         self._following = self._tokens.walk(document, offset)
-        passed, chunk = next(self._following)
-        self._chunks = deque([(passed, chunk)])  # that have tokens yet to be used, with the documents before this pass
-        self._index = chunk.index_of(document - passed, offset)
-        self._held = len(chunk)
+        self._passed, self._chunk = next(self._following)  # with the documents of earlier passes through the data
+        self._index = self._chunk.index_of(document - self._passed, offset)  # of the next token, in the chunk
+
+    def _go_on(self, tokens: int) -> None:
+        """Go to a later token, and to the chunk that it is in."""
+        self._index += tokens
+        while self._index >= len(self._chunk):
+            self._index -= len(self._chunk)
+            self._passed, self._chunk = next(self._following)

@@ -70,7 +70,7 @@ class Chunk:
         return self.content[begin:end]
 
     def position(self, index: int) -> tuple[int, int]:
-        """Return the document of a token, and the token's number in it; the token is in this chunk, or comes next."""
+        """Return the document of a token of this chunk, and the token's number in it."""
         document = int(np.searchsorted(self.ends, index, side="right"))
         return self.begin.document + document, index - self._start(document)
 
