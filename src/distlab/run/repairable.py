@@ -67,7 +67,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
                 following = Position(step - 1, TAKE) if is_undone else Position(step, KEEP)
             elif phase == KEEP:
                 with run.surviving():
-                    if (step + 1) % getattr(run.settings, "compare_every", 1) == 0:
+                    if (step + 1) % run.settings.compare_every == 0:
                         repair.compare()
                     self._evaluate(step)
                     if not (is_again and self._is_saved(step)):
