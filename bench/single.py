@@ -23,11 +23,11 @@ from training import tokens as tokens_of
 from turns import quartiles_of_ratios, require_quartiles, seconds_in_turn, through_lab
 
 from distlab.machine.heap import set_up_heap
-from distlab.machine.saved_activations import SavedActivations
 from simplellm import command_line
 from simplellm.errors import require_package
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import Recompute
+from simplellm.saved_activations import SavedActivations
 
 DMODEL, NUM_HEADS, N_LAYERS, SEQ_LEN, BATCH_SIZE = 288, 6, 6, 256, 4
 

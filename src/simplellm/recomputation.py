@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from simplellm.autograd import observers
+from simplellm.saved_activations import observers
 from simplellm.weight_gradients import current
 
 _outermost: "Recomputed | None" = None  # the call with recomputed activations that is running

@@ -11,7 +11,6 @@ from support.chapters import load
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.axes.layout import coordinate
-from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.options import CPKind
 from distlab.pipeline.actions import Result
 from distlab.pipeline.activations import MicroBatch, Stage
@@ -27,6 +26,7 @@ from distlab_planner.sequences import SharedAttention
 from distlab_planner.survivors import bytes_after_a_death
 from simplellm.llama import LLamaStage
 from simplellm.losses import causalLLMLoss
+from simplellm.saved_activations import SavedActivations
 
 ROWS, MICRO_BATCHES = 2, 3
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

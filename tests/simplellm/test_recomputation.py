@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.data import GradientBuckets
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.options import Recompute
 from simplellm.recomputation import Recomputed
+from simplellm.saved_activations import SavedActivations
 from simplellm.weight_gradients import DeferredWeightGradients
 
 VOCAB = 11

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from distlab.axes.shards import ReplicaShards
-from distlab.machine.saved_activations import SavedActivations
 from simplellm.attention import SequencePart
-from simplellm.autograd import Observer, backward, observers
+from simplellm.autograd import backward
 from simplellm.recomputation import Recomputed
+from simplellm.saved_activations import SavedActivations, observers
 from simplellm.weight_gradients import DeferredWeightGradients
 
 
@@ -48,7 +48,7 @@ class Stage:
         y: Tensor = self.net(x) if part is None else self.net(x, part=part.sequence)
         return y if self.loss is None else self.loss(y, part or ids) * share
 
-    def observers(self) -> list[Observer]:
+    def observers(self) -> list[SavedActivations]:
         """Return the observers that count the tensors kept now."""
         return [*observers, *([self.saved] if self.saved else [])]
 

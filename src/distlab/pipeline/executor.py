@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from distlab.axes.grid import Grid
 from distlab.comm.context import context_of
 from distlab.comm.recorder import COMPUTE
-from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.actions import Action, ActionCosts, Programs, Result, stages_of
 from distlab.pipeline.activations import MicroBatch, PartOf, Stage, StageLoss
 from distlab.pipeline.links import Links, WorkerLink
 from distlab.pipeline.plan import Plan, simulate, threads_by_plan
 from distlab.pipeline.rehearsal import warm_up
 from simplellm.errors import require
+from simplellm.saved_activations import SavedActivations
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
 POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit

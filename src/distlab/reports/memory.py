@@ -9,7 +9,7 @@ import torch
 
 from distlab.axes.shards import ReplicaShards
 from distlab.comm.recorder import Recorder
-from distlab.machine.saved_activations import SavedActivations
+from simplellm.saved_activations import SavedActivations
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer state", "copy to undo", "gathered", "activations")
 # The kinds that only some runs have: the copy that `--run-on` keeps; at the peak, blocks that are temporarily whole

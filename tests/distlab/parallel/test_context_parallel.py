@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distlab.axes.grid import Axis, Grid, all_ranks
 from distlab.comm.context import TransportName, context_of
-from distlab.machine.saved_activations import SavedActivations
 from distlab.parallel.context_parallel import ContextParallel, positions_of, visible
 from distlab.parallel.options import CPKind, CPOrder
 from distlab.parallel.ring_attention import KeyBlock, Ring, ring_attention
@@ -20,6 +19,7 @@ from simplellm.documents import within_documents
 from simplellm.layers import RMSNorm
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
+from simplellm.saved_activations import SavedActivations
 
 END, VOCAB = 7, 50
 KINDS: tuple[CPKind, ...] = get_args(CPKind)

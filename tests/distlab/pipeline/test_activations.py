@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distlab.machine.saved_activations import SavedActivations
 from distlab.pipeline.actions import Backward, Forward
 from distlab.pipeline.activations import MicroBatch, Stage
 from simplellm.llama import CausalLLama, LLama
+from simplellm.saved_activations import SavedActivations
 
 pytestmark = pytest.mark.quick
 

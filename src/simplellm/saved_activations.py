@@ -1,4 +1,4 @@
-"""A count of the bytes that autograd saves for backward passes."""
+"""A count of the bytes that autograd saves for backward passes, with and without recomputation."""
 
 import contextlib
 import weakref
@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from simplellm.autograd import observers
+observers: list["SavedActivations"] = []  # those that count now
 
 
 class SavedActivations:
-    """Counts the bytes saved for later backward passes: each storage once, parameters not at all."""
+    """Counts the bytes saved for later backward passes: each storage once, parameters not at all.
+
+    An object that counts a tensor is held for as long as the tensor is, or would be, in memory.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         # By the storage itself: a storage that is freed and filled again (ShardedDP's) changes its address.
@@ -51,13 +54,15 @@ class SavedActivations:
             observers.remove(self)
 
     def keep(self, tensor: Tensor) -> object:
-        """Count a tensor for as long as the returned object exists."""
+        """Count a tensor that would also be kept without recomputation."""
         return self._count(tensor, self._kept, self._usually_kept)
 
     def keep_again(self, tensor: Tensor) -> object:
+        """Count a tensor that is kept because of recomputation: an input, or a tensor that has been computed again."""
         return self._count(tensor, self._kept)
 
     def leave_out(self, tensor: Tensor) -> object:
+        """Count a tensor that is not kept but would be without recomputation."""
         return self._count(tensor, self._usually_kept)
 
     def _count(self, tensor: Tensor, *counts: "_Bytes") -> object:
