@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 from distlab.axes.layout import coordinate
 from distlab.parallel.options import encoded_bytes
-from distlab.pipeline.actions import stages_of
 from distlab.pipeline.schedules import AUTO
 from distlab_page.records import Records
 from distlab_planner.costs import Costs
@@ -40,7 +39,7 @@ def costs_of(run: Records) -> Costs | None:
     device: Device = "cuda" if "gpu" in run.config.get("machine", {}) else "cpu"
     costs = replace(Costs.in_bytes(known, layout, split, device), by_hand=by_hand)
     try:
-        if sum(len(stages_of(program)) for program in costs.layout.programs()) != len(split):  # other chunks
+        if len(costs.layout.outline.owners) != len(split):  # other chunks
             return None
     except InputError:  # a schedule of the user's own
         return None
@@ -67,8 +66,7 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
     """
     formulas, settings, layout, model = sent_in_step(costs, rank), run.settings, costs.layout, costs.model
     replicas, parts, compress = layout.size("dp"), layout.micro_batches, settings.get("compress", "none")
-    stages = stages_of(layout.programs()[coordinate(layout.axes, rank, "pp")])
-    own = costs.weights_by_holders(*stages)[0]
+    own = costs.weights_by_holders(*layout.stages_of(coordinate(layout.axes, rank, "pp")))[0]
     weights, holders = own.count, own.holders
     if (settings.get("report_every") or 1) > 1:
         reported = sum(record["loss"] is not None for record in run.metrics[-steps:])
@@ -158,7 +156,7 @@ def memory_of(run: Records, costs: Costs, rank: int) -> dict[str, int]:
     plan, outer, copied = held(costs, worker), 0, 0
     kept = _kept_by_compression(run, costs, plan.parameters // NUMBER_BYTES) * NUMBER_BYTES
     if settings.get("run_on") or settings.get("repair", "off") != "off":
-        copied = costs.updated(*stages_of(costs.layout.programs()[worker])) * NUMBER_BYTES + plan.optimizer_state
+        copied = costs.updated(*costs.layout.stages_of(worker)) * NUMBER_BYTES + plan.optimizer_state
     if run.sync_every is not None and "outer_lr" in settings:  # weights and momentum of the outer optimizer
         outer = 2 * plan.parameters
         if "fragments" in settings:  # and the outer gradient of a fragment; what a compressed one lacked

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from distlab.axes.layout import coordinate
-from distlab.pipeline.actions import stages_of
 from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Exchange, Size, in_pass
 from distlab_planner.graph import graph_of
@@ -63,7 +62,7 @@ def sent_in_step(costs: Costs, rank: int) -> Formulas:
     """
     layout, formulas = costs.layout, Formulas()
     worker = coordinate(layout.axes, rank, "pp")
-    stages = stages_of(layout.programs()[worker])
+    stages = layout.stages_of(worker)
     _add_messages_of_stages(formulas, costs, worker)
     _add_averages(formulas, costs, stages)
     for kind in ("loss", "gradient norm", "other routes"):
