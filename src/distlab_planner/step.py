@@ -169,6 +169,8 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> _AroundPasses:
 def _end_of_average(costs: Costs, program: Sequence[Action], seconds: float, started: float, ended: float) -> float:
     """Return when the gradients have been averaged, bucket after bucket, behind the last pass that computes some.
 
+    Either all buckets follow the first one at once, or the last one follows the end of the pass.
+
     Args:
         seconds: of the whole average, without this overlap.
         started: when the last pass did.
@@ -176,10 +178,7 @@ def _end_of_average(costs: Costs, program: Sequence[Action], seconds: float, sta
     """
     size_bytes = costs.weights(*stages_of(program)) * NUMBER_BYTES
     buckets = max(1, round(size_bytes / BUCKET_BYTES))
-    now = 0.0
-    for bucket in range(1, buckets + 1):
-        now = max(now, started + (ended - started) * bucket / buckets) + seconds / buckets
-    return now
+    return max(started + (ended - started) / buckets + seconds, ended + seconds / buckets)
 
 
 def least_seconds(costs: Costs) -> float:
