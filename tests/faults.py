@@ -307,8 +307,9 @@ def train(rank: int, script: str, flags: list[str]) -> None:
     """A rank's part of a run."""
     module = load(script)
     settings = parse(module.DEFAULTS, "", [str(rank), *FLAGS, *flags])
-    with training_run(settings, LAB / script) as run:
-        module.train(run)
+    run = training_run(settings, LAB / script)
+    module.train(run)
+    run.close()
 
 
 def trained(ranks: int, script: str, flags: list[str], out: Path, records: bool = True) -> Path:

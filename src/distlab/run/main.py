@@ -56,8 +56,8 @@ def main(work: Callable[[Any], None], defaults: RunSettings, description: str | 
             await_place(settings)
         rank, _ = identity(settings)
         run = training_run(settings, script) if isinstance(settings, TrainSettings) else Run(settings, script)
-        with run:
-            work(run)
+        work(run)
+        run.close()
     except (Exception, KeyboardInterrupt) as error:
         from distlab.run.failure import Failure
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
 BatchT = TypeVar("BatchT")
-RunT = TypeVar("RunT", bound="Run[Any]")
 
 
 class Run(Generic[SettingsT]):
@@ -78,13 +77,6 @@ class Run(Generic[SettingsT]):
         torch.manual_seed(settings.seed + self.rank)
         if self.is_first:
             self._introduce(script)
-
-    def __enter__(self: RunT) -> RunT:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
 
     def _join(self, script: Path) -> Joined:
         if not self.settings.layout:

@@ -21,9 +21,10 @@ def train_often(rank: int, script: str, flags: list[str], outs: list[Path], port
     module, streams = load(script), (sys.stdout, sys.stderr)
     for out, port in zip(outs, ports, strict=True):
         own = [str(rank), *MODEL, *TRAINING, *flags, "--out", str(out), "--master-port", str(port)]
-        with TrainingRun(parse(module.DEFAULTS, "", own), LAB / script) as run:
-            assert torch.initial_seed() == run.settings.seed + rank, "each rank draws other numbers, as for dropout"
-            module.train(run)
+        run = TrainingRun(parse(module.DEFAULTS, "", own), LAB / script)
+        assert torch.initial_seed() == run.settings.seed + rank, "each rank draws other numbers, as for dropout"
+        module.train(run)
+        run.close()
         del run
         gc.collect()  # a model and its hooks refer to each other
         assert (sys.stdout, sys.stderr) == streams
