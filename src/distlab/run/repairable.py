@@ -24,7 +24,6 @@ from distlab.run.joining import join_late
 from distlab.run.repair import Repair
 from distlab.run.run_on import UndoableRun, UndoableSteps
 from distlab.run.starting import Joined
-from distlab.run.steps import BatchT
 from distlab.run.terminal import counted, say
 from distlab.settings.common import RunSettings
 from distlab.settings.folders import Claim
@@ -40,7 +39,7 @@ def await_place(settings: RunSettings) -> None:
     survivors.await_place(ranks.open_store(-1, settings.master_addr, 0, settings.timeout))
 
 
-class RepairableSteps(UndoableSteps[BatchT]):
+class RepairableSteps(UndoableSteps):
     """Steps from which ranks can be taken back, as `repair` demands; after the last one, they wait for each other."""
 
     _run: "RepairableRun[Any]"
@@ -50,7 +49,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
     _usual_seconds: float | None = None  # of a step of all ranks, before a death
     _to_measure = 0  # steps until a step is long enough after a repair
 
-    def __iter__(self) -> Iterator[tuple[int, BatchT]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         run, repair = self._run, self._run.repair
         repair.position, is_again = self._begin(), run.joins_late
         while repair.position.step < self._steps:
@@ -97,7 +96,7 @@ class RepairableSteps(UndoableSteps[BatchT]):
             self._batch(at.step)
         return at
 
-    def _batch(self, step: int) -> BatchT:
+    def _batch(self, step: int) -> Any:
         self._positions.setdefault(step, super()._position(step))
         return super()._batch(step)
 

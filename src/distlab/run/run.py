@@ -43,7 +43,7 @@ class Run(Generic[SettingsT]):
     checkpointer: "Checkpointer | None" = None  # of a run that saves checkpoints, or resumes from one
     recording: "Recording | None" = None  # with `--record-gradients`
     _parts: ModelParts  # set by `track`
-    kind_of_steps: type[Steps[Any]] = Steps
+    kind_of_steps: type[Steps] = Steps
     kind_of_log: type[RunLog] = RunLog
     joins_late = False  # whether the other ranks have begun without this process
     steps_overlap = False  # whether a rank may begin a step before the others have ended the one before it

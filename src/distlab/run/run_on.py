@@ -19,7 +19,7 @@ from distlab.reports.records import keep_records, read_steps
 from distlab.run.clipping import ClippingRun, LossSum
 from distlab.run.logs import RunLog
 from distlab.run.state_copy import StateCopy, parameters_of
-from distlab.run.steps import BatchT, Steps
+from distlab.run.steps import Steps
 from distlab.run.training import TrainSettingsT
 from simplellm.errors import require
 
@@ -179,19 +179,19 @@ class UndoableLog(RunLog):
             super()._write(record)
 
 
-class UndoableSteps(Steps[BatchT]):
+class UndoableSteps(Steps):
     """Steps of which the last one, and the one before it, may be taken again, with the same batches."""
 
     _run: "UndoableRun[Any]"
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._taken: dict[int, BatchT] = {}  # the last batches, by step
+        self._taken: dict[int, Any] = {}  # the last batches, by step
 
     def _finish(self, step: int) -> int:
         return step - 1 if self._has_undone() else super()._finish(step)
 
-    def _batch(self, step: int) -> BatchT:
+    def _batch(self, step: int) -> Any:
         if step not in self._taken:
             self._taken[step] = super()._batch(step)
         return self._taken[step]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from distlab.comm.recorder import STEP
 from distlab.run.logs import remove_records_of_the_end
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from distlab.run.run import Run
 
 STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
-BatchT = TypeVar("BatchT")
 
 
-class Steps(Generic[BatchT]):
+class Steps:
     """Loads the checkpoint, if there is one, and iterates over the numbers of a run's steps and their batches.
 
     Args:
@@ -33,7 +32,7 @@ class Steps(Generic[BatchT]):
     def __init__(
         self,
         run: "Run[Any]",
-        batches: "Batches[BatchT]",
+        batches: "Batches[Any]",
         steps: int,
         per_step: int,
         unit: str,
@@ -57,7 +56,7 @@ class Steps(Generic[BatchT]):
         speed, status = run.records.average_speed, run.terminal.status
         self._progress = Progress(steps, tell, done=run.first_step, speed=speed, status=status)
 
-    def __iter__(self) -> Iterator[tuple[int, BatchT]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         step = self._run.first_step
         while step < self._steps:
             yield from self._take(step)
@@ -70,7 +69,7 @@ class Steps(Generic[BatchT]):
         self._progress.advance(step + 1)
         return step + 1
 
-    def _take(self, step: int) -> Iterator[tuple[int, BatchT]]:
+    def _take(self, step: int) -> Iterator[tuple[int, Any]]:
         """Yield a step and its batch, once, and time what the script does with it."""
         run = self._run
         if run.recording is not None:
@@ -79,7 +78,7 @@ class Steps(Generic[BatchT]):
         with run.records.timing_a_step(), run.recorder.span(STEP, f"step {step}"):
             yield step, batch
 
-    def _batch(self, step: int) -> BatchT:
+    def _batch(self, step: int) -> Any:
         return next(self._source)
 
     def _evaluate(self, step: int) -> None:
