@@ -11,7 +11,6 @@ with app.setup:
     from distlab_planner.machine import read_machine
     from distlab_planner.memory import share_of_rank
     from distlab_planner.plan import MEASURED, PlanRequest
-    from distlab_planner.search import find_layouts
     from distlab_planner.table import HEADS
     from distlab_playground import drawing, layouts
     from distlab_playground.guesses import ask
@@ -24,10 +23,7 @@ with app.setup:
         """Return the layouts of a request that fit, the best first."""
         request.check()
         machine = machine.with_room_for(request.ranks, f"{request.ranks} ranks: {machine.name}")
-        most = share_of_rank(machine, request.ranks)
-        return find_layouts(
-            request.model, machine, request.ranks, request.global_batch, most, choices=request.choices, top=request.top
-        )
+        return request.find(machine, share_of_rank(machine, request.ranks))
 
     SIZES = dict(dmodel=4096, num_heads=32, n_layers=32, seq_len=2048, vocab_size=32_000, dtype="bfloat16")
 

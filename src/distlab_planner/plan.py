@@ -24,7 +24,7 @@ from distlab_planner.machine import Machine, read_machine
 from distlab_planner.memory import share_of_rank
 from distlab_planner.model import Model, Sizes
 from distlab_planner.model_flags import ModelFlags
-from distlab_planner.search import find_layouts
+from distlab_planner.search import Found, find_layouts
 from distlab_planner.step import WARM_UP
 from distlab_planner.table import Row, milliseconds, table
 from simplellm import command_line
@@ -121,6 +121,20 @@ class PlanRequest(ModelFlags, RanksToPlan):  # `--help` lists the flags of the l
             why = "its order is not known before the run; " * (name == AUTO)
             require(name in known, f"--schedule {name}: {why}give some of {', '.join(known)}")
 
+    def find(self, machine: Machine, most_bytes: float) -> Found:
+        """Return the best layouts on a machine; each rank may need that much memory."""
+        return find_layouts(
+            self.model,
+            machine,
+            self.ranks,
+            self.global_batch,
+            most_bytes,
+            optimizer=self.optimizer,
+            choices=self.choices,
+            top=self.top,
+            threads=asked_threads(),
+        )
+
     def model_flags(self) -> list[str]:
         """Return the flags of the model that differ from their defaults, which are those of a run."""
         defaults = {field.name: field.default for field in fields(self)}
@@ -137,17 +151,7 @@ def plan(request: PlanRequest) -> None:
     if request.verify:
         check_computer(machine, request)
     most_bytes = share_of_rank(machine, request.ranks) if request.memory is None else read_size(request.memory)
-    found = find_layouts(
-        model,
-        machine,
-        request.ranks,
-        request.global_batch,
-        most_bytes,
-        optimizer=request.optimizer,
-        choices=request.choices,
-        top=request.top,
-        threads=asked_threads(),
-    )
+    found = request.find(machine, most_bytes)
     what = f"--ranks {request.ranks} with --global-batch {request.global_batch}"
     divided = f"the batch, {'the experts, ' * bool(request.experts)}the heads and the layers"
     whole = ", and compiles whole blocks" * request.compile
