@@ -1,7 +1,6 @@
 """Grades a course: every file of every student in a separate process, several at a time, and none is lost."""
 
 import csv
-import io
 import json
 import time
 from collections import Counter
@@ -82,7 +81,7 @@ def grade_course(
     passed = sum(each.result == PASSED for each in grades)
     print(f"# {passed} of {len(grades)} passed", flush=True)
     if csv_file is not None:
-        csv_file.write_text(_as_csv(grades), encoding="utf-8")
+        _write_csv(grades, csv_file)
     if json_file is not None:
         found = {"grades": [asdict(each) for each in grades], "not_graded": rest, "misconceptions": mistakes}
         json_file.write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -149,13 +148,12 @@ def _answer(pipe: Connection, began: Grade) -> Grade:
         return began
 
 
-def _as_csv(grades: Sequence[Grade]) -> str:
-    """Return a table for a spreadsheet, a row for each grade."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [each.name for each in fields(Grade)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(each) | {"imports": " ".join(each.imports)} for each in grades)
-    return text.getvalue()
+def _write_csv(grades: Sequence[Grade], path: Path) -> None:
+    """Write a table for a spreadsheet, a row for each grade."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [each.name for each in fields(Grade)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(each) | {"imports": " ".join(each.imports)} for each in grades)
 
 
 def _misconceptions(grades: Sequence[Grade]) -> list[dict[str, Any]]:
