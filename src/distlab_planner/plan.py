@@ -5,8 +5,9 @@ import re
 import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,7 +18,7 @@ from distlab.parallel.options import CPKind
 from distlab.pipeline.schedules import AUTO, schedule_names
 from distlab.reports.records import read_largest, read_steps
 from distlab.run.commands import launcher
-from distlab.run.terminal import counted
+from distlab.run.terminal import StatusLine, can_erase, counted
 from distlab.settings.common import as_flag, require_positive, shown_as
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, Choices, Shard
 from distlab_planner.machine import Machine, read_machine
@@ -121,8 +122,10 @@ class PlanRequest(ModelFlags, RanksToPlan):  # `--help` lists the flags of the l
             why = "its order is not known before the run; " * (name == AUTO)
             require(name in known, f"--schedule {name}: {why}give some of {', '.join(known)}")
 
-    def find(self, machine: Machine, most_bytes: float) -> Found:
-        """Return the best layouts on a machine; each rank may need that much memory."""
+    def find(
+        self, machine: Machine, most_bytes: float, examines: Callable[[int, int], object] = lambda *_: None
+    ) -> Found:
+        """Return the best layouts on a machine; each rank may need that much memory. `examines` is as in the search."""
         return find_layouts(
             self.model,
             machine,
@@ -133,6 +136,7 @@ class PlanRequest(ModelFlags, RanksToPlan):  # `--help` lists the flags of the l
             choices=self.choices,
             top=self.top,
             threads=asked_threads(),
+            examines=examines,
         )
 
     def model_flags(self) -> list[str]:
@@ -151,7 +155,11 @@ def plan(request: PlanRequest) -> None:
     if request.verify:
         check_computer(machine, request)
     most_bytes = share_of_rank(machine, request.ranks) if request.memory is None else read_size(request.memory)
-    found = request.find(machine, most_bytes)
+    status = StatusLine(sys.stdout if can_erase(sys.stdout) else None)
+    found = request.find(
+        machine, most_bytes, lambda number, total: status.show(f"simulating layout {number:,} of at most {total:,}")
+    )
+    status.clear()
     what = f"--ranks {request.ranks} with --global-batch {request.global_batch}"
     divided = f"the batch, {'the experts, ' * bool(request.experts)}the heads and the layers"
     whole = ", and compiles whole blocks" * request.compile

@@ -1,6 +1,7 @@
 """The best layouts of a run on a machine."""
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from distlab_planner.costs import Costs
@@ -34,11 +35,13 @@ def find_layouts(
     choices: Choices | None = None,
     top: int = 10,
     threads: int | None = None,
+    examines: Callable[[int, int], object] = lambda *_: None,
 ) -> Found:
     """Return the layouts with the shortest steps whose ranks fit in the given number of bytes.
 
     Promising layouts are simulated first. When no other can be faster than the best so far, even if its ranks never
-    waited, the search ends. `threads` is each rank's number from OMP_NUM_THREADS, if it is set.
+    waited, the search ends. `threads` is each rank's number from OMP_NUM_THREADS, if it is set. `examines` is called
+    before each simulation, with the number of this layout in the order of the search, and their total number.
     """
     found, best = Found(), list[tuple[float, int, Row]]()  # a heap with the slowest of the best first
     queue = []
@@ -65,6 +68,7 @@ def find_layouts(
             found.too_large += 1
             found.least_bytes = min(found.least_bytes, needed)
             continue
+        examines(found.layouts - len(queue), found.layouts)
         step = predict(costs)
         entry = (-step.seconds, -number, Row(costs.layout, step, max(of_worker.total for of_worker in holds), needed))
         (heapq.heappush if len(best) < top else heapq.heappushpop)(best, entry)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.planner_machines import MODEL as SMALL_MODEL
 from support.planner_machines import cluster
 from support.processes import LAB, run
 from support.terminals import fork_launcher, fork_python
@@ -18,17 +17,15 @@ from support.terminals import fork_launcher, fork_python
 from distlab.launch import find_script, launch
 from distlab.launching.launcher_flags import assign_ranks, read_flags
 from distlab.machine.devices import Place
+from distlab.run.terminal import ERASE_LINE
 from distlab.settings.hybrid import HybridSettings
 from distlab.settings.scripts import read_script
 from distlab_planner import calibrate, plan, search
-from distlab_planner.costs import Costs
-from distlab_planner.layouts import Choices, layouts
 from distlab_planner.machine import Machine, Measured, PassSeconds, read_machine, write_machine
 from distlab_planner.measuring import PAUSES
-from distlab_planner.memory import held, process_bytes, share_of_rank
+from distlab_planner.memory import share_of_rank
 from distlab_planner.model import Sizes
-from distlab_planner.step import Step, predict
-from distlab_planner.table import HEADS, milliseconds
+from distlab_planner.table import milliseconds
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 
@@ -250,53 +247,6 @@ def test_milliseconds_have_three_digits() -> None:
     assert shown == ["0.000 ms", "0.042 ms", "0.847 ms", "1.00 ms", "41.3 ms", "7,282 ms"]
 
 
-FEW = Choices(micro_batches=(1, 2, 4), schedules=("gpipe", "dapple", "zb-h1"), recompute=("none",))
-RANKS, SEQUENCES = 8, 16
-
-
-@pytest.mark.parametrize("top", [1, 5, 20])
-def test_a_search_finds_what_playing_all_layouts_finds(top: int) -> None:
-    machine = cluster(ranks_per_host=4, pass_seconds=1e-4)
-    seconds = []
-    for layout in layouts(SMALL_MODEL, RANKS, SEQUENCES, FEW, machine.ranks_per_host):
-        costs = Costs(machine, SMALL_MODEL, layout)
-        seconds.append(predict(replace(costs, layout=replace(layout, split=costs.balanced_split()))).seconds)
-    found = search.find_layouts(SMALL_MODEL, machine, RANKS, SEQUENCES, float("inf"), choices=FEW, top=top)
-    assert [row.step.seconds for row in found.rows] == pytest.approx(sorted(seconds)[:top])
-    assert (found.layouts, found.too_large) == (len(seconds), 0)
-    assert found.too_slow > 0
-
-
-def test_layouts_that_do_not_fit_are_counted_as_far_as_the_search_goes() -> None:
-    machine = cluster(process_bytes=1e6)
-    needed = []
-    for layout in layouts(SMALL_MODEL, RANKS, SEQUENCES, FEW, machine.ranks_per_host):
-        costs = Costs(machine, SMALL_MODEL, layout)
-        costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))
-        workers = range(layout.size("pp"))
-        needed.append(max(process_bytes(costs, worker, held(costs, worker)) for worker in workers))
-    most_bytes = sorted(needed)[len(needed) // 2]
-    too_large = sum(size > most_bytes for size in needed)
-
-    def search_for(top: int, optimizer: str = "adam") -> search.Found:
-        limits = RANKS, SEQUENCES, most_bytes
-        return search.find_layouts(SMALL_MODEL, machine, *limits, choices=FEW, top=top, optimizer=optimizer)
-
-    every = search_for(len(needed))
-    assert (len(every.rows), every.too_large, every.too_slow) == (len(needed) - too_large, too_large, 0)
-    assert every.least_bytes == min(size for size in needed if size > most_bytes)
-    first = search_for(1)
-    assert first.rows[0].step.seconds == every.rows[0].step.seconds
-    assert 0 < first.too_large < too_large
-    assert first.too_slow > 0
-    for optimizer, rows in (("adam", every.rows), ("sgd", search_for(len(needed), "sgd").rows)):
-        for row in rows:
-            costs = Costs(machine, SMALL_MODEL, row.layout, optimizer=optimizer)
-            assert row.held_bytes == max(held(costs, worker).total for worker in range(row.layout.size("pp")))
-            needs = max(process_bytes(costs, worker, held(costs, worker)) for worker in range(row.layout.size("pp")))
-            assert row.cells(1, SEQUENCES)[HEADS.index("memory, MB")] == f"{needs / 1e6:,.0f}"
-
-
 def test_a_plan_says_how_many_layouts_it_leaves_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,19 +260,16 @@ def test_a_plan_says_how_many_layouts_it_leaves_out(
         assert re.search(rf"^[\d,]+ layouts{shown}$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_few_layouts_of_a_large_plan_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = []
-
-    def predict_and_count(costs: Costs) -> Step:
-        played.append(costs.layout)
-        return predict(costs)
-
-    monkeypatch.setattr(search, "predict", predict_and_count)
-    request = plan.PlanRequest(dmodel=8192, num_heads=64, n_layers=16, seq_len=4096)
-    found = search.find_layouts(request.model, read_machine(Path(CLUSTER)), 16, 16, 80e9)
-    assert found.layouts > 2000
-    assert len(played) < found.layouts / 10, f"{len(played)} of {found.layouts}"
-    assert found.layouts == len(played) + found.too_large + found.too_slow
+def test_a_terminal_shows_which_layout_is_simulated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_terminal in (True, False):
+        monkeypatch.setattr(plan, "can_erase", lambda _, is_terminal=is_terminal: is_terminal)
+        plan.command([*SMALL, "--ranks", "2", "--machine", CLUSTER, "--top", "1"])
+        shown, _, table = capsys.readouterr().out.rpartition(ERASE_LINE)
+        layouts = re.search(r"^([\d,]+) layouts", table, re.MULTILINE)
+        assert layouts
+        assert bool(re.search(rf"# simulating layout \d+ of at most {layouts[1]}\b", shown)) == is_terminal
 
 
 def test_a_plan_starts_without_torch() -> None:

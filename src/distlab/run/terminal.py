@@ -20,6 +20,11 @@ def counted(number: int, things: str) -> str:
     return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
 
 
+def can_erase(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can erase a line, and so can have a status line."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
 class StatusLine:
     """The last line of a terminal, below all output; not shown if the output is a file or a pipe.
 
@@ -145,7 +150,7 @@ class Terminal:
 
     def __init__(self, rank: int, has_own: bool) -> None:
         self._streams = sys.stdout, sys.stderr
-        has_status_line = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"  # which can erase a line
+        has_status_line = can_erase(sys.stdout)
         self.status = StatusLine(sys.stdout if has_own and has_status_line else None)
         if not (has_own and has_status_line):
             for library in ("HF_HUB", "HF_DATASETS"):  # these libraries read it at import, which happens later
