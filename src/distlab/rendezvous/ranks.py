@@ -107,11 +107,8 @@ def agree(
 
 def read_places(store: dist.Store, size: int) -> list[Place]:
     """Return the hosts and GPUs of all ranks, by rank; call it once all have joined."""
-    return ranks_store(_timeout_of(store), store).ask(lambda: network.read_places(store, size))
-
-
-def _timeout_of(store: dist.Store) -> float:
-    return store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's annotations lack it
+    seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch's annotations lack it
+    return ranks_store(seconds, store).ask(lambda: network.read_places(store, size))
 
 
 def say_hosts(places: Sequence[Place], tp: int) -> None:

@@ -225,7 +225,7 @@ class UndoableRun(ClippingRun[TrainSettingsT]):
         super().track(model, optimizer, *further, **options)
         copy = self.copy = StateCopy(optimizer, self._parts.changing_shards)
         if self.memory is not None:
-            self.memory.copied_bytes = lambda: copy.size_bytes
+            self.memory.copied_bytes = copy.size_bytes
         self.late = self.records.late = RunningOn(copy, self._loss_arrived, self.settings.clip_norm)
         self.steps_overlap = getattr(self.settings, "run_on", False)
 

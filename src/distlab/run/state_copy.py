@@ -35,7 +35,6 @@ class StateCopy:
             for tensor, kept in zip(tensors_of(self.optimizer), self._kept, strict=True):
                 tensor.copy_(kept)
 
-    @property
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._kept)
 
