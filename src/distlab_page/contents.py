@@ -40,7 +40,7 @@ def contents(run: Records, other: Records | None = None, is_live: bool = False) 
     pipeline = run.trace.programs if run.trace else None
     return {
         "is_live": is_live,
-        "title": title_of(run),
+        "title": f"{run.name}: {in_words(run)}",
         "status": status(run),
         "verdict": verdict(run, other) if other else None,
         "about": [about(one) for one in (run, other) if one],
@@ -61,10 +61,11 @@ def contents(run: Records, other: Records | None = None, is_live: bool = False) 
 
 def missing(run: Records) -> dict[str, str]:
     """Return, by panel, why it is empty if it is."""
-    if run.is_running:
-        why = dict.fromkeys(("timeline", "memory"), "The ranks report this at the end of the run.")
-    else:
-        why = dict.fromkeys(("timeline", "memory"), "The run ended before its ranks reported this.")
+    at_the_end, too_early = (
+        "The ranks report this at the end of the run.",
+        "The run ended before its ranks reported this.",
+    )
+    why = dict.fromkeys(("timeline", "memory"), at_the_end if run.is_running else too_early)
     if run.repairs and run.state == "complete":
         why["timeline"] = "No step came after the last repair, so the run has no trace of one."
     if not run.settings.get("trace"):
@@ -76,10 +77,6 @@ def missing(run: Records) -> dict[str, str]:
     sent = f"The run {'has not recorded a step yet' if run.is_running else 'ended before it recorded a step'}."
     sent = "One process sends nothing." if run.ranks == 1 else sent
     return why | {"time": "The run has no records of its time.", "ledger": sent}
-
-
-def title_of(run: Records) -> str:
-    return f"{run.name}: {in_words(run)}"
 
 
 def status(run: Records) -> Json:
