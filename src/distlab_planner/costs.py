@@ -167,11 +167,8 @@ class Costs:
             own, products = 0.0, sizes.multiply_adds(part, tp)
         if part == "block":
             products += (self.activations.attention.work - 1) * sizes.attention_multiply_adds(tp)
-        return own + self.tokens * products * SHARE_OF[kind] / self._speed / threads
-
-    @property
-    def _speed(self) -> float:
-        return self.machine.speed(self.model.sizes.dtype, self.model.sizes.compiled)
+        speed = self.machine.speed(sizes.dtype, sizes.compiled)
+        return own + self.tokens * products * SHARE_OF[kind] / speed / threads
 
     @property
     def _rows(self) -> float:
