@@ -205,7 +205,8 @@ class Pair:
     def name_weights(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
         away = _away(part.flat, right)
         if step - 1 in self.run.steps and step - 1 in self.other.steps:
-            before, right_before = self._before(step - 1, rank, name, part)
+            before = self.run.ranks(step - 1)[rank].part("weights", name).flat
+            right_before = part.of(self.other.whole(step - 1, "weights", name))
             if not shares.differs(part.flat, before):
                 return Mistake("not-updated", "are those before the update", away)
             if (scale := shares.scale_of(part.flat - before, right - right_before)) is not None:
@@ -213,10 +214,6 @@ class Pair:
         if (scale := shares.scale_of(part.flat, right)) is not None:
             return Mistake("weights-scaled", f"are {scale:.4g} times what they should be", away)
         return Mistake("other", "differ", away)
-
-    def _before(self, step: int, rank: int, name: str, part: TensorPart) -> tuple[Tensor, Tensor]:
-        own = self.run.ranks(step)[rank].part("weights", name)
-        return own.flat, part.of(self.other.whole(step, "weights", name))
 
 
 def _away(own: Tensor, right: Tensor) -> str:
