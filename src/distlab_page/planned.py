@@ -26,14 +26,14 @@ def costs_of(run: Records) -> Costs | None:
     """Return a run in the planner's terms; None if the planner does not know such runs."""
     settings, layout = run.settings, run.layout
     is_known = all(name in settings for name in NEEDED) and settings.get("tp_style") != "naive"
-    by_hand = run.config.get("shards")  # by a script that has no flag for it; it sends whole weights in float32
-    if not is_known or run.repairs or (by_hand and settings["dtype"] != "float32"):
+    shards = run.config.get("shards")  # by a script that has no flag for it; it sends whole weights in float32
+    if not is_known or run.repairs or (shards and settings["dtype"] != "float32"):
         return None
     schedule = settings.get("schedule", "naive")
     if schedule == AUTO and settings["chunks_per_stage"] == 1:  # its messages are those of any with the same stages
         schedule = "dapple"
     tokenizer = settings["tokenizer"] and Path(settings["tokenizer"])
-    known = SimpleNamespace(**{"shard": by_hand or "none"} | settings | {"tokenizer": tokenizer, "schedule": schedule})
+    known = SimpleNamespace(**{"shard": shards or "none"} | settings | {"tokenizer": tokenizer, "schedule": schedule})
     split = tuple(run.config.get("layers_per_stage", [settings["n_layers"]]))
     by_hand = "tp" not in settings and "chunks_per_stage" not in settings  # see `StageSettings.casts_messages`
     device: Device = "cuda" if "gpu" in run.config.get("machine", {}) else "cpu"

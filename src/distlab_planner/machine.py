@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from distlab.comm.link import Link
 from distlab.run.commands import launcher
+from distlab.run.terminal import counted
 from distlab_planner.model import PARTS, Dtype, ModelPart, Sizes
 from simplellm.errors import InputError, require
 
@@ -168,7 +169,8 @@ class Machine:
         """Return the machine as `ranks` ranks use it; `InputError`, which begins with `name`, if it is too small."""
         if self.hosts == 1 and self.device == "cpu":  # any number of ranks may share its cores
             return replace(self, ranks_per_host=max(ranks, self.ranks_per_host))
-        there = f"{name} has {self.hosts} hosts with {self.ranks_per_host} ranks each"
+        each = " each" * (self.hosts > 1)
+        there = f"{name} has {counted(self.hosts, 'hosts')} with {counted(self.ranks_per_host, 'ranks')}{each}"
         require(ranks <= self.ranks, f"{there}, but the layout has {ranks:,} ranks")
         return self
 

@@ -215,7 +215,7 @@ def test_as_many_ranks_as_the_hosts_have_room_for_are_not_too_many() -> None:
     assert CLUSTER.with_room_for(32, "c.json") == CLUSTER
     with pytest.raises(InputError, match=r"c.json has 4 hosts with 8 ranks each, but the layout has 33 ranks"):
         CLUSTER.with_room_for(33, "c.json")
-    with pytest.raises(InputError, match=r"c.json has 1 hosts with 8 ranks each, but the layout has 9 ranks"):
+    with pytest.raises(InputError, match=r"c.json has 1 host with 8 ranks, but the layout has 9 ranks"):
         cluster(hosts=1).with_room_for(9, "c.json")
     assert cluster(device="cpu", hosts=1).with_room_for(33, "c.json").ranks_per_host == 33
 
