@@ -168,7 +168,7 @@ def fails_with(deaths: list[Death], out: Path, **environment: str) -> str:
 
 def test_without_detours_the_check_names_a_micro_batch_that_nobody_computes(tmp_path: Path) -> None:
     told = fails_with([(4, DIES_IN, 1, "SIGKILL")], tmp_path / "run", LEAVE_OUT="1")
-    assert "stage 1 never computes the gradients of micro-batch 3," in told
+    assert "stage 1 never computes the gradients of micro-batches 3, 4 and 5," in told
 
 
 def test_the_last_rank_with_a_stage_cannot_be_replaced(tmp_path: Path) -> None:

@@ -102,12 +102,20 @@ class Graph:
                 both = f"in {self.actions[other]} and in {action}"
                 raise ScheduleError(f"stage {stage} computes {result} twice, {both}")
 
+    def _all_like(self, missing: Result) -> str:
+        """Return a missing result in words, with all other micro-batches whose result of this kind is missing."""
+        needed = (result for action in self.actions for result in action.needs(len(self.owners)))
+        same = (one for one in needed if (one.kind, one.stage) == (missing.kind, missing.stage))
+        numbers = sorted({one.micro_batch for one in same if one not in self.producers})
+        others = f"es {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+        return str(missing) if len(numbers) == 1 else str(missing).replace(f" {missing.micro_batch}", others)
+
     def _source(self, result: Result, index: int) -> int:
         """Return the number of the source of a result: an action of the same worker, or a message, which is added."""
         action, source = self.actions[index], self.producers.get(result)
         stage, what = action.stage, f"{action} of stage {action.stage} needs"
         if source is None:
-            raise ScheduleError(f"stage {result.stage} never computes {result}, which {what}")
+            raise ScheduleError(f"stage {result.stage} never computes {self._all_like(result)}, which {what}")
         if result.stage == stage:
             if source > index:
                 raise ScheduleError(f"stage {stage} runs {action} before {self.actions[source]}")
