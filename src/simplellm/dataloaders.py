@@ -74,13 +74,13 @@ class TinyStories:
     def __next__(self) -> Tensor:
         tokens = self._batch_size * self._seq_l
         batch, filled = np.empty(tokens, np.int64), 0
-        self._go_on(self._rank * tokens)
+        self._go_on(self._rank * tokens)  # those of the replicas before this one
         while filled < tokens:
             part = self._chunk.tokens(self._index, self._index + tokens - filled)
             batch[filled : filled + len(part)] = part
             filled += len(part)
             self._go_on(len(part))
-        self._go_on((self._num_replicas - self._rank - 1) * tokens)
+        self._go_on((self._num_replicas - self._rank - 1) * tokens)  # those of the replicas after it
         return torch.from_numpy(batch).view(self._batch_size, self._seq_l)
 
     def state_dict(self) -> dict[str, int]:
@@ -102,8 +102,9 @@ class TinyStories:
     def _go_to(self, document: int, offset: int) -> None:
         """Find the first chunk now, so that invalid data ends the run before ranks wait for each other."""
         self._following = self._tokens.walk(document, offset)
-        self._passed, self._chunk = next(self._following)  # with the documents of earlier passes through the data
-        self._index = self._chunk.index_of(document - self._passed, offset)  # of the next token, in the chunk
+        # The number of documents in earlier passes through the data, and the chunk that the next token is in.
+        self._passed, self._chunk = next(self._following)
+        self._index = self._chunk.index_of(document - self._passed, offset)  # of that token
 
     def _go_on(self, tokens: int) -> None:
         """Go to a later token, and to the chunk that it is in."""

@@ -114,7 +114,7 @@ class TokenFile(NamedTuple):
 
     def build_again(self) -> Chunk:
         """Build the chunk, and its file in place of a broken one, if there is one."""
-        if os.path.exists(self.path):
+        if os.access(self.path, os.R_OK):
             tell(f"{self.path} is broken: its tokens are encoded again")
         chunk = self.build()
         with self._in_its_place():

@@ -65,15 +65,16 @@ def test_the_layout_may_change_on_the_way() -> None:
     assert torch.equal(torch.cat(rows), alone)
 
 
+@pytest.mark.parametrize("seq", [2, 3, 5])
 @pytest.mark.parametrize("steps", range(12))
-def test_a_position_is_exact_wherever_the_cut_falls(tmp_path: Path, steps: int) -> None:
-    """Documents of 2, 3 and 4 tokens with their end, cut into steps of 3: cuts fall within and between documents."""
+def test_a_position_is_exact_wherever_the_cut_falls(tmp_path: Path, steps: int, seq: int) -> None:
+    """Documents of 2, 3 and 4 tokens with their end: cuts fall within and between documents, and at their end."""
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a", "bc", "def"]))
-    data = letters(path, seq_l=3)
+    data = letters(path, seq_l=seq)
     for _ in range(steps):
         next(data)
-    tokens = 3 * steps
+    tokens = seq * steps
     document, offset = tokens // 9 * 3, tokens % 9
     for length in (2, 3):
         if offset >= length:
@@ -81,7 +82,7 @@ def test_a_position_is_exact_wherever_the_cut_falls(tmp_path: Path, steps: int) 
         else:
             break
     assert data.state_dict() == {"document": document, "offset": offset}
-    again = letters(path, seq_l=3)
+    again = letters(path, seq_l=seq)
     again.load_state_dict(data.state_dict())
     assert again.state_dict() == data.state_dict()
     for _ in range(5):

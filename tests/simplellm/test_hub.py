@@ -192,6 +192,7 @@ def test_the_hub_tells_its_newest_revision_and_an_error_without_a_message_is_tol
         raise TimeoutError
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "SECONDS", 10.0)
     asked = "huggingface_hub.HfApi.dataset_info"
     monkeypatch.setattr(asked, lambda *_, **__: SimpleNamespace(sha="abc"))
     assert (hub.ask_hub()[0], hub.hub_revision()) == (None, "abc")

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from multiprocessing.synchronize import Barrier
@@ -189,15 +189,39 @@ def test_a_tokenizer_derived_from_the_shipped_one_is_another(cache: Path) -> Non
     assert len(files_of(cache)) == 1
 
 
-def test_a_chunk_whose_file_is_gone_is_encoded_again(cache: Path) -> None:
-    chunks = TokenChunks(TOKENIZER, "sample", "train", 0, None)
-    _, (_, chunk) = islice(chunks.walk(0, 0), 2)
-    wanted = chunk.tokens(0, 9)
-    walk = chunks.walk(0, 0)
-    next(walk)
-    _, chunk = next(walk)
+@pytest.mark.parametrize("damage", [None, flip])
+def test_files_may_be_deleted_while_they_are_used(
+    damage: Callable[[Path], None] | None, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a broken one, before its tokens have been checked."""
+    wanted = list(islice(TinyStories(TOKENIZER, data="sample"), 40))
+    files = files_of(cache)
+    if damage is not None:
+        damage(min(files, key=lambda path: int(path.name.partition("-")[0])))
+    loader = TinyStories(TOKENIZER, data="sample")
     shutil.rmtree(cache)
-    assert chunk.tokens(0, 9).tolist() == wanted.tolist()
+    assert torch.equal(torch.stack(list(islice(loader, 40))), torch.stack(wanted))
+    assert capsys.readouterr().err == ""
+    assert len(files_of(cache)) == len(files) - 1, "the first was in use already"
+
+
+def test_a_file_that_cannot_be_read_is_not_called_broken(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another user, for example."""
+    wanted = next(TinyStories(TOKENIZER, data="sample"))
+    [path] = files_of(cache)
+    open_file = Path.open
+
+    def opened(file: Path, *arguments: Any, **options: Any) -> Any:
+        if file == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
+    assert capsys.readouterr().err == ""
 
 
 def encode_beside_others(rank: int, begin: Barrier) -> tuple[int, int]:
@@ -302,11 +326,12 @@ def test_an_edited_file_is_other_data(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [STORIES[::-1], []], ids=["reversed", "emptied"])
+def test_a_file_that_changes_during_a_run_is_named(later: list[str], tmp_path: Path) -> None:
     path = write_documents(tmp_path / "stories.jsonl", STORIES)
     loader = TinyStories(TOKENIZER, 1, 16, data=str(path))
     next(loader)
-    write_documents(path, STORIES[::-1])
+    write_documents(path, later)
     with pytest.raises(InputError, match=r"^data .*stories.jsonl: changed while it was read; start the run again$"):
         list(islice(loader, 50))
 

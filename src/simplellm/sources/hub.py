@@ -117,7 +117,10 @@ def hub_revision() -> str | None:
 
 
 def ask_hub() -> tuple[str | None, str | None]:
-    """Return why the hub cannot be reached, and its newest revision of TinyStories; one of them is None."""
+    """Return why the hub cannot be reached, and its newest revision of TinyStories; one of them is None.
+
+    Takes at most `SECONDS`.
+    """
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
