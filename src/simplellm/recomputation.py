@@ -80,8 +80,9 @@ class Recomputed:
 
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(torch.random.fork_rng(self._gpus))
-            torch.set_rng_state(self._random_states[0])
-            for gpu, state in zip(self._gpus, self._random_states[1], strict=True):
+            of_cpu, of_gpus = self._random_states
+            torch.set_rng_state(of_cpu)
+            for gpu, state in zip(self._gpus, of_gpus, strict=True):
                 torch.cuda.set_rng_state(state, gpu)
             contexts.enter_context(torch.enable_grad())
             contexts.enter_context(saved_tensors_hooks(keep, self._take))

@@ -76,15 +76,18 @@ class PowerSGD(Compressor):
         def first_q(matrix: Tensor) -> Tensor:
             return torch.randn(matrix.shape[1], self._width, generator=generator).to(matrix)
 
-        name = f"bucket{bucket.index}.matrix"
-        qs = [self.keep(f"{name}{n}.q", partial(first_q, m), is_common=True) for n, m in enumerate(matrices)]
-        # The errors of this rank's earlier sums.
-        errors = [self.keep(f"{name}{n}.error", partial(torch.zeros_like, m)) for n, m in enumerate(matrices)]
+        qs, errors = list[Tensor](), list[Tensor]()
+        for number, matrix in enumerate(matrices):
+            name = f"bucket{bucket.index}.matrix{number}"
+            qs.append(self.keep(f"{name}.q", partial(first_q, matrix), is_common=True))
+            errors.append(self.keep(f"{name}.error", partial(torch.zeros_like, matrix)))  # of this rank's earlier sums
         for matrix, error in zip(matrices, errors, strict=True):
             matrix.add_(error)
-        parts = [*(matrix @ q for matrix, q in zip(matrices, qs, strict=True)), *others]
+        products = [matrix @ q for matrix, q in zip(matrices, qs, strict=True)]
+        parts = [*products, *others]
         first = torch.cat([part.flatten() for part in parts])
-        second, ps = first.new_empty(elements_of(qs)), list[Tensor]()
+        second = first.new_empty(elements_of(qs))
+        ps: list[Tensor] = []
 
         def start_second() -> Pending:
             sums = views_of(first, parts)
