@@ -7,6 +7,7 @@ can be abandoned; `leave` exits without waiting for that thread.
 import contextlib
 import ctypes
 import os
+import resource
 import socket
 import stat
 import threading
@@ -18,6 +19,7 @@ from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
 SECONDS_OF_A_CALL = 0.5  # a call usually takes less; how often to check whether to keep waiting
+MOST_DESCRIPTORS = 65536  # checked one by one; the limit may be a thousand million
 
 
 def within(
@@ -55,10 +57,16 @@ def name_process(name: str) -> None:
 
 
 def open_descriptors() -> list[int]:
-    """Return the numbers of this process's open files; none where the system does not list them."""
-    with contextlib.suppress(OSError):
+    """Return the numbers of this process's open files; where the system does not list them, of those below the limit.
+
+    A repair needs them on every system: a rank that waits for another survivor leaves its wait only when that one
+    shuts down its sockets.
+    """
+    try:
         return [int(name) for name in os.listdir("/dev/fd")]
-    return []
+    except OSError:  # on Linux a link into /proc, which may be missing
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return [number for number in range(min(most % 2**64, MOST_DESCRIPTORS)) if _is_open(number)]
 
 
 def open_sockets() -> set[tuple[int, int]]:
@@ -87,3 +95,11 @@ def is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
