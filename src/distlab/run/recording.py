@@ -56,7 +56,8 @@ class Recording:
         shares: int = 0,
         wait_for_weights: Callable[[], object] = lambda: None,
     ) -> None:
-        self._run, self._rank, self._steps, self._wait_for_weights = run, rank, steps, wait_for_weights
+        self._run, self._rank, self._steps = run, rank, steps
+        self._wait_for_weights = wait_for_weights
         self._shares = shares if shares > 1 else 0  # a single one is the gradient
         self._updated = {name: parameter for name, parameter in updated.items() if parameter.requires_grad}
         self.held = held

@@ -18,7 +18,7 @@ from distlab.axes.layout import layout_size
 from distlab.machine.devices import cores
 from distlab.machine.processes import NEWCOMER
 from distlab.rendezvous import ranks, survivors
-from distlab.rendezvous.survivors import KEEP, MEET, NOWHERE, TAKE, NewsError, Position
+from distlab.rendezvous.survivors import KEEP, MEET, TAKE, NewsError, Position
 from distlab.reports.records import read_steps
 from distlab.run.joining import join_late
 from distlab.run.repair import Repair
@@ -51,7 +51,8 @@ class RepairableSteps(UndoableSteps):
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         run, repair = self._run, self._run.repair
-        repair.position, is_again = self._begin(), run.joins_late
+        repair.position = self._begin()
+        is_again = run.joins_late
         while repair.position.step < self._steps:
             step, phase = repair.position
             timed = step + 1  # the number of steps that have records
@@ -89,8 +90,8 @@ class RepairableSteps(UndoableSteps):
         self._origin = run.records.count - run.first_step * self._per_step
         self._repair.survivor.begin()
         self._repair.describe = self._state_at
-        if self._repair.position != NOWHERE:
-            return Position(self._run.first_step, TAKE)
+        if not run.joins_late:
+            return Position(run.first_step, TAKE)
         at = self._take_place()
         if at.phase != TAKE:
             self._batch(at.step)

@@ -143,8 +143,8 @@ class Run(Generic[SettingsT]):
 
             shares = getattr(self.settings, "micro_batches", 1) if self.world_size == 1 else 0
             recorded = range(self.first_step, self.first_step + steps)
-            options = parts.parameters(), parts.held(), optimizer, shares, parts.wait_for_weights
-            self.recording = Recording(self.out, self.rank, recorded, *options)
+            updated, held, wait = parts.parameters(), parts.held(), parts.wait_for_weights
+            self.recording = Recording(self.out, self.rank, recorded, updated, held, optimizer, shares, wait)
 
     def count_steps(
         self,
