@@ -44,13 +44,13 @@ class StepGraph:
         return Graph([_with_ends(program) for program in self.programs])
 
     @functools.cached_property
-    def messages(self) -> dict[ActionKind, int]:
-        """The messages that an action of each kind waits for and sends."""
+    def messages_by_kind(self) -> dict[ActionKind, int]:
+        """The number of messages that an action of each kind waits for and sends."""
         numbers = {(action.letter, action.stage): index for index, action in enumerate(self.graph.actions)}
         return {kind: self.graph.receives(index) + len(self.graph.sends[index]) for kind, index in numbers.items()}
 
     @functools.cached_property
-    def sent(self) -> dict[LinkKey, int]:
+    def messages_by_link(self) -> dict[LinkKey, int]:
         """The number of messages over each link."""
         return {link: len(messages) for link, messages in self.graph.messages().items()}
 

@@ -156,10 +156,12 @@ def plan(request: PlanRequest) -> None:
         check_computer(machine, request)
     most_bytes = share_of_rank(machine, request.ranks) if request.memory is None else read_size(request.memory)
     status = StatusLine(sys.stdout if can_erase(sys.stdout) else None)
-    found = request.find(
-        machine, most_bytes, lambda number, total: status.show(f"simulating layout {number:,} of at most {total:,}")
-    )
-    status.clear()
+    try:
+        found = request.find(
+            machine, most_bytes, lambda number, total: status.show(f"simulating layout {number:,} of at most {total:,}")
+        )
+    finally:  # also after Ctrl-C
+        status.clear()
     what = f"--ranks {request.ranks} with --global-batch {request.global_batch}"
     divided = f"the batch, {'the experts, ' * bool(request.experts)}the heads and the layers"
     whole = ", and compiles whole blocks" * request.compile

@@ -78,7 +78,7 @@ def _add_messages_of_stages(formulas: Formulas, costs: Costs, worker: int) -> No
     layout, sizes = costs.layout, costs.model.sizes
     words = f"{costs.tokens:,} tokens {TIMES} {sizes.dmodel} wide"
     size = Size(costs.tokens * sizes.dmodel, words, NUMBER_BYTES if costs.by_hand else sizes.inner_bytes)
-    for (sender, receiver, kind), count in graph_of(layout).sent.items():
+    for (sender, receiver, kind), count in graph_of(layout).messages_by_link.items():
         if sender == worker:
             formulas.add(kind, receiver, count, f"{count} messages", size)
 

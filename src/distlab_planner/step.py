@@ -114,7 +114,7 @@ def _simulated(costs: Costs, programs: Programs, around: Sequence[_AroundPasses]
         if isinstance(action, BeforePasses):
             own = around[step.graph.owners[action.stage]]
             return own.after if isinstance(action, AfterPasses) else own.before
-        messages = step.messages[action.letter, action.stage]
+        messages = step.messages_by_kind[action.letter, action.stage]
         return costs.seconds(action, threads.get(action, 1)) + machine.message_seconds * messages
 
     def message(sender: int, receiver: int) -> tuple[float, float]:
