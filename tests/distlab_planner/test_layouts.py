@@ -95,6 +95,7 @@ def test_experts_are_shared_as_a_run_can(seq_len: int, shares: set[int]) -> None
         asked = replace(settings(layout), seq_len=seq_len, experts=4, ep=layout.size("ep"), dp=replicas_in(layout.axes))
         asked.check()
         assert asked.layout == dict(layout.axes)
+    replace(asked, dp=4, cp=2, cp_order="contiguous").check()  # halves, where zigzag needs quarters
     assert {layout.size("cp") for layout in found} == shares
     assert {layout.size("ep") for layout in found} == {1, 2, 4}
     assert {layout.size("ep") for layout in layouts(SMALL, RANKS, SEQUENCES, few)} == {1}, "without experts"

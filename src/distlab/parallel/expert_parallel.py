@@ -201,7 +201,7 @@ class LoadBalance:
         for mixture, load in zip(self._mixtures, self.loads, strict=True):
             below_mean = load.sum() - len(load) * load  # times the number of experts, to stay an integer
             mixture.gate.e_score_correction_bias.add_(below_mean.sign(), alpha=self._rate)
-        fullest = (self.loads.amax(dim=1) / self.loads.double().mean(dim=1)).max().item()
+        fullest = (self.loads.amax() / self.loads.double().mean()).item()  # all layers have the same mean
         limited = any(mixture.capacity for mixture in self._mixtures)
         values = {"expert_loads": self.loads.tolist(), "max_over_mean_load": fullest, "smallest_gap": self.smallest_gap}
         return values | ({"dropped_rows": self.dropped} if limited else {})

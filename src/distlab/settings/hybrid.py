@@ -182,8 +182,8 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
         given, advice = f"--experts {self.experts}", "leave one of them out"
         require(self.outer == "none", f"{given} with --outer {self.outer}: loads are balanced in each step; {advice}")
         padded = f"--seq-len {self.seq_len} with --cp {self.cp} and --experts: padding would count as tokens; give a "
-        chunk = self.cp * (2 if self.cp_order == "zigzag" else 1)
-        require(self.positions * self.cp == self.seq_len, f"{padded}multiple of {chunk}")
+        chunk = padded_length(1, self.cp, self.cp_order)
+        require(self.seq_len % chunk == 0, f"{padded}multiple of {chunk}")
         single = (
             f"--shard {self.shard} with --dp {self.dp} and --ep {self.ep}: an expert has a single holder, which has "
         )
