@@ -152,8 +152,7 @@ class TokenFile(NamedTuple):
                 file.write(zlib.crc32(before).to_bytes(4, "little") + before + tokens.tobytes())
             building.replace(self.path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                building.unlink()
+            building.unlink(missing_ok=True)
             raise
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from simplellm.compiled import applied
 from simplellm.compiler import Compiler, key_of, parts_of_model
+from simplellm.layers import MLP
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 
@@ -54,6 +55,16 @@ def test_a_part_that_is_compiled_during_a_step_is_told_once_for_each_shape(monke
         assert torch.equal(compiler(double, x), 2 * x)
         assert len(told) == count
     assert {*told} == {"compiling double during this step"}
+
+
+def test_preparation_leaves_gradients_alone_and_needs_none_for_a_bias_that_is_added_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
+    mlp = MLP(4, 6, bias=True)
+    mlp.down_proj.adds_bias = False  # as in slices, whose results are added up first
+    Compiler().prepare(MLP.compute, mlp, torch.ones(1, 2, 4, requires_grad=True))
+    assert all(parameter.grad is None for parameter in mlp.parameters())
 
 
 @pytest.mark.parametrize("options", [{}, {"document_end": 1}, {"recompute": "except-attention"}, {"experts": 2}])

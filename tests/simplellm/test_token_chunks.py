@@ -301,11 +301,14 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_a_file_that_cannot_be_put_in_its_place_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operation", ["open", "replace"])
+def test_a_file_that_cannot_be_put_in_its_place_leaves_nothing(
+    operation: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(Path, operation, fail)
     with pytest.raises(OSError, match="No space left"):
         next(TinyStories(TOKENIZER, data="sample"))
     assert [path.name for path in cache.rglob("*") if path.is_file()] == ["lock"]

@@ -56,9 +56,10 @@ def test_the_shipped_model_is_small_and_carries_no_path() -> None:
     assert not re.search(rb"/(home|root|tmp|usr|work|Users)\b|\.jsonl|\.txt", model)
 
 
-def test_another_model_works_as_it_does_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adds_space", [True, False])
+def test_another_model_works_as_it_does_by_itself(adds_space: bool, tmp_path: Path) -> None:
     """One with SentencePiece's defaults: a space before the text, no bytes, no padding, white space run together."""
-    path = trained(tmp_path / "other.model", vocab_size=500)
+    path = trained(tmp_path / "other.model", vocab_size=500, add_dummy_prefix=adds_space)
     model = SentencePieceProcessor(model_file=str(path))
     tokenizer = SPTokenizer(path)
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (500, -1, 1, 2)
