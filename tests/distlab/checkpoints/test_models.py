@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bad_inputs.files import forge
+from support.processes import leave_group, make_group_of_one
 from support.small_models import saved_model
 from support.terminals import fork_python
 
@@ -36,11 +37,16 @@ pytestmark = pytest.mark.quick
 SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 1, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
 
 
-def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path) -> None:
+def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     net = LLama(CausalLLama, 4096, **SHAPE, rope_theta=500.0, norm_eps=1e-5, padding_idx=0)
     parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
-    write_model(tmp_path / "run", SavedModel(net.options, parameters, SHIPPED_MODEL))
-    read = read_model(tmp_path / "run")
+    leave_group()  # the command that imports is no rank
+    try:
+        write_model(tmp_path / "run", SavedModel(net.options, parameters, SHIPPED_MODEL))
+        read = read_model(tmp_path / "run")
+    finally:
+        make_group_of_one()
+    assert not recwarn.list, "as torch's, that a single process writes or reads"
     assert read.options == net.options
     assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
     resume = ["0", "--resume", str(tmp_path / "run"), "--optimizer", "adamw"]

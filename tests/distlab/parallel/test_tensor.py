@@ -190,6 +190,7 @@ def test_any_module_of_the_librarys_blocks_can_be_split(style: str) -> None:
 
 def refused(rank: int) -> None:
     """Nothing is cut before all is known to fit: what is refused still computes what it did."""
+    ids = torch.ones(1, 4, dtype=torch.int64)
     two_heads, limited, scaled, sparse, tied = (Written() for _ in range(5))
     two_heads.other = Linear(48, 48, bias=False)
     initialize(two_heads, seed=1)  # otherwise the weight of `other` is uninitialized memory, perhaps nan
@@ -211,8 +212,12 @@ def refused(rank: int) -> None:
         assert before.keys() == dict(net.named_parameters()).keys()
         assert all(torch.equal(weight, before[name]) for name, weight in net.named_parameters())
         if isinstance(net, Written):
-            net(torch.ones(1, 4, dtype=torch.int64))
+            net(ids)
         assert not context_of().ledger.messages, "no hook talks"
+    for net in (Written(num_heads=4), Written(vocab_size=2), two_heads):  # each layer is gathered whole
+        expected = net(ids)
+        shard(net, "naive")
+        torch.testing.assert_close(net(ids), expected)
     split = Written(vocab_size=3)  # a row for each rank
     shard(split)
     with pytest.raises(InputError, match="is already split"):

@@ -151,6 +151,15 @@ def test_with_recomputation_a_limit_in_micro_batches_counts_those_of_which_anyth
     assert max(simulate(found, costs).peak_bytes) <= 1.5
 
 
+def test_with_recomputation_a_written_schedule_is_taken_if_it_keeps_to_a_limit_in_bytes_then() -> None:
+    costs = ActionCosts(0.5, 1, 0.8, activation_bytes=5e6, input_bytes_share=0.1)
+    written = all_stages("zb-h2", 4, 8)
+    limit = Limit(max(simulate(with_recomputation(written), costs).peak_bytes), is_bytes=True)
+    assert limit.amount < 0.6 * max(simulate(written, costs).peak_bytes)
+    for room, is_taken in ((limit, True), (Limit(0.99 * limit.amount, is_bytes=True), False)):
+        assert (auto(4, 8, 1, costs, room, tries=3, recompute=True) == written) == is_taken
+
+
 class FirstHalf(ForwardAgain):
     letter, gives = "x", ("half of a graph",)
 
