@@ -47,8 +47,7 @@ def find_layouts(
     queue = []
     for number, layout in enumerate(layouts(model, ranks, global_batch, choices, machine.ranks_per_host)):
         costs = Costs(machine, model, layout, threads, optimizer)
-        if layout.size("pp") > 1:
-            costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))
+        costs = replace(costs, layout=replace(layout, split=costs.balanced_split()))
         queue.append((least_seconds(costs), number, costs))
     found.layouts = len(queue)
     heapq.heapify(queue)

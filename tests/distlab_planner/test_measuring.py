@@ -1,9 +1,11 @@
 """What is measured of a machine, by clocks of the tests' own."""
 
+import collections
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,16 @@ from support.processes import free_port, process_group, run_ranks
 
 from distlab.comm.link import Link
 from distlab.comm.recorder import COMPUTE, STEP, Event
+from distlab.pipeline import rehearsal
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_planner import calibrate, measuring
 from distlab_planner.machine import AllReduce, PassSeconds
 from distlab_planner.model import Sizes
 from simplellm.errors import InputError
-from simplellm.llama import LLamaPart
+from simplellm.llama import LLamaLastStage, LLamaPart, LLamaStage
+
+CPU = torch.device("cpu")
+PARTS = "F", "B", "I", "W", "again"
 
 
 def measure_reductions(rank: int, port: int) -> tuple[AllReduce, ...]:
@@ -63,6 +69,64 @@ def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytes
         for part in (found.embedding, found.block, found.head):
             assert part == PassSeconds(F=(1.0, 2.0), B=(5.0, 10.0), I=(2.0, 4.0), W=(3.0, 6.0))
         assert found.again == (4.0, 8.0)
+
+
+def test_other_work_between_passes_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves on by one between the start and the end of a pass, and by 10 during the other work."""
+    for part, kind, blocks in measuring.NETS:
+        clock, begun = itertools.count(), list[int]()
+
+        def wait(clock: Iterator[int] = clock, begun: list[int] = begun) -> None:
+            begun.append(next(clock))
+            collections.deque(itertools.islice(clock, 9), maxlen=0)
+
+        monkeypatch.setattr(rehearsal, "now", lambda _, clock=clock: next(clock))
+        net = measuring.build(kind, SIZES, blocks, 1, CPU)
+        passes = measuring.Passes(net, SIZES, 2, SIZES.vocab_size)
+        assert passes.run("FIW", wait, micro_batches=2) == [1, 1, 1], part
+        assert begun[:6] == [12 * number for number in range(6)], part
+
+
+def test_recomputation_takes_what_a_backward_pass_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own: of a block, a forward pass takes a second, and a backward pass three."""
+    clock = [0.0]
+
+    def forward(*_: object) -> None:
+        clock[0] += 1
+
+    def backward(_: torch.Tensor) -> None:
+        clock[0] += 3
+
+    monkeypatch.setattr(rehearsal, "now", lambda _: clock[0])
+    net = measuring.build(LLamaStage, SIZES, measuring.BLOCKS, 1, CPU)
+    for block in net.model.layers.values():
+        block.register_forward_pre_hook(forward)
+        block.input_layernorm.weight.register_post_accumulate_grad_hook(backward)
+    passes = measuring.Passes(net, SIZES, 1, SIZES.vocab_size)
+    for _ in range(2):  # the model is as before
+        assert passes.turn() == {name: measuring.BLOCKS * n for name, n in zip(PARTS, (1, 3, 3, 0, 1), strict=True)}
+    head = measuring.Passes(measuring.build(LLamaLastStage, SIZES, 0, 1, CPU), SIZES, 1, SIZES.vocab_size)
+    assert set(head.turn()) == set("FBIW"), "it has no blocks"
+
+
+def test_short_passes_have_more_turns_than_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, usual = [0.0], torch.get_num_threads()
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def turn(slicing: measuring.Slicing, seconds: float) -> dict[str, float]:
+        assert torch.get_num_threads() == slicing.threads
+        clock[0] += seconds
+        return {"F": seconds}
+
+    passes: dict[Any, Any] = {}
+    for threads, seconds in ((usual, 1.0), (usual + 1, 9.0)):
+        slicing = measuring.Slicing(1, threads)
+        run = SimpleNamespace(run=lambda *_, **__: None, turn=partial(turn, slicing, seconds))
+        passes[slicing, "block", 1] = run
+    for seconds, numbers in ((0.0, (2, 2)), (90.0, (45, 5))):
+        turns = measuring.take_turns(passes, seconds)
+        assert tuple(map(len, turns.values())) == numbers
+    assert torch.get_num_threads() == usual
 
 
 def test_a_message_takes_half_of_the_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
