@@ -11,7 +11,9 @@ import pytest
 from support.planner_machines import cluster
 from support.terminals import fork_launcher, fork_python
 
-from distlab.launch import launch
+from distlab.launch import find_script, launch
+from distlab.settings.common import parse
+from distlab.settings.scripts import read_script
 from distlab.subcommands import FUNCTIONS
 from distlab_planner.machine import write_machine
 from simplellm.errors import InputError
@@ -68,7 +70,11 @@ def test_a_topology_may_follow_the_word_launch(capsys: pytest.CaptureFixture[str
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: ./launch.sh primer ")
+    assert "RANK" not in shown, "which each rank has from the launcher"
     assert re.search(r"--resume DIR .*(\s.*){1,3}\(default: a new run\)", shown), "not None"
+    with pytest.raises(SystemExit):
+        parse(read_script(find_script("primer")[0]).defaults, "", ["--help"])
+    assert re.search(r"^usage: .* RANK$", capsys.readouterr().out, re.M), "of the script itself"
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,7 @@ def test_runs_that_have_no_step_in_common_are_told(tmp_path: Path) -> None:
         ("recorded-a", "recorded-b", "has recorded step 2, .*recorded-b step 4: there is no step that both have"),
         ("saved-a", "saved-b", r"no two checkpoints are of the same step \(.*saved-a step 2, .*saved-b step 4\)"),
         ("recorded-a", "saved-b", "recorded-a has recorded gradients and no checkpoints, .*saved-b only checkpoints"),
+        ("saved-b", "recorded-a", "recorded-a has recorded gradients and no checkpoints, .*saved-b only checkpoints"),
     ):
         with pytest.raises(InputError, match=told):
             compare(Request(tmp_path / own, tmp_path / right))

@@ -99,3 +99,6 @@ def test_a_loss_is_compared_relative_to_itself_and_named_by_replicas_and_micro_b
         divergence = Pair(run, run, tolerance=1e-4, losses=losses, micro_batches=2).first_divergence()
         said = divergence.sentences[0] if divergence else ""
         assert (bool(said), told in said) == (bool(told), True), said
+    for own, right in (({0: 0.0}, {0: 0.0}), ({}, {0: 8.0}), ({0: 8.0}, {}), ({0: 8 + 4e-5}, {0: 8.0})):
+        equal = Pair(run, run, tolerance=1e-6, losses=(own, right)).first_divergence() is None
+        assert equal, "also a loss that only one of them has, and losses that differ in their last digits"

@@ -71,6 +71,7 @@ def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, sever
     draw_schedules(Path("a.png"), [(schedule, Trace(ranks, {"pp": 2, "dp": 2}, programs))])
     [axes] = drawn[0].axes
     assert ("lighter" in axes.get_xlabel()) == several
+    assert axes.yaxis_inverted(), "the plan is at the top"
     idle = re.findall(r"[\d.]+(?=%)", axes.get_title(loc="left"))
     assert idle == 2 * [f"{50 * sum(plan.bubble):.1f}"], "of both workers; as measured in this step, just the same"
     rows: dict[float, list[tuple[int, int]]] = {}
