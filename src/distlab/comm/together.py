@@ -55,10 +55,9 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
 
 def texts_of_all(text: str, what: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Return every rank's text, by its rank in the group; every rank must call this. `what` names the waits."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [text]
-    ranks, rank, context, content = dist.get_world_size(group), dist.get_rank(group), context_if_any(), text.encode()
+    ranks, rank, context = dist.get_world_size(group), dist.get_rank(group), context_if_any()
     device = torch.device("cpu") if context is None else context.device
+    content = text.encode(errors="surrogatepass")  # a file's name need not be UTF-8
     with named(what, CONTROL):
         lengths = torch.zeros(ranks, dtype=torch.int64, device=device)
         lengths[rank] = len(content)
@@ -66,4 +65,5 @@ def texts_of_all(text: str, what: str, group: dist.ProcessGroup | None = None) -
         texts = torch.zeros(ranks, max(1, int(lengths.max())), dtype=torch.int64, device=device)
         texts[rank, : len(content)] = torch.tensor([*content], dtype=torch.int64)
         dist.all_reduce(texts, group=group)
-    return [bytes(row[:length]).decode() for row, length in zip(texts.tolist(), lengths.tolist(), strict=True)]
+    rows = zip(texts.tolist(), lengths.tolist(), strict=True)
+    return [bytes(row[:length]).decode(errors="surrogatepass") for row, length in rows]

@@ -87,9 +87,8 @@ def agree(
         finally:  # also if the wait has failed: rank 0 need not wait for this rank
             with contextlib.suppress(StoreError):
                 replace(shared, silence_seconds=min(1, timeout_seconds)).set(f"heard/{rank}")
-        _compare(verdict["settings"], settings, rank)
     else:
-        verdict = {"settings": settings}
+        verdict = {}
         try:
             for other in range(1, size):
                 _compare(settings, json.loads(shared.wait(f"settings/{other}", f"rank {other} to join")), other)

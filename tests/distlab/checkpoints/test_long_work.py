@@ -149,7 +149,7 @@ def tell(rank: int, text_of: Callable[[int], str]) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("text_of", [lambda _: "", "from rank {}".format, lambda rank: "ü \0" * rank])
+@pytest.mark.parametrize("text_of", [lambda _: "", "from rank {}".format, lambda rank: "ü \0\udcff" * rank])
 def test_texts_of_all_ranks(text_of: Callable[[int], str]) -> None:
     assert run_group(3, tell, text_of) == [[text_of(rank) for rank in range(3)]] * 3
 

@@ -18,7 +18,7 @@ from support.refusals import refuse
 from torch import Tensor
 
 from distlab.comm.context import Options, TransportName
-from distlab.comm.group import open_queues
+from distlab.comm.group import close_queues, open_queues
 from distlab.comm.names import named
 from distlab.comm.transports.queues import Queues
 from distlab.comm.transports.transport import Carried
@@ -235,22 +235,25 @@ def test_what_was_sent_arrives_though_its_sender_has_exited() -> None:
 
 
 def overfill(rank: int, port: int) -> list[float]:
-    """Rank 0 fills a queue that was made again for larger messages, and for more of them, before rank 1 takes any."""
-    elements = 2000
+    """Each rank fills a queue that was made again, for larger messages or more of them, before the other takes any."""
+    elements = (1 << 20) - 16  # with its header, a message fills whole pages; over gloo, a send would wait
+    asked = (20, 4), (4 * elements, 1)
     with process_group(rank, 2, port, 10):
-        for size_bytes, slots in ((20, 3), (4 * elements, 1), (20, 4)):
-            open_queues((0, 1), size_bytes, torch.empty(0), slots=slots)
+        for link, in_order in (((0, 1), asked), ((1, 0), asked[::-1])):
+            for size_bytes, slots in in_order:
+                open_queues(link, size_bytes, torch.empty(0), slots=slots)
         received = torch.zeros(4, elements)
-        for number in range(4 if rank == 0 else 0):
-            dist.send(torch.full((elements,), float(number)), 1)
-        dist.barrier()
-        for each in received if rank == 1 else ():
-            dist.recv(each, 0)
+        for number in range(4):
+            dist.send(torch.full((elements,), float(number)), 1 - rank)
+        for link in ((0, 1), (1, 0)):  # which keep their messages
+            open_queues(link, 4 * elements, torch.empty(0), slots=4)
+        for each in received:
+            dist.recv(each, 1 - rank)
     return received[:, -1].tolist()
 
 
 def test_a_queue_that_is_made_again_keeps_the_room_that_it_had() -> None:
-    assert run_ranks(2, overfill, free_port())[1] == [0, 1, 2, 3]
+    assert run_ranks(2, overfill, free_port()) == [[0, 1, 2, 3]] * 2
 
 
 def pass_along(rank: int, port: int) -> list[list[int]]:
@@ -352,12 +355,14 @@ def where_there_are_queues(rank: int, port: int, transport: TransportName) -> li
     """By link, how many queues this rank has to or from the next rank, of three on two hosts."""
     options = Options(transport=transport, places=[Place("a"), Place("a"), Place("b")])
     with process_group(rank, 3, port, options=options):
-        found = []
+        found, closed = [], mappings()
         for pair in ((0, 1), (1, 2), (2, 0)):
             before = mappings()
             open_queues(pair, 400, torch.empty(0), slots=2)
             found.append(mappings() - before)
         assert open_queues((0, 1, 2), 400, torch.empty(0)) == (found[0] > 0), "also where only one of two links has one"
+        close_queues((0, 1, 2))
+        assert mappings() == closed, "their memory is freed"
         return found
 
 

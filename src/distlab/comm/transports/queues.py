@@ -60,9 +60,9 @@ class Queues(Transport):
                 (self._group.send if is_sent else self._group.recv)([numbers], other, 0).wait()
 
         def worst(problem: int) -> int:
-            verdict = torch.tensor([problem])
+            verdict = torch.tensor([problem])  # of the receiver, which has found an error of the sender in the offer
             bring(verdict, "the answer to the offer of shared memory", not is_sender)
-            return problem or int(verdict)
+            return int(verdict)
 
         tell = partial(bring, what="the offer of shared memory", is_sent=is_sender)
         room_bytes, reserved = HEADER_BYTES + message_bytes, range(slots if is_sender else 0)
