@@ -71,18 +71,22 @@ def test_two_ranks_that_both_send_first_are_a_cycle() -> None:
         "  rank 2  waits for the rest  -> rank 1",
         "  cycle: rank 0 -> rank 1 -> rank 0",
     ]
+    after_collectives = [Notice(rank, Wait("the rest", "receive", (1 - rank,)), {"0,1": 3}) for rank in range(2)]
+    assert is_deadlock(explain(*after_collectives, world_size=2))
 
 
 def test_a_message_that_its_receiver_waits_for_is_late_and_no_cycle() -> None:
     found = explain(receives(0, 1), sends(1, 0), receives(2, 0, "the rest"))
     assert not is_deadlock(found)
     assert found.sentence.startswith("rank 1 is sending the tensor to rank 0, where it has not arrived")
+    assert "  rank 1  waits to send the tensor" in found.picture
     assert is_deadlock(explain(receives(0, 1), sends(1, 0, "the rest"), receives(2, 0)))
 
 
 def test_a_longer_cycle_names_all_its_ranks() -> None:
     found = explain(receives(0, 2), receives(1, 0), receives(2, 1))
     assert found.sentence == "deadlock: rank 0 waits for rank 2, which waits for rank 1, which waits for rank 0"
+    assert is_deadlock(explain(sends(0, 1), receives(1, 2), receives(2, 0))), "rank 1 waits for the tensor of rank 2"
 
 
 def test_a_rank_that_says_nothing_holds_up_the_others() -> None:
@@ -117,6 +121,7 @@ def test_a_rank_that_reported_why_it_ended_is_the_cause() -> None:
     assert explain(receives(0, 1), rank1="nan", rank2="also nan").sentence == "rank 1 failed: nan", "the others follow"
     found = explain(receives(0, 1, lost_a_peer=True), receives(1, 0), rank2="MemoryError: 3 GB")
     assert found.sentence == "rank 2 failed: MemoryError: 3 GB", "though nobody waits for it"
+    assert is_deadlock(explain(sends(0, 1), sends(1, 0), rank2="MemoryError: 3 GB")), "which no connection was lost to"
 
 
 def test_a_collective_that_one_rank_skips() -> None:
@@ -141,6 +146,8 @@ def test_a_rank_that_has_begun_a_later_collective_has_done_its_part() -> None:
     assert "  rank 0  waits for bucket 0  -> rank 2" in found.picture
     in_a_pair = Notice(1, Wait("the average", "collective", (2,), 7), {"0,1,2": 8, "1,2": 8})
     assert "  rank 0  waits for the loss  -> rank 2" in explain(collective(0, "the loss", 7, 8), in_a_pair).picture
+    sends_after = Notice(1, Wait("the tensor", "send", (0,)), {"0,1": 1})
+    assert not is_deadlock(explain(Notice(0, Wait("the loss", "collective", (1,)), {"0,1": 1}), sends_after))
 
 
 def test_a_rank_that_has_begun_a_collective_and_not_done_its_share_is_waited_for() -> None:
@@ -167,6 +174,15 @@ def test_a_rank_that_answers_is_not_the_one_that_has_ended() -> None:
 def test_a_rank_that_computes_for_long_is_alive() -> None:
     found = explain(receives(0, 1), Notice(1, None), receives(2, 0))
     assert found.sentence.startswith("rank 1 answers, but has not reached this point")
+    lost = Notice(1, None, failure_number=1, lost_a_peer=True)
+    assert explain(receives(0, 1), lost, receives(2, 0)).sentence == found.sentence, "it is not known in which wait"
+
+
+def test_in_a_wait_of_which_only_the_name_is_known_a_rank_waits_for_those_that_wait_for_nothing() -> None:
+    named = (Notice(rank, Wait("all ranks to connect", "other", tuple(ALL - {rank}))) for rank in (0, 1))
+    found = explain(*named, Notice(2, None))
+    assert found.sentence.startswith("rank 2 answers, but has not reached this point")
+    assert "  rank 0  waits for all ranks to connect  -> rank 2" in found.picture
 
 
 def test_after_a_lost_connection_neither_deadlock_nor_network_is_named() -> None:

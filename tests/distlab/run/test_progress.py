@@ -20,6 +20,7 @@ import pytest
 from support.processes import LAB
 from support.terminals import fork_command, fork_python
 
+from distlab.run import failure
 from distlab.run.progress import Progress, human_time
 from distlab.run.terminal import RankOutput, StatusLine, Terminal
 
@@ -293,6 +294,18 @@ def test_one_rank_of_a_terminal_leaves_the_bars_of_libraries_on(has_own: bool, m
     ours.give_back()
     assert file.getvalue() == ("" if has_own else "# rank 0: ") + "a remark\n"
     assert [name in os.environ for name in bars] == 2 * [not has_own]
+
+
+def test_a_failure_is_the_last_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal := io.StringIO(), "isatty", lambda: True)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
+    monkeypatch.setattr(failure, "leave", sys.exit)
+    monkeypatch.setenv("TERM", "xterm")
+    Terminal(0, has_own=True).status.show("3 of 30 steps")
+    with pytest.raises(SystemExit, match=r"^7$"):
+        failure.Failure("no more stories", status=7).end()
+    assert screen(terminal.getvalue()) == ["# no more stories", ""]
 
 
 def test_a_bar_of_a_library_is_for_the_terminal_and_not_for_the_log() -> None:

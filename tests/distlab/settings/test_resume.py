@@ -61,6 +61,7 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: 
     assert len(set(expected_losses)) == STEPS, "it learns something in every step"
     parameters, own_losses = run(layout, tmp_path, "--resume", half_way(folder))
     assert own_losses == expected_losses[HALF:]
+    assert "# save the model next time" in (tmp_path / "rank0.log").read_text(), "it saved none of its own"
     for own, expected in zip(parameters, expected_parameters, strict=True):
         assert own.keys() == expected.keys()
         assert all(torch.equal(own[name], expected[name]) for name in own)
@@ -157,6 +158,7 @@ def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> No
     kept = [(tmp_path / name).read_bytes() for name in ("trace.json", "ledger.json")]
     run("dp-ga", tmp_path, "--trace", "--resume", tmp_path)
     assert [(tmp_path / name).read_bytes() for name in ("trace.json", "ledger.json")] == kept
+    assert (tmp_path / "rank0.log").read_text().count("# --trace recorded nothing") == 1
 
 
 def test_moments_of_replicas_that_differ_stay_theirs(tmp_path: Path) -> None:
