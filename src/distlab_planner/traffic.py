@@ -65,9 +65,8 @@ class CollectiveSeconds:
 
 def one_after_another(collectives: Sequence[CollectiveSeconds]) -> CollectiveSeconds:
     """Return the seconds of several collectives, one after another."""
-    taken = [one for one in collectives if one.seconds]
-    seconds, alone = sum(one.seconds for one in taken), sum(one.alone for one in taken)
-    return CollectiveSeconds(seconds, alone, bool(taken) and all(one.overlaps for one in taken))
+    seconds, alone = sum(one.seconds for one in collectives), sum(one.alone for one in collectives)
+    return CollectiveSeconds(seconds, alone, all(one.overlaps for one in collectives))
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,8 @@ class RanksOnHosts:
         return self._with_replicas(self.parts)
 
     def _with_replicas(self, near: RankGroup) -> RankGroup:
-        dp, apart = self.layout.size("dp"), stride(self.layout.axes, "dp")
-        if near.size == 1:
-            return RankGroup(dp, apart)
-        return RankGroup(dp * near.size, near.stride, dp, apart) if dp > 1 else near
+        dp = self.layout.size("dp")
+        return RankGroup(dp * near.size, near.stride, dp, stride(self.layout.axes, "dp"))
 
     @functools.cached_property
     def sharing_experts(self) -> RankGroup:
@@ -167,7 +164,7 @@ class RanksOnHosts:
     ) -> CollectiveSeconds:
         """Return the seconds of an all-reduce of `size_bytes`; "shared" is used where the ranks can share memory."""
         if group.size == 1:
-            return CollectiveSeconds(0.0, 0.0, False)
+            return CollectiveSeconds(0.0, 0.0, True)
         if self.is_inside(group):
             asked = transport if size_bytes >= SMALLEST_SHARED_BYTES else "gloo"
             for kind in dict.fromkeys((asked, "gloo")):
@@ -189,11 +186,10 @@ class RanksOnHosts:
             seconds = self._ring(group, size_bytes, rounds=1)
             return CollectiveSeconds(seconds, seconds, overlaps=True)
         whole = self.all_reduce(group, size_bytes, transport)
-        none = CollectiveSeconds(0.0, 0.0, True)
-        meeting = none if whole.overlaps else self.all_reduce(group, SMALLEST_SHARED_BYTES, transport)
-        seconds = (whole.seconds + min(meeting.seconds, whole.seconds)) / 2
-        alone = (whole.alone + min(meeting.alone, whole.alone)) / 2
-        return CollectiveSeconds(seconds, alone, whole.overlaps)
+        if whole.overlaps:
+            return CollectiveSeconds(whole.seconds / 2, whole.alone / 2, overlaps=True)
+        meeting = self.all_reduce(group, SMALLEST_SHARED_BYTES, transport)
+        return CollectiveSeconds((whole.seconds + meeting.seconds) / 2, (whole.alone + meeting.alone) / 2, False)
 
     def all_to_all(self, group: RankGroup, size_bytes: float) -> CollectiveSeconds:
         """Return the seconds in which each rank of a group sends parts of its `size_bytes` to all others.
@@ -201,7 +197,7 @@ class RanksOnHosts:
         In messages, it sends as much as in a reduce-scatter. In shared memory, it copies all of its parts there, and
         those for it from there, as many bytes as in an all-reduce. Between hosts, all ranks of a host send at once.
         """
-        if group.size == 1 or self.is_inside(group):
+        if self.is_inside(group):
             whole = self.all_reduce(group, size_bytes, "shared")
             return self.half(group, size_bytes, "shared") if whole.overlaps else whole
         part, on_host = size_bytes / group.size, self.spread(group).on_host
@@ -212,11 +208,11 @@ class RanksOnHosts:
     def _host_by_host(self, group: RankGroup, size_bytes: float) -> float | None:
         """Return the seconds of an all-reduce in each host's memory, with a ring of the hosts' first ranks in between.
 
-        None where a run would not do it: with one rank on each host, or where ranks do not share memory.
+        None where a run would not do it: for small tensors, or where ranks do not share memory.
         """
-        spread = self.spread(group)
-        if spread.on_host == 1 or size_bytes < SMALLEST_OF_HOSTS_BYTES:
+        if size_bytes < SMALLEST_OF_HOSTS_BYTES:
             return None
+        spread = self.spread(group)
         inside = measured_all_reduce(self.machine, spread.on_host, size_bytes, "shared")
         if inside is None:
             return None

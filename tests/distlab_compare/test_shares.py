@@ -50,7 +50,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
             told = f"looks as if the shares of ranks {shown} were lost" if len(lost) > 1 else told
             assert (of_ranks.name, of_ranks.sentence) == ("rank-missing", told)
     assert named([9, 3], [9, 3], [9, 3]) == named([3, 9], [3, 9], [3, 9]) == "combined-again"
-    assert named([1, 2], [1, 2], [1, 2]) == "unequal-micro-batches"
+    assert named([1, 2], [1, 2], [1, 2]) == named([1, 1.015, 1.03]) == "unequal-micro-batches"
     assert named([0, 2 * n], [0, 0], [0, 0]) == "not-averaged"
     own_only = name_ratios([[n, 2 * n], [0, 0], [0, 0]], 0).sentence
     assert own_only.endswith("has micro-batch 0 once, micro-batch 1 2 times"), own_only

@@ -41,8 +41,9 @@ def placement(ranks: int, per_host: int, pp: int = 1, tp: int = 1, **machine: ob
 def test_an_all_reduce_between_equal_hosts_takes_what_the_simulated_world_takes(ranks: int, size_bytes: int) -> None:
     costs = CostModel(SLOW, math.inf, math.inf, one_card=True)
     simulated = predict_collective("all-reduce", "ring", size_bytes, ranks, costs).makespan
-    seconds = placement(ranks, 1).all_reduce(RankGroup(ranks, 1), size_bytes).seconds
-    assert seconds == pytest.approx(simulated, rel=1e-6)
+    on_hosts, group = placement(ranks, 1), RankGroup(ranks, 1)
+    assert on_hosts.all_reduce(group, size_bytes).seconds == near(simulated, rel=1e-6)
+    assert on_hosts.half(group, size_bytes).seconds == near(simulated / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "per_host"), [(8, 4), (16, 2)])
@@ -58,7 +59,7 @@ def test_the_slowest_link_of_a_ring_decides(ranks: int, per_host: int) -> None:
 def test_rings_that_leave_a_host_together_share_its_card() -> None:
     alone = placement(4, 2).all_reduce(RankGroup(4, 1), 4e9).seconds
     of_slices = placement(4, 2, tp=2)
-    assert of_slices.replicas == RankGroup(2, 2)
+    assert [of_slices.replicas.first(rank) for rank in range(4)] == [0, 1, 0, 1]
     assert of_slices.all_reduce(of_slices.replicas, 4e9).seconds == pytest.approx(alone * 4 / 3, rel=1e-3)
     # Two messages, each of a half; of a small tensor, latency counts as much.
     assert of_slices.all_reduce(of_slices.replicas, 1e5).seconds == pytest.approx(2 * SLOW.seconds(2 * 5e4))
@@ -128,8 +129,9 @@ def test_what_was_measured_inside_a_host_replaces_the_formula() -> None:
     shared = inside.all_reduce(RankGroup(2, 1), 1e6, "shared")
     assert shared == CollectiveSeconds(near(1e-3), near(1e-3 / 1.25), False)
     assert inside.all_reduce(RankGroup(2, 1), 999, "shared") == inside.all_reduce(RankGroup(2, 1), 999)
-    half = inside.half(RankGroup(2, 1), 1e6, "shared")
-    assert (half.alone, half.overlaps) == (near(half.seconds / 1.25), False)
+    half = inside.half(RankGroup(2, 1), 2e6, "shared")
+    seconds = (2e-3 + 1e-3) / 2  # half of the bytes, but the time to meet, in which the least is reduced, is whole
+    assert half == CollectiveSeconds(near(seconds), near(seconds / 1.25), False)
     both = one_after_another([half, inside.half(RankGroup(2, 1), 1e6)])
     assert (both.seconds, both.overlaps) == (near(half.seconds + 1e-3), False), "only if both can"
     across = placement(4, 1, **machine).all_reduce(RankGroup(2, 1), 1e6, "shared")
