@@ -252,7 +252,7 @@ def one_process_flags(own: RecordedRun, script: Path | None) -> list[str]:
 
 def _training_values(own: RecordedRun, defaults: RunSettings) -> dict[str, Any]:
     """Return the settings of a run that decide its training: those of the lab, and those of a user's own script."""
-    names = [*marked(defaults, *OF_TRAINING), "steps", "num_kv_heads", "data", "tokenizer", "device", "timeout"]
+    names = [*marked(defaults, *OF_TRAINING), "steps", "data", "tokenizer", "device", "timeout"]
     for kind in type(defaults).__mro__:
         if not kind.__module__.startswith(("distlab.", "builtins")):
             names += getattr(kind, "__annotations__", {})

@@ -15,7 +15,7 @@ from distlab_page.tables import MOST_ROWS, Json, evenly_spaced, shown_of, table
 # second, rounding of many steps may have added up, but a small fault looks alike.
 BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (2e-3, 2e-2)}
 # The settings that make a training run what it is, whatever the layout. One that a script lacks counts as None.
-TRAINING = *marked(TrainSettings(), *OF_TRAINING), "num_kv_heads", "tokenizer"
+TRAINING = *marked(TrainSettings(), *OF_TRAINING), "tokenizer"
 # Others that not every script and every older run has, with the value that those then have.
 OTHERS: dict[str, Any] = {"compress": "none", "residual": "float32"} | vars(ExpertSettings())
 Pair = tuple[int, float | None, float | None]  # a step, and the losses of both runs
@@ -113,6 +113,9 @@ def _in_effect(run: Records) -> dict[str, Any]:
         names += ["outer_lr", "outer_momentum", "fragments", "overlap_steps"]
         names += ["merge_alpha"] * bool(settings["overlap_steps"])
     names += {"powersgd": ["powersgd_rank"], "topk": ["topk_share"]}.get(settings["compress"], [])
+    # As a resumed run has them, which takes them from its checkpoint:
+    settings["num_kv_heads"] = settings.get("num_kv_heads") or settings.get("num_heads")
+    settings["hidden_dim"] = settings.get("hidden_dim") or 4 * settings.get("dmodel", 0)
     return {name: settings.get(name) for name in names}
 
 

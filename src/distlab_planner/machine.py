@@ -126,7 +126,7 @@ class Machine:
         """Return the time of each of `busy` busy ranks of a host, as a multiple of the time of one alone."""
         known = self.slowdown or (1.0,)
         if busy <= len(known):
-            return max(1.0, interpolate(max(1.0, busy), range(1, len(known) + 1), known))  # not less by rounding
+            return max(1.0, interpolate(busy, range(1, len(known) + 1), known))  # not less by rounding
         return known[-1] * max(1.0, busy / max(len(known), self.cores_per_host))
 
     def waking_seconds(self, idle_seconds: float) -> float:

@@ -79,6 +79,10 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
     resumed = verdict(replace(one, metrics=one.metrics[5:]), one)
     assert resumed["is_same"], resumed["text"]
     assert resumed["text"].endswith("equal losses over 15 of 20 steps.")
+    dmodel, num_heads = one.settings["dmodel"], one.settings["num_heads"]
+    sizes = {"hidden_dim": 4 * dmodel, "num_kv_heads": num_heads}  # from its checkpoint, instead of the defaults
+    assert one.settings | sizes != one.settings
+    assert verdict(replace(one, config=one.config | {"settings": one.settings | sizes}), one)["is_same"]
 
 
 def test_a_verdict_says_which_losses_are_missing_and_how_many_steps_count(alone: Path) -> None:

@@ -76,7 +76,6 @@ def _saved_of_llama(settings: Any, values: dict[str, Any], checkpoint: Checkpoin
     """Complete `saved_values` for a run that trains the lab's Llama."""
     model = checkpoint.record["model"]
     values.setdefault("seq_len", min(settings.seq_len, model["ctx_size"]))  # an imported model has no settings
-    values["num_kv_heads"] = None if model["num_kv_heads"] == model["num_heads"] else model["num_kv_heads"]
     if values.get("batch_size", 0) % max(1, values.get("micro_batches", settings.micro_batches)):
         del values["batch_size"]  # from a different layout, with a different number of micro-batches
     if not checkpoint.has_tokenizer(SHIPPED_MODEL):
@@ -91,8 +90,6 @@ def _check_llama(settings: Any, checkpoint: Checkpoint) -> None:
     require(can_have, f"{flag}: its model has experts; resume it with a script that has --experts (ep or 5d)")
     has_them = model.get("experts") or not getattr(settings, "experts", 0)
     require(has_them, f"{flag}: its model has no experts; resume it with a script that needs none, such as dp-ga")
-    num_kv_heads = settings.num_kv_heads or settings.num_heads
-    require_same(f"{flag}: its model has", "num_kv_heads", model["num_kv_heads"], num_kv_heads)
     most, has, reads = model["ctx_size"], model["vocab_size"], SPTokenizer(settings.tokenizer).vocab_size
     require(
         settings.seq_len <= most, f"{flag}: its model reads {most} tokens at most, not --seq-len {settings.seq_len}"

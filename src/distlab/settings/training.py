@@ -50,7 +50,7 @@ class TrainSettings(ResumableSettings):
     """width of the model"""
     num_heads: Annotated[int, ResumePolicy.MODEL] = 6
     """attention heads"""
-    num_kv_heads: Annotated[int | None, shown_as("INT", "default: as many as --num-heads")] = None
+    num_kv_heads: Annotated[int | None, ResumePolicy.MODEL, shown_as("INT", "default: as many as --num-heads")] = None
     """key and value heads, each shared by the same number of attention heads (grouped-query attention)"""
     hidden_dim: Annotated[int | None, ResumePolicy.MODEL, shown_as("INT", "default: 4 times --dmodel")] = None
     """width of the feed-forward layers"""
