@@ -24,9 +24,10 @@ from distlab_planner.calibrate import (
 )
 from distlab_planner.machine import AllReduce, Measured, PassSeconds, Waking, interpolate, read_machine, write_machine
 from distlab_planner.measuring import Messages
-from distlab_planner.model import Sizes
+from distlab_planner.model import Dtype, Sizes
 from simplellm.errors import InputError
 
+DTYPES: tuple[Dtype, ...] = "float32", "bfloat16"
 PASSES = PassSeconds((1.0, 2.0), (2.0, 4.0), (1.0, 2.0), (1.0, 2.0))
 MACHINE = cluster(
     inside_together=(Link(2e-5, 5e10),),
@@ -114,6 +115,12 @@ def test_what_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
     path.write_text('{"name": "a"}')
     with pytest.raises(InputError, match="device is missing"):
         read_machine(path)
+    path.write_text("[]")
+    with pytest.raises(InputError, match=r"is \[\]; give an object with the keys name, device"):
+        read_machine(path)
+    write_machine(cluster(all_reduces=(AllReduce(2, "gloo", (), ()),)), path)
+    with pytest.raises(InputError, match="all_reduces: size_bytes: give numbers in ascending order, at least one"):
+        read_machine(path)
 
 
 def test_numbers_between_and_beyond_those_that_were_measured() -> None:
@@ -127,6 +134,7 @@ def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
     machine = cluster(cores_per_host=2, slowdown=(1.0, 1.25))
     assert [machine.slowdown_of(busy) for busy in (1, 2, 4, 8)] == [1, 1.25, 2.5, 5]
     assert [cluster(cores_per_host=4).slowdown_of(busy) for busy in (1, 4, 8)] == [1, 1, 2]
+    assert cluster(cores_per_host=4, slowdown=(1.0, 1.25)).slowdown_of(3) == 1.25, "each has a core of its own"
     assert cluster(slowdown=(1e30, 1.25)).slowdown_of(2) >= 1, "rounding gives 0, by which others would divide"
     further = cluster(cores_per_host=2, slowdown=(1.0, 1.25, 2.0, 3.0))
     assert [further.slowdown_of(busy) for busy in (3, 8)] == [2, 6], "those that were measured count beyond the cores"
@@ -135,7 +143,9 @@ def test_ranks_slow_each_other_as_measured_and_share_cores_beyond() -> None:
 def test_only_compiled_passes_have_the_speed_of_compiled_ones() -> None:
     machine = cluster(compiled_speedup=1.5)
     assert [machine.speed("float32", compiled) for compiled in (False, True)] == [1e14, 1.5e14]
-    assert CLUSTER.speed("float32", compiled=True) == 1e14
+    assert CLUSTER.speed("float32", compiled=True) == CLUSTER.speed("bfloat16") == 1e14
+    machine = cluster(bfloat16_multiply_adds_per_second=2e14)
+    assert [machine.speed(dtype) for dtype in DTYPES] == [1e14, 2e14]
 
 
 def test_the_speed_of_a_block_is_that_of_its_tokens() -> None:
@@ -218,6 +228,8 @@ def test_as_many_ranks_as_the_hosts_have_room_for_are_not_too_many() -> None:
     with pytest.raises(InputError, match=r"c.json has 1 host with 8 ranks, but the layout has 9 ranks"):
         cluster(hosts=1).with_room_for(9, "c.json")
     assert cluster(device="cpu", hosts=1).with_room_for(33, "c.json").ranks_per_host == 33
+    with pytest.raises(InputError, match=r"c.json has 4 hosts"):
+        cluster(device="cpu").with_room_for(33, "c.json")
 
 
 def test_the_senders_own_time_is_no_part_of_a_links_latency() -> None:

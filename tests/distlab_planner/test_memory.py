@@ -87,8 +87,8 @@ def test_activations_are_those_that_the_stages_keep(schedule: str, workers: int,
 def test_activations_of_experts_are_at_least_those_that_the_stages_keep_and_little_more(
     schedule: str, workers: int
 ) -> None:
-    """All tokens use both experts, so that loads are equal."""
-    mixture: dict[str, Any] = {"experts": 2, "experts_per_token": 2}
+    """All tokens use both experts, so that loads are equal. With one of the schedules, there are further norms."""
+    mixture: dict[str, Any] = {"experts": 2, "experts_per_token": 2, "qk_norm": schedule == "dapple"}
     split = default_split(MODEL, workers)
     layout = RunLayout({"pp": workers}, ROWS * MICRO_BATCHES, MICRO_BATCHES, schedule, "none", "none", split)
     for dtype in DTYPES:

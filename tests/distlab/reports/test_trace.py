@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,7 @@ STAGES = [
 """GPipe with two micro-batches and slow messages; from the first pass to the last one it takes 13."""
 
 
-def rank_trace(events: list[tuple[str, str, int, int]], begin: float) -> RankTrace:
+def rank_trace(events: Sequence[tuple[str, str, float, float]], begin: float) -> RankTrace:
     """The steps one after the other, each with these events."""
     rank = RankTrace([], [(begin, 0), (begin + UNIT, 4096)])
     for scale in SCALES:
@@ -78,6 +79,11 @@ def test_shares_of_a_pipelines_time(pipelines: Trace) -> None:
     for trace in (pipelines, replace(pipelines, layout={"ep": 2, "pp": 2})):
         for rank in range(4):
             assert trace.busy(rank) == pytest.approx([(6 / 13, 7 / 13), (8 / 13, 5 / 13)][rank % 2])
+    earlier = [(WAIT, "weights", -1.0, -0.5)]  # than the first pass: not in the time that counts
+    ranks = [rank_trace([*earlier, *events], 1.0) for events in STAGES]
+    assert Trace(ranks, {"pp": 2}, pipelines.programs).busy(0) == pytest.approx((6 / 13, 7 / 13))
+    together = replace(pipelines, pipelines=2)  # one of which begins half a second after the other
+    assert together.busy(0)[0] == pytest.approx(6 * 6 * UNIT / (13 * 6 * UNIT + 3 * 0.5))
 
 
 def test_the_plan_has_the_mean_costs_and_free_messages(pipelines: Trace) -> None:
@@ -100,7 +106,10 @@ def test_report(pipelines: Trace, replicas: Trace) -> None:
         "rank 0: busy 75%, waiting 25%",
         "rank 1: busy 38%, waiting 62%",
     ]
+    assert list(replace(replicas, layout={"tp": 2}).report()) == list(replicas.report()), "each from its own start"
     assert replicas.plan() is None
+    two_each = replace(pipelines, programs=all_stages("zb-v", 2, 2))
+    assert two_each.describe(3) == "rank 3 (stages 1 and 2 of replica 1)"
 
 
 def test_steps_that_run_on_overlap_and_the_plan_is_one_of_several_steps() -> None:
@@ -116,6 +125,7 @@ def test_steps_that_run_on_overlap_and_the_plan_is_one_of_several_steps() -> Non
     assert [trace.busy(rank)[0] for rank in (0, 1)] == pytest.approx([18 / 20, 18 / 20])
     for line in trace.report():
         assert line.endswith("busy 90%, waiting 0%, bubble in theory 5%"), "of two steps: 1 in 19, and of one, 1 in 10"
+    assert [line[-3:] for line in replace(trace, run_on=False).report()] == ["10%", "10%"]
 
 
 def test_events_may_come_in_the_order_of_their_ends(pipelines: Trace) -> None:
@@ -181,6 +191,10 @@ def test_in_chromes_format_an_arrow_leads_from_the_sender_into_the_wait_that_a_m
     assert 3e6 < arrived < 4e6
 
 
+ABOUT = {"layout": {"dp": 2}, "programs": None, "run_on": False}
+ONE_HAS_MORE_STEPS = [{"ph": "X", "pid": rank, "cat": STEP, "name": STEP, "ts": 0, "dur": 1} for rank in (0, 1, 1)]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -192,6 +206,7 @@ def test_in_chromes_format_an_arrow_leads_from_the_sender_into_the_wait_that_a_m
         '{"traceEvents": [], "otherData": {}}',
         '{"traceEvents": [], "otherData": {"ranks": 1, "layout": {}, "programs": [[["X", 0, 0]]]}}',
         '{"traceEvents": [], "otherData": {"ranks": 1, "layout": {}, "programs": null, "run_on": false}}',
+        json.dumps({"traceEvents": ONE_HAS_MORE_STEPS, "otherData": {**ABOUT, "ranks": 2}}),
         '{"traceEvents": [{"ph": "X", "pid": 1}], "otherData": {"ranks": 1, "dp": 1, "pp": 1, "programs": null}}',
     ],
 )
