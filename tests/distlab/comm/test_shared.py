@@ -14,6 +14,7 @@ from distlab.comm.context import Options
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
 from distlab.comm.transports import slots
+from distlab.comm.transports.transport import overlapping
 
 SIZES = [1, 7, 1001, 300_007]  # of the last, a share has several chunks
 SHARED = Options(transport="shared")
@@ -233,8 +234,16 @@ def wait_in_another_order(rank: int, port: int) -> list[float]:
         begun: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
         for pending in begun if rank else reversed(begun):
             pending.wait()
+        tensors.append(torch.full((5,), 100.0))
+        with overlapping():
+            overlapped: Any = dist.all_reduce(tensors[2], async_op=True)
+        if rank == 0:
+            dist.recv(torch.empty(1), 1)  # as a rank that computes, until another one has its result
+        overlapped.wait()
+        if rank == 1:
+            dist.send(torch.empty(1), 0)
         return [tensor[4].item() for tensor in tensors]
 
 
 def test_ranks_may_wait_for_collectives_in_different_orders() -> None:
-    assert run_ranks(3, wait_in_another_order, free_port()) == [[3, 30]] * 3
+    assert run_ranks(3, wait_in_another_order, free_port()) == [[3, 30, 300]] * 3

@@ -35,7 +35,6 @@ class Queues(Transport):
     def __init__(self, members: Members, group: dist.ProcessGroup) -> None:
         self._members, self._group = members, group
         self._queues: dict[tuple[int, int], SharedQueue] = {}  # by sender and receiver in the world
-        self._without: set[tuple[int, int]] = set()  # senders and receivers that cannot share memory
 
     def open(self, link: tuple[int, int], message_bytes: int, like: Tensor, slots: int) -> None:
         """Make the queue from one rank of the world to another; this rank is one of them, and both call it together.
@@ -43,8 +42,6 @@ class Queues(Transport):
         A queue that is too small is replaced by one that has room for all that either was made for.
         """
         context, (sender, receiver) = self._members.context, link
-        if link in self._without:
-            return
         if known := self._queues.get(link):
             if known.message_bytes >= message_bytes and known.slots >= slots:
                 return
@@ -71,9 +68,8 @@ class Queues(Transport):
             self._queues[link] = SharedQueue(memory, channel, is_sender)
         except NotShared as error:
             share_less(context, error, is_first=is_sender)
-            self._without.add(link)
-            return
-        context.shares_memory = True
+        else:
+            context.shares_memory = True
 
     def close_queue(self, link: tuple[int, int]) -> None:
         self._queues.pop(link, None)
