@@ -69,7 +69,7 @@ def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Gro
     """
     found, has_queue = _lab_group(group), False
     for link in pairwise(row):
-        if found and found.queues and found.context.rank in link and link[0] != link[1]:
+        if found and found.queues and found.context.rank in link:
             found.queues.open(link, message_bytes, like, slots)
             has_queue = has_queue or found.queues.has(*link)
     return has_queue

@@ -291,7 +291,9 @@ def test_one_rank_of_a_terminal_leaves_the_bars_of_libraries_on(has_own: bool, m
         monkeypatch.delenv(name)
     ours = Terminal(0, has_own)
     print("a remark", file=sys.stderr)
+    print("an end", end="")
     ours.give_back()
+    assert terminal.getvalue().endswith("an end") == has_own, "without a rank before it"
     assert file.getvalue() == ("" if has_own else "# rank 0: ") + "a remark\n"
     assert [name in os.environ for name in bars] == 2 * [not has_own]
 

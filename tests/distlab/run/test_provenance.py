@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from distlab.run import provenance
 
@@ -21,7 +22,9 @@ def test_a_folder_that_git_cannot_read_has_the_installed_version(
 
 @pytest.mark.quick
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_the_processor_is_called_by_its_name() -> None:
+def test_the_processor_is_called_by_its_name_beside_the_versions_of_python_and_torch() -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = {line.partition(": ")[2] for line in lines if line.startswith("model name")}
-    assert provenance.processor() in (names or {platform.machine()})
+    machine = provenance.provenance(torch.device("cpu"))["machine"]
+    assert machine["processor"] in (names or {platform.machine()})
+    assert (machine["python"], machine["torch"]) == (platform.python_version(), torch.__version__)

@@ -62,6 +62,7 @@ def test_the_same_layout_goes_on_bit_for_bit(layout: str, saved: Any, tmp_path: 
     parameters, own_losses = run(layout, tmp_path, "--resume", half_way(folder))
     assert own_losses == expected_losses[HALF:]
     assert "# save the model next time" in (tmp_path / "rank0.log").read_text(), "it saved none of its own"
+    assert not (tmp_path / "checkpoints").exists()
     for own, expected in zip(parameters, expected_parameters, strict=True):
         assert own.keys() == expected.keys()
         assert all(torch.equal(own[name], expected[name]) for name in own)
