@@ -249,18 +249,18 @@ class LabGroup(ContextGroup):
         """Start to receive the next message of a rank of the group. Messages of a queue must be waited for in order."""
         [tensor] = tensors
         require_plain(tensor)
-        what, kind, line = name_of("recv")
+        what, _, line = name_of("recv")
         sender = self._in_world(src)
         flow = self._next_message(sender, self.context.rank)
-        wait = Wait(what, "receive", (sender,), line=line, kind=kind, flow=flow)
+        wait = Wait(what, "receive", (sender,), line=line, flow=flow)
         return self._begin(wait, lambda by: by.recv(tensor, src, tag), [tensor], None)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Pending:
         """Start to receive the next message of any rank of the group, over gloo."""
         [tensor] = tensors
         require_plain(tensor)
-        what, kind, line = name_of("recv")
-        wait = Wait(f"{what} from any rank", "other", self._members.others, line=line, kind=kind)
+        what, _, line = name_of("recv")
+        wait = Wait(f"{what} from any rank", "other", self._members.others, line=line)
         carried = self._library.recv_anysource(tensor, tag)
         assert isinstance(carried.by, dist.Work)
         pending, source = self._begin(wait, lambda _: carried, [tensor], None), carried.by._source_rank

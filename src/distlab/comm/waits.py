@@ -25,7 +25,7 @@ class Wait(NamedTuple):
     peers: tuple[int, ...] = ()  # the other ranks that must take part
     number: int = 0  # of a collective: its index among the collectives of the same ranks
     line: str = ""  # the line of the script that waits, if nothing better names the wait
-    kind: str = ""  # the ledger's column
+    kind: str = ""  # the ledger's column for what is sent
     flow: str = ""  # of a message to be received: what identifies it in a trace
 
     def sentence(self, describe: Callable[[int], str]) -> str:

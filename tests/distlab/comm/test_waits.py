@@ -54,6 +54,7 @@ def test_an_error_of_a_library_is_that_of_the_wait_which_the_library_has_begun(w
     error = waits.failure_of(RuntimeError(why))
     assert str(error).startswith("rank 0 waited 3.0 s for bucket 0 from ranks 1 and 2: "), error
     assert waits.failure_of(RuntimeError("shapes differ")) is None
+    assert waits.failure_of(TimeoutError("timed out")) is None, "of a socket of the script"
     waits.in_libraries.clear()
     error = waits.failure_of(RuntimeError(why))
     assert (error is None) == ("Timed out" in why), "a time-out of something else, such as of a socket of the script"
