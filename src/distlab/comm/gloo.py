@@ -27,7 +27,7 @@ def connect(
     that has left would still accept the connections of others, which would then wait for it; so no rank uses the group
     before all have said in the store that they are there.
     """
-    if check is None or size == 1:
+    if check is None:
         return dist.ProcessGroupGloo(store, rank, size, timeout), set()
     before, lock, has_left = open_sockets(), threading.Lock(), False
     deadline, undisturbed_until = time.monotonic() + timeout.total_seconds(), 0.0
