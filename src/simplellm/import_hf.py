@@ -296,7 +296,7 @@ def _check_sizes(path: Path, options: dict[str, Any], stored: dict[str, tuple[Pa
         wanted = f"the files have the tensors of {layers} layers"
         raise _refuse(path, "num_hidden_layers", options["n_layers"], wanted)
     beginning, first, end = gate.partition("experts.0.")
-    experts = sum(name.startswith(f"{beginning}experts.") and name.endswith(end) for name in stored) if first else 0
+    experts = sum(name.startswith(f"{beginning}experts.") and name.endswith(end) for name in stored)
     if first and options["experts"] != experts:
         wanted = f"the files have the tensors of {experts} experts in the first layer"
         raise InputError(f"{path}: the number of experts is {options['experts']}: {wanted}")

@@ -90,8 +90,6 @@ def _reason(message: str) -> str:
 
 def parts_of(document: str, longest: int = LONGEST_TEXT) -> list[str]:
     """Split a document into parts of at most `longest` bytes, at the ends of lines where possible."""
-    if len(document.encode()) <= longest:
-        return [document]
     width = longest // 4  # characters, of at most four bytes each
     lines = document.splitlines(keepends=True)
     parts, size_bytes = list[list[str]]([[]]), 0

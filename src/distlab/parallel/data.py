@@ -204,9 +204,8 @@ class MyDP(nn.Module):
         self._in_backward_pass = False
 
     def forward(self, data: Tensor, target: Tensor | None = None) -> object:
-        if self._in_backward_pass:  # the last backward pass raised an exception
-            self._in_backward_pass = False
-            self._buckets.restart()
+        self._in_backward_pass = False
+        self._buckets.restart()  # the last backward pass may have raised an exception
         return self.model(data) if target is None else self.model(data, target)
 
     def _average(self, bucket: Bucket) -> dist.Work | None:
