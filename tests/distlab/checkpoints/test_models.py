@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,9 +37,14 @@ pytestmark = pytest.mark.quick
 
 SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 1, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
 
+UNUSUAL: dict[str, Any] = {  # what the lab's own models do not have
+    **{"rope_theta": 500.0, "norm_eps": 1e-5, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
+    "rope_scaling": {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 9},
+}
+
 
 def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    net = LLama(CausalLLama, 4096, **SHAPE, rope_theta=500.0, norm_eps=1e-5, padding_idx=0)
+    net = LLama(CausalLLama, 4096, **SHAPE, **UNUSUAL, padding_idx=3)
     parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
     leave_group()  # the command that imports is no rank
     try:
@@ -59,9 +65,10 @@ def test_an_imported_model_is_a_run_to_go_on_from(tmp_path: Path, recwarn: pytes
     check_story("cat " * 300, long, "intro.py")  # which the model reads, though not in training
     with pytest.raises(InputError, match="the model reads 30 at most"):
         check_story("cat " * 300, given, "intro.py")
-    batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--out", tmp_path / "on"]
+    batch = ["--optimizer", "sgd", "--data", "sample", "--steps", "1", "--save-every", "1", "--out", tmp_path / "on"]
     ended = fork_python("primer/intro.py", *resume[1:3], *batch).finish()
     assert ended.status == 0, ended.err
+    assert read_model(tmp_path / "on").options == net.options
     [step] = (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(step)["tokens"] == given.batch_size * given.seq_len
 
@@ -74,7 +81,12 @@ def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monke
     states = "optimizer.lm_head.weight.step", "rank1.optimizer.lm_head.weight.exp_avg", "random.0.cpu"
     record = {"step": 3, "tokens": 9, "model": net.options, "settings": {"document_mask": True}}
     tensors, tokenizer = parameters | dict.fromkeys(states, torch.ones(3)), SHIPPED_MODEL.read_bytes()
+    tensors["random.0.cpu"] = torch.ones(3, dtype=torch.uint8)
     saving.save(tmp_path, tensors, record, tokenizer, keep=1)
+    [content] = [path.read_bytes() for path in tmp_path.rglob("*.safetensors")]
+    begin = 8 + int.from_bytes(content[:8], "little")
+    places = {name: about.get("data_offsets") for name, about in json.loads(content[8:begin]).items()}
+    assert all((begin + offsets[0]) % tensors[name].itemsize == 0 for name, offsets in places.items() if offsets)
     read = read_model(tmp_path)
     assert read.parameters.keys() == parameters.keys()
     assert all(torch.equal(read.parameters[name], parameters[name]) for name in parameters)
@@ -128,6 +140,11 @@ def test_only_restarted_ranks_go_on_by_themselves(tmp_path: Path, monkeypatch: p
         ("settings", "betas", [0.8, "0.9"], "its record has [0.8, '0.9'] for --betas"),
         ("settings", "lr_schedule", "steep", "its record has 'steep' for --lr-schedule"),
         ("files", "../b", {"bytes": 1, "sha256": "0"}, "its entry for the file ../b cannot be"),
+        ("model", "rope_scaling", [8], "its rope_scaling cannot be [8]"),
+        ("model", "head_dim", 0, "its head_dim cannot be 0"),
+        ("model", "mlp_bias", "no", "its mlp_bias cannot be 'no'"),
+        ("model", "experts_per_token", 0, "its experts_per_token cannot be 0"),
+        ("model", "router_scores", "tanh", "its router_scores cannot be 'tanh'"),
         ("model", "padding_idx", 0, "--ep 0 with --dp 2: give a divisor of --dp"),  # the record is right
     ],
 )
