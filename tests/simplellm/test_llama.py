@@ -360,7 +360,18 @@ def test_a_cache_holds_no_more_than_the_context() -> None:
             for name in ("dmodel", "num_kv_heads", "ctx_size", "vocab_size")
         ),
         ({"hidden_dim": -4}, "hidden_dim -4 is too small: it must be at least 1"),
-        ({"head_dim": 5}, "head_dim 5: rotary positions need an even width of at least 2"),
+        *(
+            ({"head_dim": width}, f"head_dim {width}: rotary positions need an even width of at least 2")
+            for width in (5, 0, -2)
+        ),
+        ({"experts": -1}, "experts -1: give 0 for none, or how many each block has"),
+        *(
+            (
+                {"experts": 4, "experts_per_token": chosen},
+                f"experts_per_token {chosen}: there are 4 experts; give a number from 1 to 4",
+            )
+            for chosen in (0, 5)
+        ),
         ({"n_layers": -1}, "n_layers -1 is too small: it must be at least 0"),
         ({"n_layers": 0}, "n_layers 0 leaves no model: it must be at least 1"),
         ({"padding_idx": 50}, "padding_idx 50 is not a token: it must be below vocab_size 50"),

@@ -171,6 +171,7 @@ def test_a_broken_file_is_encoded_again(damage: object, cache: Path, capsys: pyt
     wanted = next(TinyStories(TOKENIZER, data="sample"))
     [path] = files_of(cache)
     content = path.read_bytes()
+    assert not capsys.readouterr().err, "no file is not a broken one"
     damage(path)  # type: ignore[operator]
     assert torch.equal(next(TinyStories(TOKENIZER, data="sample")), wanted)
     assert capsys.readouterr().err == f"# {path} is broken: its tokens are encoded again\n"

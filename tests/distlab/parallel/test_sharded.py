@@ -102,8 +102,10 @@ def test_no_rank_holds_the_initial_weights_whole() -> None:
     assert all(weight.equal(expected[name]) for name, weight in net.whole_parameters().items())
 
 
-def test_a_rehearsal_leaves_no_weights_whole_and_no_gradients() -> None:
-    net = ShardedDP(LLama(CausalLLama, 64, dmodel=16, num_heads=2, n_layers=2), "weights")
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_rehearsal_leaves_no_weights_whole_and_no_gradients(is_frozen: bool) -> None:
+    model = LLama(CausalLLama, 64, dmodel=16, num_heads=2, n_layers=2).requires_grad_(not is_frozen)
+    net = ShardedDP(model, "weights")
     ids = torch.zeros(1, 4, dtype=torch.int64)
     Stage(net, lambda y, _: y.mean(), None).rehearse_sharded(ids, ids, None)
     assert net.held_bytes()[2] > 0, "weights were gathered"

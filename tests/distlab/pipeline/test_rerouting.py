@@ -78,6 +78,9 @@ def test_without_detours_micro_batches_are_missing() -> None:
     left = [program for worker, program in enumerate(side_by_side(all_stages("dapple", 3, 3), 2)) if worker != 4]
     with pytest.raises(ScheduleError, match="stage 1 never computes the gradients of micro-batches 3, 4 and 5,"):
         simulate(left, holders=2)
+    three = side_by_side(all_stages("dapple", 1, 3), 3)
+    with pytest.raises(ScheduleError, match=r"^stage 0 is run by workers 0, 1 and 2; give it to at most 2$"):
+        simulate(three, holders=2)
 
 
 def test_the_actions_of_guests_are_marked_in_the_table() -> None:
