@@ -29,7 +29,7 @@ class HandedIn:
 
 def read(path: Path) -> str:
     """Read a file's text, in its declared encoding, without a byte-order mark; `InputError` if it is not Python."""
-    require(not path.exists() or path.is_file() or path.is_dir(), f"{path}: is not a file; give a Python file")
+    require(path.is_file(), f"{path}: is not a file; give a Python file")
     try:
         with tokenize.open(path) as file:
             return file.read()

@@ -29,7 +29,7 @@ class Formulas(dict[tuple[str, int | None], Formula]):
 
     def add(self, kind: str, to: int | None, count: int | Fraction, times: str, size: Size) -> None:
         """Add `count` messages of a size; `times` is the count in words."""
-        if count:
+        if count and size.numbers:
             words = f"{times} {TIMES} {size.words} {TIMES} {size.number_bytes}\N{NO-BREAK SPACE}B"
             total = int(count * size.numbers * size.number_bytes)
             if before := self.get((kind, to)):
@@ -90,14 +90,13 @@ def _add_averages(formulas: Formulas, costs: Costs, stages: Sequence[int]) -> No
     reduced, gathered = counts[shard]
     for own in costs.weights_by_holders(*stages):
         weights, ranks = Size(own.count, f"{own.count:,} weights"), own.holders.size
-        formulas.add_ring("gradients", ranks, reduced * bool(own.count), 2 if shard == "none" else 1, weights)
+        formulas.add_ring("gradients", ranks, reduced, 2 if shard == "none" else 1, weights)
         for count, number_bytes in (
             (own.count - own.rounded, NUMBER_BYTES),
             (own.rounded, own.rounded_to_bytes),
         ):
-            if count:
-                size = Size(count, f"{count:,} weights", number_bytes)
-                formulas.add_ring("weights", ranks, gathered, 1, size)
+            size = Size(count, f"{count:,} weights", number_bytes)
+            formulas.add_ring("weights", ranks, gathered, 1, size)
 
 
 def _add_exchanges_in_passes(formulas: Formulas, costs: Costs, worker: int) -> None:

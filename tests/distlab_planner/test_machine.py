@@ -160,6 +160,12 @@ def test_numbers_of_sequences_to_measure_ascend(rows: tuple[int, ...]) -> None:
         CalibrateSettings(rows=rows).check()
 
 
+def test_without_a_compiler_compiled_passes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match=r"--compile: torch needs the C\+\+ compiler no-such-compiler, which is not"):
+        CalibrateSettings(compile=True).check()
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     for path, told in ((tmp_path, "is a folder; give the path of a file"), (tmp_path / "no/m.json", "no such folder")):
         with pytest.raises(InputError, match=told):

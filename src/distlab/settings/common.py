@@ -241,8 +241,7 @@ def parse(
     if started_by_torchrun() and isinstance(defaults, WorldSize):
         defaults = replace(defaults, world_size=int(os.environ["WORLD_SIZE"]))
     has_repair = any(arg.partition("=")[0] == "--repair" for arg in args)
-    if has_repair:
-        args = complete_repair(args, defaults)
+    args = complete_repair(args, defaults)
     check_values(args)
     if not {"-h", "--help"}.isdisjoint(args):
         from distlab.settings.help import show_help
