@@ -69,6 +69,14 @@ def test_uneven_stages_parts_of_the_backward_pass_and_the_limit_of_auto() -> Non
     ]
 
 
+def test_the_work_of_a_dead_worker_has_stars() -> None:
+    title, _, first, both, second, *_ = show(Request("gpipe", stages=2, micro_batches=2, pipelines=2, dead="3"))
+    assert title.startswith("# gpipe, 2 stages, 2 micro-batches, 2 pipelines; ")
+    assert [row.partition("  ")[0] for row in (first, both, second)] == ["stage 0 of 0", "stage 1 of 0", "stage 0 of 1"]
+    assert sorted(re.findall(r"\w+\*", both)) == ["F2*", "F3*", "I2*", "I3*", "W2*", "W3*"]
+    assert "*" not in first + second
+
+
 @pytest.mark.parametrize(
     ("asked", "shown"),
     [
@@ -115,6 +123,7 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
         (Request("zb-h1", backward=1), "--backward 1 with --weight-share 0.5: both parts of a backward pass must take"),
         (Request("zb-h1", weight_share=1.0), "--weight-share 1.0: must be between 0 and 1"),
         (Request("gpipe", cost_per_stage="1,2"), "--cost-per-stage 1,2: give a whole number, 1 or more, for each of 3"),
+        (Request("gpipe", cost_per_stage="1,x,1"), "--cost-per-stage 1,x,1: give a whole number, 1 or more, for each"),
         (Request("zb-v", cost_per_stage="1,1,1,1,1,0"), "--cost-per-stage 1,1,1,1,1,0: give a whole number, 1 or more"),
         (Request("zb-h1", keep_at_most="2"), "--keep-at-most 2 with --schedule zb-h1: it needs --schedule auto"),
         (Request("auto", keep_at_most="2MB"), "--keep-at-most 2MB: give micro-batches; only a run knows their bytes"),
@@ -126,6 +135,7 @@ def test_columns_are_aligned(name_of_schedule: str, stages: int, micro_batches: 
         (Request("gpipe", pipelines=2, recompute=True), "--pipelines with --steps or --recompute: leave one"),
         (Request("gpipe", dead="0"), "--dead 0: give --pipelines 2 or more, whose workers can replace it"),
         (Request("gpipe", pipelines=2, dead="6"), "--dead 6: give numbers from 0 to 5, not all that have the same"),
+        (Request("gpipe", pipelines=2, dead="1,x"), "--dead 1,x: give numbers from 0 to 5, not all that have the same"),
         (Request("gpipe", pipelines=2, dead="1,4"), "--dead 1,4: give numbers from 0 to 5, not all that have the same"),
     ],
 )
