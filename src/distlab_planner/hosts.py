@@ -12,16 +12,10 @@ from distlab.pipeline.engine import Engine
 class _Work:
     """An action in progress."""
 
-    seconds: float  # if no other rank computed
-    left: float  # of these, seconds that remained at the time `since`
+    left: float  # its seconds, if no other rank computed, that remained at the time `since`
     since: float
     threads: int  # busy with it
     pace: float = 1.0  # seconds for each of these
-
-    @property
-    def load(self) -> int:
-        """The cores that it takes; an action without duration takes none."""
-        return self.threads if self.seconds else 0
 
 
 class SharedHosts:
@@ -50,16 +44,16 @@ class SharedHosts:
     def begin(self, engine: Engine, index: int, now: float) -> None:
         """Begin an action, which changes the pace of others on its host."""
         worker, seconds = engine.graph.workers[index], engine.alone[index]
-        work = _Work(seconds, seconds, now, self._threads_of(engine.graph.actions[index]))
+        work = _Work(seconds, now, self._threads_of(engine.graph.actions[index]))
         self._works[self._of[worker]][worker] = work
-        self._change_load(engine, worker, work.load, now)
+        self._change_load(engine, worker, work.threads, now)
         if work.pace == 1.0:
             engine.expect(worker, now + seconds)
 
     def end(self, engine: Engine, worker: int, now: float) -> None:
         """End a worker's action."""
         work = self._works[self._of[worker]].pop(worker)
-        self._change_load(engine, worker, -work.load, now)
+        self._change_load(engine, worker, -work.threads, now)
 
     def _change_load(self, engine: Engine, worker: int, change: int, now: float) -> None:
         """Change the number of a worker's computing threads, and thus the pace of others on its host."""

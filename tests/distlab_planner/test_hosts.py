@@ -45,6 +45,8 @@ def test_speed_changes_when_another_rank_begins_and_ends() -> None:
     programs = [[Busy(0, 0)], [Busy(1, 0)]]
     assert ends(programs, SharedHosts([0, 0], [1, 1], busy), seconds) == [[5.0], [2.0]]
     assert ends(programs, SharedHosts([0, 1], [1, 1], busy), seconds) == [[4.0], [1.0]]
+    programs[1].append(Busy(1, 1))
+    assert ends(programs, SharedHosts([0, 0], [1, 1], busy), seconds) == [[6.0], [2.0, 4.0]], "another begins at once"
 
 
 def test_an_action_ends_with_the_slowest_of_its_threads() -> None:
