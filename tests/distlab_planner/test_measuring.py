@@ -101,7 +101,7 @@ def test_recomputation_takes_what_a_backward_pass_takes_longer(monkeypatch: pyte
     net = measuring.build(LLamaStage, SIZES, measuring.BLOCKS, 1, CPU)
     for block in net.model.layers.values():
         block.register_forward_pre_hook(forward)
-        block.input_layernorm.weight.register_post_accumulate_grad_hook(backward)
+        block.get_parameter("input_layernorm.weight").register_post_accumulate_grad_hook(backward)
     passes = measuring.Passes(net, SIZES, 1, SIZES.vocab_size)
     for _ in range(2):  # the model is as before
         assert passes.turn() == {name: measuring.BLOCKS * n for name, n in zip(PARTS, (1, 3, 3, 0, 1), strict=True)}
