@@ -66,6 +66,10 @@ def test_shares_of_other_parts_of_the_batch_name_no_mistake(tmp_path: Path) -> N
     for micro_batches, name in ((1, "other"), (2, "other-weights")):
         divergence = compared(tmp_path, {"dp": 2}, micro_batches=micro_batches)
         assert {difference.mistake.name for difference in divergence.differences} == {name}
+    record(tmp_path / "one", 0, {"gradient.weight": first - second, **shares})  # of which they are no shares
+    divergence = compared(tmp_path, {"dp": 2}, micro_batches=2)
+    assert {difference.mistake.name for difference in divergence.differences} == {"other"}
+    assert divergence.sentences[0].endswith(" % away)")
 
 
 def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_each_of_all_replicas(

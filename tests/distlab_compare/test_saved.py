@@ -82,6 +82,10 @@ def test_with_adam_an_element_whose_mean_gradient_was_rounding_once_may_have_any
     for rounding, count in ((1e-9, 0), (1e-3, 1)):  # of a bias whose gradient is zero in theory
         own, right = ({2: Kept(2, 1.0, torch.ones(SHAPE), sign * rounding)} for sign in (1, -1))
         assert len(first_divergence(own, right, [2], tolerance=1e-4)) == count
+    plain, with_moments = {2: Kept(2, 1.0)}, {2: Kept(2, 1.0, torch.ones(SHAPE))}
+    assert first_divergence(plain, with_moments, [2], 1e-4) == first_divergence(with_moments, plain, [2], 1e-4) == []
+    with pytest.raises(InputError, match=r"its model has no bias of \[4, 2\]"):
+        first_divergence(plain, {2: Kept(2, 1.0, rounding=1e-9)}, [2], tolerance=1e-4)
     with pytest.raises(InputError, match=r"its model has no weight of \[3, 4, 2\]"):
         first_divergence({2: Kept(2, 1.0)}, {2: Kept(2, torch.ones(3, *SHAPE))}, [2], tolerance=1e-4)
 

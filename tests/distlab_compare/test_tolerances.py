@@ -23,6 +23,7 @@ def test_rounding_of_small_elements_is_that_of_their_tensor(tmp_path: Path) -> N
     run = Recordings(tmp_path / "run", {"layout": {"tp": 2}, "world_size": 2})
     one = Recordings(tmp_path / "one", ONE_PROCESS)
     assert Pair(run, one, tolerance=1e-4).first_divergence() is None
+    assert Pair(one, run, tolerance=1e-4).first_divergence() is None
     assert Pair(run, one, tolerance=1e-6).first_divergence() is not None
 
 
