@@ -77,7 +77,7 @@ try:
 except OSError as error:
     raise SystemExit(error.errno == errno.EFBIG and 5)
 """
-    assert fork(tmp_path, text).wait(20) == 5
+    assert fork(tmp_path, text).wait() == 5
 
 
 def test_is_a_main_module_with_arguments_an_environment_and_a_folder(tmp_path: Path) -> None:
