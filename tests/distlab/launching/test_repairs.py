@@ -145,6 +145,23 @@ def test_no_spare_is_started_for_a_run_that_cannot_be_repaired(why: str) -> None
     assert ranks.spares == []
 
 
+def test_a_death_is_repaired_once_all_others_have_begun_to_train(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks, store = FakeRanks(), Store()
+    lost = ["no stage is left", "", ""]
+    settings: Any = SimpleNamespace(layout={"dp": 2}, why_lost=lambda _: lost.pop(0))
+    repairs = Repairs(settings, spares=0)
+    repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
+    del ranks.processes[0]
+    ranks.failures[0], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [0]
+    for why in ("no stage is left", "some ranks have yet to begin to train"):
+        repairs.look()
+        assert capfd.readouterr().err == f"# rank 0 died; this cannot be repaired: {why}\n"
+        assert (repairs.is_too_early, list(ranks.failures), NEWS in store) == (True, [0], False)
+    store[f"{READY}/1"] = ""
+    repairs.look()
+    assert (repairs.is_too_early, ranks.failures, NEWS in store) == (False, {}, True)
+
+
 def after_a_death(ranks: FakeRanks, store: Store, spares: int = 2) -> Repairs:
     """Two replicas of two slices, of which rank 3 has died."""
     ranks.processes |= {2: object(), 3: object()}
