@@ -35,6 +35,7 @@ class Queues(Transport):
     def __init__(self, members: Members, group: dist.ProcessGroup) -> None:
         self._members, self._group = members, group
         self._queues: dict[tuple[int, int], SharedQueue] = {}  # by sender and receiver in the world
+        self._without: set[tuple[int, int]] = set()  # those that cannot share memory, which are asked for many times
 
     def open(self, link: tuple[int, int], message_bytes: int, like: Tensor, slots: int) -> None:
         """Make the queue from one rank of the world to another; this rank is one of them, and both call it together.
@@ -42,6 +43,8 @@ class Queues(Transport):
         A queue that is too small is replaced by one that has room for all that either was made for.
         """
         context, (sender, receiver) = self._members.context, link
+        if link in self._without:
+            return
         if known := self._queues.get(link):
             if known.message_bytes >= message_bytes and known.slots >= slots:
                 return
@@ -68,6 +71,7 @@ class Queues(Transport):
             self._queues[link] = SharedQueue(memory, channel, is_sender)
         except NotShared as error:
             share_less(context, error, is_first=is_sender)
+            self._without.add(link)
         else:
             context.shares_memory = True
 
