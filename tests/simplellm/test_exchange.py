@@ -282,6 +282,8 @@ def test_files_that_are_not_there(folder: Path) -> None:
     shutil.copyfile(SHIPPED_MODEL, folder / "tokenizer.model")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert refusal(folder).startswith("DIR/model.safetensors: there is no such file; pickled weights may hold any prog")
+    (folder / "pytorch_model.bin").unlink()
+    assert refusal(folder) == "DIR/model.safetensors: there is no such file; save the model as safetensors"
     with pytest.raises(InputError, match=r"none: there is no such folder"):
         read_llama(folder / "none")
 

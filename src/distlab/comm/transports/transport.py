@@ -68,8 +68,10 @@ class Members:
     @cached_property
     def first_of_hosts(self) -> list[int]:
         """The first rank on each host, in the order of these ranks."""
-        first = {self.context.hosts[rank]: rank for rank in reversed(self.ranks)}
-        return sorted(first.values(), key=self.ranks.index)
+        first: dict[str, int] = {}
+        for rank in self.ranks:
+            first.setdefault(self.context.hosts[rank], rank)
+        return list(first.values())
 
 
 class Carried(NamedTuple):
