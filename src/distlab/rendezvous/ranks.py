@@ -87,8 +87,9 @@ def agree(
         finally:  # also if the wait has failed: rank 0 need not wait for this rank
             with contextlib.suppress(StoreError):
                 replace(shared, silence_seconds=min(1, timeout_seconds)).set(f"heard/{rank}")
+        _compare(verdict["settings"], settings, rank)  # rank 0 has not, if this rank is outside of its world
     else:
-        verdict = {}
+        verdict = {"settings": settings}
         try:
             for other in range(1, size):
                 _compare(settings, json.loads(shared.wait(f"settings/{other}", f"rank {other} to join")), other)

@@ -74,6 +74,12 @@ def test_different_worlds_are_told_apart_before_the_missing_rank_is_waited_for()
     )
 
 
+def test_a_rank_outside_of_the_world_of_rank_0_is_told_the_difference() -> None:
+    *inside, outside = join_all([{"--world-size": 2}, {"--world-size": 2}, {"--world-size": 3}], size=[2, 2, 3])
+    assert inside == ["agreed on sample"] * 2
+    assert outside == "--world-size: rank 0 was started with 2, rank 2 with 3; start all ranks with the same flags"
+
+
 def test_two_processes_with_one_rank() -> None:
     outcomes = join_all([{"steps": 3}] * 3, size=[2, 2, 2], seats=[0, 1, 1])
     assert outcomes[0] == "agreed on sample"
