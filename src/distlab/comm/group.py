@@ -56,7 +56,7 @@ def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Gro
     the `slots`, and so waits for a free one. All ranks of the row call this together.
 
     Args:
-        row: ranks of the world.
+        row: ranks of the world; one may be there several times.
         message_bytes: size of the largest message.
         like: a tensor on the messages' device.
 
@@ -69,7 +69,8 @@ def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Gro
     """
     found, has_queue = _lab_group(group), False
     for link in pairwise(row):
-        if found and found.queues and found.context.rank in link:
+        is_link = link[0] != link[1]  # a worker may hold two stages, one after the other
+        if found and found.queues and is_link and found.context.rank in link:
             found.queues.open(link, message_bytes, like, slots)
             has_queue = has_queue or found.queues.has(*link)
     return has_queue
