@@ -147,8 +147,8 @@ def test_a_field_keeps_its_policy_in_a_class_that_gives_it_another_default() -> 
     assert "sync_every" in marked(DiLoCoSettings(), ResumePolicy.FIXED), "unlike in a class that it is derived from"
     assert "schedule" in marked(HybridSettings(), ResumePolicy.SAME_LAYOUT)
     assert "sync_every" in marked(WeightAverageSettings(), ResumePolicy.SAME_LAYOUT)
-    assert "sync_every" in marked(DiLoCoSettings(), ResumePolicy.FIXED), "which overrides the policy"
-    assert set(marked(TrainSettings(), ResumePolicy.MODEL)) == {"dmodel", "num_heads", "hidden_dim", "n_layers"}
+    sizes = {"dmodel", "num_heads", "num_kv_heads", "hidden_dim", "n_layers"}
+    assert set(marked(TrainSettings(), ResumePolicy.MODEL)) == sizes
 
 
 def broken(folder: Path, script: str, lines: str) -> Path:
