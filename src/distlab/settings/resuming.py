@@ -53,8 +53,10 @@ def check_checkpoint(settings: Any, checkpoint: Checkpoint) -> None:
     flag, record = f"--resume {settings.resume}", checkpoint.record
     usual = {field.name: field.default for field in fields(settings)}  # of sizes that a model need not have
     for name in marked(settings, ResumePolicy.MODEL):
-        saved = record["model"].get(name, usual[name])
-        require_same(f"{flag}: its model has", name, saved, getattr(settings, name))
+        saved, own = record["model"].get(name, usual[name]), getattr(settings, name)
+        if name == "num_kv_heads" and own is None:  # settings that no command line has completed from the checkpoint
+            own = settings.num_heads
+        require_same(f"{flag}: its model has", name, saved, own)
     for name in marked(settings, ResumePolicy.FIXED):
         own = getattr(settings, name)
         require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
