@@ -1,0 +1,48 @@
+"""What --record-gradients writes of a parameter: its gradient, and each micro-batch's share where that is known."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from distlab.run.recording import Recording, file_of
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "passes", "has_shares"),
+    [(2, 2, True), (2, 3, False), (2, 1, False), (1, 1, False)],  # a single share is the gradient
+    ids=["known", "repeated passes", "deferred passes", "one micro-batch"],
+)
+def test_shares_are_written_if_each_micro_batch_added_its_own(
+    micro_batches: int, passes: int, has_shares: bool, tmp_path: Path
+) -> None:
+    net = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    parameters = dict(net.named_parameters())
+    recording = Recording(tmp_path, 0, range(1, 3), parameters, parameters, optimizer, micro_batches)
+    for step in range(4):
+        recording.begin(step)
+        optimizer.zero_grad()
+        inputs = torch.arange(3.0 * passes).view(passes, 3) + step
+        for row in inputs:
+            net(row).sum().backward()
+        optimizer.step()
+        if step not in range(1, 3):
+            continue
+        found = load_file(file_of(tmp_path, step, 0))
+        assert torch.equal(found["gradient.weight"], inputs.sum(0))
+        shares = [found[f"share.{k}.weight"] for k in range(len(found) - 2)]  # beside the gradient and the weights
+        assert len(shares) == (micro_batches if has_shares else 0)
+        for share, row in zip(shares, inputs, strict=False):
+            assert torch.equal(share, row)
+    assert [file.is_file() for file in (file_of(tmp_path, step, 0) for step in range(5))] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
