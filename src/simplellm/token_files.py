@@ -152,7 +152,8 @@ class TokenFile(NamedTuple):
                 file.write(zlib.crc32(before).to_bytes(4, "little") + before + tokens.tobytes())
             building.replace(self.path)
         except BaseException:
-            building.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # which would hide why the file was not written
+                building.unlink()
             raise
 
     @contextlib.contextmanager

@@ -38,7 +38,11 @@ pytestmark = pytest.mark.quick
 SHAPE = {"dmodel": 32, "num_heads": 4, "num_kv_heads": 1, "hidden_dim": 40, "n_layers": 2, "ctx_size": 30}
 
 UNUSUAL: dict[str, Any] = {  # what the lab's own models do not have
-    **{"rope_theta": 500.0, "norm_eps": 1e-5, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
+    "rope_theta": 500.0,
+    "norm_eps": 1e-5,
+    "head_dim": 10,
+    "attention_bias": True,
+    "mlp_bias": True,
     "rope_scaling": {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 9},
 }
 

@@ -39,10 +39,4 @@ def test_shares_are_written_if_each_micro_batch_added_its_own(
         assert len(shares) == (micro_batches if has_shares else 0)
         for share, row in zip(shares, inputs, strict=False):
             assert torch.equal(share, row)
-    assert [file.is_file() for file in (file_of(tmp_path, step, 0) for step in range(5))] == [
-        False,
-        True,
-        True,
-        True,
-        False,
-    ]
+    assert [step for step in range(5) if file_of(tmp_path, step, 0).is_file()] == [1, 2, 3], "and weights at the end"
