@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support import processes
 from support.processes import free_port, wait_for
 
 from distlab.launching.launcher_flags import Nodes, assign_ranks, read_flags
@@ -124,14 +125,19 @@ def test_a_failed_machine_is_followed_into_the_next_round() -> None:
         first.next_round()
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 0.5)
+def join_one_that_is_stopped(_: int) -> None:
     with listen_at("127.0.0.1", 0) as silent:  # accepts connections, as the kernel does for a process that is stopped
         port = silent.getsockname()[1]
         with pytest.raises(
             StoreError, match=r"node 0 does not answer: it is stopped, or its machine .*; waited 0\.5 s$"
         ):
             join(1, (3, 3), port)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 0.5)
+    # In a fork: torch's call goes on for ten seconds, and a fork during it may inherit a lock that nobody releases.
+    processes.run_ranks(1, join_one_that_is_stopped, deadline=10)
 
 
 def test_machines_that_do_not_fit_together() -> None:
