@@ -69,9 +69,12 @@ def of_file(number: int, file: str | None = "f") -> OSError:
         (of_file(errno.EDQUOT, None), "cannot write the output or a file (Disk quota exceeded); make room"),
         (of_file(errno.EFBIG), "cannot write f: it would exceed the limit on file sizes; raise it (ulimit -f)"),
         (of_file(errno.EROFS), "f: Read-only file system; give a path that this user may use"),
+        (of_file(errno.ELOOP), "f: Too many levels of symbolic links; give another path"),
+        (of_file(errno.EIO), "f: Input/output error; its disk or its network does not work"),
         (of_file(errno.ENFILE), "the open files of this machine are at their limit: close other programs"),
         (RuntimeError("pipe: Too many open files"), "open files are at their limit: raise it (ulimit -n)"),
         (RuntimeError("can't start new thread"), TOO_MANY_PROCESSES),
+        (RuntimeError(os.strerror(errno.EAGAIN)), TOO_MANY_PROCESSES),
         (of_file(errno.ENOENT, "/gone/f"), "cannot open /gone/f: there is no folder /gone; has it been removed?"),
         (
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),

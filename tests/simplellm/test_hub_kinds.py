@@ -11,7 +11,6 @@ from support.small_models import saved_model
 
 from simplellm.errors import InputError
 from simplellm.export import export
-from simplellm.hub_kinds import MODEL_KINDS
 from simplellm.import_hf import read_llama
 from simplellm.saved_model import SavedModel
 from simplellm.stories import story
@@ -29,7 +28,14 @@ EXPERTS = {
 LIKE_DEEPSEEK = {"shared_expert": True, "router_scores": "sigmoid"}
 
 
-def without_corrections(model: SavedModel) -> SavedModel:
+KINDS: dict[str, dict[str, Any]] = {"mixtral": {}, "qwen3_moe": {"qk_norm": True}, "glm4_moe": LIKE_DEEPSEEK}
+
+
+def exportable(**options: Any) -> SavedModel:
+    """A model with experts, without corrections where transformers has none."""
+    model = saved_model(**EXPERTS | options)
+    if options.get("shared_expert"):
+        return model
     zeros = {name: torch.zeros_like(p) for name, p in model.parameters.items() if "correction" in name}
     return SavedModel(model.options, model.parameters | zeros, model.tokenizer)
 
@@ -46,9 +52,7 @@ def without_corrections(model: SavedModel) -> SavedModel:
 def test_transformers_computes_the_same_and_back(options: dict[str, Any], kind: str, name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    saved = saved_model(**EXPERTS | options)
-    saved = saved if options == LIKE_DEEPSEEK else without_corrections(saved)
-    export(saved, tmp_path / "there")
+    export(saved := exportable(**options), tmp_path / "there")
     assert name in load_file(tmp_path / "there/model.safetensors")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "there")
     assert type(theirs).__name__ == kind
@@ -64,35 +68,21 @@ def test_transformers_computes_the_same_and_back(options: dict[str, Any], kind: 
     assert saved.options.items() <= {**back.options, "padding_idx": saved.options["padding_idx"]}.items()
 
 
-@pytest.mark.parametrize("options", [{}, LIKE_DEEPSEEK], ids=["mixtral", "glm4-moe"])
-def test_missing_fields_have_transformers_values(options: dict[str, Any], tmp_path: Path) -> None:
-    """They differ from those of a Llama."""
-    from transformers import AutoModelForCausalLM
-
-    sizes = {"dmodel": 64, "num_heads": 16, "num_kv_heads": 8}
-    export(without_corrections(saved_model(**EXPERTS | options | sizes)), tmp_path)
-    change_config(tmp_path, rms_norm_eps=..., rope_theta=..., rope_parameters=..., num_key_value_heads=...)
-    assert_same_logits(read_llama(tmp_path).build(), AutoModelForCausalLM.from_pretrained(tmp_path))
-
-
-@pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_the_values_of_missing_fields_are_those_of_transformers_configurations(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llama", *KINDS])
+def test_missing_fields_have_transformers_values(kind: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     theirs = AutoConfig.for_model(kind).to_dict()
-    theirs |= {"rope_theta": theirs["rope_parameters"]["rope_theta"]}
-    assert MODEL_KINDS[kind].defaults.items() <= theirs.items()
-
-
-@pytest.mark.parametrize(("options", "positions"), [({}, 131072), ({"qk_norm": True}, 32768), (LIKE_DEEPSEEK, 131072)])
-def test_how_long_a_text_may_be_where_the_configuration_does_not_say(
-    options: dict[str, Any], positions: int, tmp_path: Path
-) -> None:
-    saved = saved_model(**EXPERTS | options)
-    export(saved if options == LIKE_DEEPSEEK else without_corrections(saved), tmp_path)
+    key_heads = 16 if kind == "llama" else theirs["num_key_value_heads"]
+    sizes = {"dmodel": 64, "num_heads": 16, "num_kv_heads": key_heads}
+    export(saved_model(**sizes) if kind == "llama" else exportable(**KINDS[kind], **sizes), tmp_path)
+    change_config(tmp_path, num_key_value_heads=..., rope_parameters=...)
     for missing in (None, ...):
-        change_config(tmp_path, max_position_embeddings=missing)
-        assert read_llama(tmp_path).options["ctx_size"] == positions
+        change_config(tmp_path, max_position_embeddings=missing, rms_norm_eps=missing, rope_theta=missing)
+        own = read_llama(tmp_path).options
+        found = [own[name] for name in ("num_kv_heads", "ctx_size", "norm_eps", "rope_theta")]
+        fields = theirs["max_position_embeddings"], theirs["rms_norm_eps"], theirs["rope_parameters"]["rope_theta"]
+        assert found == [key_heads, *fields]
 
 
 @pytest.mark.parametrize(
@@ -109,21 +99,18 @@ def test_how_long_a_text_may_be_where_the_configuration_does_not_say(
     ids=str,
 )
 def test_wrong_fields(fields: dict[str, Any], told: str, tmp_path: Path) -> None:
-    export(without_corrections(saved_model(**EXPERTS)), tmp_path)
+    export(exportable(), tmp_path)
     change_config(tmp_path, **fields)
     with pytest.raises(InputError, match=told):
         read_llama(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("options", "field"),
-    [({}, "num_local_experts"), ({"qk_norm": True}, "num_experts"), (LIKE_DEEPSEEK, "n_routed_experts")],
+    ("kind", "field"),
+    [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"), ("glm4_moe", "n_routed_experts")],
 )
-def test_a_missing_number_of_experts_is_told_by_the_field_of_its_kind(
-    options: dict[str, Any], field: str, tmp_path: Path
-) -> None:
-    saved = saved_model(**EXPERTS | options)
-    export(saved if options == LIKE_DEEPSEEK else without_corrections(saved), tmp_path)
+def test_a_missing_number_of_experts_is_told_by_the_field_of_its_kind(kind: str, field: str, tmp_path: Path) -> None:
+    export(exportable(**KINDS[kind]), tmp_path)
     change_config(tmp_path, **{field: ...})
     with pytest.raises(InputError, match=f"has no {field}; it must be there"):
         read_llama(tmp_path)
@@ -142,7 +129,7 @@ def test_experts_that_transformers_does_not_have(options: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
 def test_experts_with_biases_are_not_exported(bias: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="experts with softmax scores and biases do not export"):
-        export(without_corrections(saved_model(**EXPERTS, **{bias: True})), tmp_path / "there")
+        export(exportable(**{bias: True}), tmp_path / "there")
 
 
 def test_generation_with_a_cache() -> None:

@@ -32,6 +32,7 @@ def test_ranks_that_share_a_stage_are_neighbors() -> None:
     assert Grid(0, {"tp": 3}).describe(2) == Grid(0, {"dp": 3}).describe(2) == "rank 2"
     assert Grid(0, {"dp": 3, "pp": 1}).describe(2) == "rank 2", "as with one axis"
     assert Grid(0, {"dp": 2, "tp": 2}).describe(3) == "rank 3 (replica 1)"
+    assert Grid(0, {"dp": 2, "pp": 2, "cp": 2}).describe(6) == "rank 6 (stage 1 of part 0 of replica 1)"
     assert Grid(0, {"xp": 3, "dp": 5}).describe(6) == "rank 6 (replica 1)"
     assert Grid(0, {"dp": 1, "pp": 2, "ep": 2}).describe(3) == "rank 3 (stage 1 of replica 1)"
     assert layout_flags({"dp": 2, "pp": 3, "ep": 2}) == "--dp 4 --ep 2 --pp 3", "--dp counts all replicas"

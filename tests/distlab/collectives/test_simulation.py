@@ -111,9 +111,10 @@ def test_the_clock_gives_the_formulas() -> None:
 
 
 def test_a_slow_link_costs_what_it_costs() -> None:
-    world = SimulatedWorld(3, Link(1.0), links={(0, 2): Link(10.0)})
+    world = SimulatedWorld(3, Link(1.0), links={(0, 2): Link(10.0)}, keep_messages=True)
     world.run(lambda endpoint: broadcast_naive(torch.ones(1), 0, endpoint))
     assert world.seconds == [11.0, 1.0, 11.0]
+    assert world.messages == [(0, 1, 4, 0.0, 1.0), (0, 2, 4, 1.0, 11.0)], "each with its start and its end"
 
 
 def test_a_thousand_ranks() -> None:

@@ -89,7 +89,7 @@ def differ_in(rank: int, what: str) -> tuple[bool, bool]:
     before = check_parameter_closeness(model)
     if rank == 1:
         with torch.no_grad():
-            model.get_parameter(what)[-1] += 0.01
+            model.get_parameter(what)[-1] += 1e-4
     return before, check_parameter_closeness(model)
 
 

@@ -10,7 +10,6 @@ from distlab.pipeline.actions import (
     WEIGHT_GRADIENTS,
     Action,
     ActionCosts,
-    Backward,
     Forward,
     ForwardAgain,
     stages_of,
@@ -194,10 +193,6 @@ def test_the_literatures_name_of_dapple() -> None:
     assert all_stages("1f1b", 3, 5) == all_stages("dapple", 3, 5)
     assert set(schedule_names()) == {*SCHEDULES, *ALIASES}
     assert not SCHEDULES.keys() & ALIASES.keys()
-
-
-def test_passes_of_one_micro_batch_differ_by_kind_and_stage() -> None:
-    assert len({Forward(0, 1), Backward(0, 1), Forward(1, 1), Forward(1, 0), Forward(0, 1)}) == 4
 
 
 def test_a_new_schedule_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
