@@ -1,13 +1,18 @@
 """The bytes that a run of each kind has sent and holds are those of the formulas beside them on its page."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.chapters import MODEL, TRAINING
-from support.page_numbers import computed
+from support.page_numbers import STEPS, computed
 from support.terminals import fork_launcher
 
+from distlab import collectives
+from distlab.collectives.simulation import SimulatedWorld
 from distlab_page.contents import contents
+from distlab_page.planned import costs_of, sent_by
 from distlab_page.records import read
 
 WITHOUT = {"control", "check", "checkpoints", "weights at the start"}  # which are not sent in each step
@@ -68,9 +73,8 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
     "low rank": ("dp-buckets --compress powersgd --hidden-dim 3", "gradients, loss"),
     "the largest": ("dp-buckets --compress topk", "gradients, loss"),
     "by hand, over 3 ranks": (
-        "dp-buckets --all-reduce naive; dp-buckets --all-reduce tree; "
-        "dp-buckets --all-reduce butterfly; dp-buckets --all-reduce ring",
-        "gradients, loss; gradients, loss; gradients, loss; gradients, loss",
+        "dp-buckets --all-reduce tree; dp-buckets --all-reduce ring",
+        "gradients, loss; gradients, loss",
     ),
     "slices": ("tp --world-size 2", "layer activations, layer gradients, loss"),
     "a residual in bfloat16": (
@@ -92,7 +96,58 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
         "--recompute all",
         "layer activations, norm gradients; layer activations, norm gradients; layer activations, norm gradients",
     ),
+    "slices of stages, and shards": (
+        "5d --dp 1 --pp 2 --tp 2 --schedule interleaved --recompute blocks --batch-size 6 --micro-batches 2 "
+        "--dtype bfloat16; "
+        "5d --dp 1 --pp 2 --tp 2 --recompute all --batch-size 2 --micro-batches 2 --dtype bfloat16; "
+        "5d --dp 2 --pp 1 --tp 2 --shard weights --batch-size 3 --micro-batches 3 --dtype bfloat16; "
+        "5d --dp 3 --pp 1 --shard optimizer --batch-size 3 --dtype bfloat16",
+        "activations, layer activations; layer activations; weights, layer gradients; weights, gradients",
+    ),
+    "shards of several stages, of several buckets, and of ranks that share sequences": (
+        "5d --dp 2 --pp 2 --shard gradients --batch-size 2 --micro-batches 2 --dtype bfloat16 --schedule interleaved; "
+        "5d --dp 2 --pp 1 --shard gradients --batch-size 3 --dmodel 288 --num-heads 6; "
+        "5d --dp 2 --pp 1 --cp 2 --shard gradients --batch-size 4 --micro-batches 2",
+        "gradients, weights; gradients, weights; gradients, keys and values",
+    ),
+    "sequences that do not divide among the ranks": (
+        "5d --dp 1 --pp 1 --cp 3 --cp-kind gather --batch-size 2 --micro-batches 2 --seq-len 25 --dtype bfloat16; "
+        "5d --dp 1 --pp 1 --cp 3 --cp-kind heads --num-heads 6 --num-kv-heads 2 --dmodel 48 --seq-len 25; "
+        "5d --dp 1 --pp 2 --cp 2 --cp-order contiguous --schedule zb-h1 --recompute blocks --seq-len 25; "
+        "5d --dp 1 --pp 2 --cp 2 --cp-kind gather --recompute all --batch-size 4 --micro-batches 2 --seq-len 25",
+        "keys and values; heads; gradients of keys and values; keys and values",
+    ),
+    "fewer key heads than ranks, and parts of slices": (
+        "5d --dp 1 --pp 1 --cp 2 --cp-kind heads --recompute except-attention --num-heads 4 --num-kv-heads 1; "
+        "5d --dp 1 --cp 2 --tp 2 --pp 1 --num-heads 4 --num-kv-heads 2",
+        "heads; keys and values, layer activations",
+    ),
+    "experts with shards, stages and slices": (
+        "5d --dp 4 --pp 1 --ep 2 --experts 2 --shard weights --hidden-dim 40 --recompute blocks --dtype bfloat16; "
+        "5d --dp 4 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --shard gradients --dtype bfloat16 --qk-norm; "
+        "5d --dp 2 --pp 2 --ep 2 --experts 2 --shared-expert --schedule zb-h1 --micro-batches 2 --batch-size 4; "
+        "5d --dp 2 --pp 1 --ep 2 --tp 2 --experts 2 --recompute all --dtype bfloat16 --qk-norm",
+        "rows of experts; rows of experts; rows of experts; rows of experts",
+    ),
 }
+
+
+@pytest.mark.parametrize("topology", ["naive", "tree", "butterfly"])
+def test_an_all_reduce_by_hand_sends_what_it_sends_in_a_simulated_world(topology: str, alone: Path) -> None:
+    run, all_reduce = read(alone), getattr(collectives, f"allreduce_{topology}")
+
+    def simulated(ranks: int, numbers: int) -> list[int]:
+        world = SimulatedWorld(ranks)
+        world.run(lambda endpoint: all_reduce(torch.empty(numbers, device="meta"), endpoint=endpoint))
+        return [rank.sent_bytes for rank in world.counts]
+
+    for ranks in range(2, 10):
+        config = {"settings": run.settings | {"all_reduce": topology}, "layout": {"dp": ranks}}
+        own = replace(run, config=run.config | config)
+        costs = costs_of(own)
+        assert costs is not None
+        formulas = [sent_by(own, costs, rank, STEPS).get(("gradients", None)) for rank in range(ranks)]
+        assert [one.bytes if one else 0 for one in formulas] == simulated(ranks, costs.weights(0)), ranks
 
 
 @pytest.mark.usefixtures("bfloat16_products")
@@ -115,4 +170,6 @@ def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: P
         assert all(formula is not None for *_, kind, _, formula in pairs if kind == "activations"), "of each receiver"
         assert (page["memory"]["plan"] is None) == any(flag in command for flag in NOT_PLANNED)
         for kind, planned in (page["memory"]["plan"] or {}).items():
-            assert planned == pytest.approx(page["memory"]["bars"].get(kind, 0), rel=0.01, abs=1000), kind
+            most = 1000 if kind == "gathered" else 20
+            held = page["memory"]["bars"].get(kind, 0)
+            assert planned == pytest.approx(held, rel=1e-3 if "--cp" in command else 0.011, abs=most), kind

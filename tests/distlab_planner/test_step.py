@@ -1,15 +1,9 @@
 """The step that the planner plays, where it can be compared: with the simulation of a schedule, and by hand."""
 
 import itertools
-import json
-from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from support.chapters import MODEL as SMALL
-from support.chapters import load, train_on
-from support.page_numbers import computed
 from support.planner_machines import CLUSTER, MODEL, SIZES, cluster
 
 from distlab.comm.link import Link
@@ -18,13 +12,11 @@ from distlab.pipeline import plan
 from distlab.pipeline.actions import ActionCosts, Backward, Forward
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
-from distlab.settings.common import parse
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, RunLayout, default_split
-from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking, write_machine
-from distlab_planner.memory import held
+from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking
 from distlab_planner.model import Model
-from distlab_planner.sent import LOSS_BYTES, sent_bytes, sent_in_step
+from distlab_planner.sent import LOSS_BYTES, sent_bytes
 from distlab_planner.sequences import SharedAttention
 from distlab_planner.step import Step, least_seconds, predict
 
@@ -183,13 +175,6 @@ def test_of_two_slices_each_computes_half_of_a_layer(kind: CPKind) -> None:
         assert seconds[1] == pytest.approx(seconds[0] / 2), (recompute, cp, letter)
 
 
-def test_threads_of_a_rank_that_computes_alone() -> None:
-    machine = cluster(cores_per_host=2, device="cpu")
-    one = predict(Costs(replace(machine, cores_per_host=1), MODEL, layout(pp=1))).computing
-    assert predict(Costs(machine, MODEL, layout(pp=1))).computing == pytest.approx(one / 2)
-    assert predict(Costs(replace(machine, device="cuda"), MODEL, layout(pp=1))).computing == pytest.approx(one)
-
-
 def test_heads_go_around_once() -> None:
     """Each of four ranks sends three quarters of its queries, keys, values and results."""
     own = replace(layout(pp=1, micro_batches=1), axes={"dp": 1, "cp": 4}, cp_kind="heads")
@@ -273,63 +258,6 @@ def test_a_collective_that_is_not_played_takes_what_was_measured() -> None:
     sliced = predict(Costs(replace(machine, slowdown=(1.0, 1.6)), MODEL, layout(pp=1, tp=2, micro_batches=1)))
     collectives = 2 * 2 * MODEL.n_layers + 2 + 2  # of blocks, of the embedding and the head, and for the loss
     assert sliced.seconds == pytest.approx(collectives + 1.0, rel=1e-3)
-
-
-MEASURED = [  # ranks, flags
-    (4, "--dp 2 --pp 2 --schedule dapple --micro-batches 3 --batch-size 3"),
-    (4, "--dp 1 --pp 2 --tp 2 --schedule interleaved --micro-batches 2 --batch-size 6"),
-    (4, "--dp 1 --pp 2 --tp 2 --recompute blocks --micro-batches 2 --batch-size 6 --dtype bfloat16"),
-    (4, "--dp 2 --pp 1 --tp 2 --shard weights --micro-batches 3 --batch-size 3 --dtype bfloat16"),
-    (3, "--dp 3 --pp 1 --shard optimizer --batch-size 3 --dtype bfloat16"),
-    (4, "--dp 2 --pp 2 --shard gradients --batch-size 2 --micro-batches 2 --dtype bfloat16 --schedule interleaved"),
-    (2, "--dp 2 --pp 1 --shard gradients --batch-size 3 --dmodel 288 --num-heads 6"),  # several buckets
-]
-SHARED = [
-    (2, "--dp 1 --pp 1 --cp 2 --cp-kind ring --micro-batches 3 --batch-size 6 --dtype bfloat16"),
-    (3, "--dp 1 --pp 1 --cp 3 --cp-kind gather --batch-size 2 --micro-batches 2 --seq-len 25 --dtype bfloat16"),
-    (3, "--dp 1 --pp 1 --cp 3 --cp-kind heads --num-heads 6 --num-kv-heads 2 --dmodel 48 --seq-len 25"),
-    (4, "--dp 1 --pp 2 --cp 2 --cp-order contiguous --schedule zb-h1 --recompute blocks --seq-len 25"),
-    (4, "--dp 1 --pp 2 --cp 2 --cp-kind gather --recompute all --batch-size 4 --micro-batches 2 --seq-len 25"),
-    (2, "--dp 1 --pp 1 --cp 2 --cp-kind heads --recompute except-attention --num-heads 4 --num-kv-heads 1"),
-    (4, "--dp 1 --cp 2 --tp 2 --pp 1 --schedule dapple --num-heads 4 --num-kv-heads 2"),
-    (4, "--dp 2 --pp 1 --cp 2 --shard gradients --batch-size 4 --micro-batches 2"),
-]
-EXPERTS = [  # that all tokens use, so that loads are equal
-    (4, "--dp 4 --pp 1 --ep 2 --experts 2 --shard weights --hidden-dim 40 --recompute blocks --dtype bfloat16"),
-    (4, "--dp 4 --pp 1 --ep 2 --experts 4 --experts-per-token 4 --shard gradients --dtype bfloat16 --qk-norm"),
-    (4, "--dp 2 --pp 2 --ep 2 --experts 2 --shared-expert --schedule zb-h1 --micro-batches 2 --batch-size 4"),
-    (4, "--dp 2 --pp 1 --ep 2 --tp 2 --experts 2 --recompute all --dtype bfloat16 --qk-norm"),
-]
-
-
-@pytest.mark.parametrize(("ranks", "flags"), MEASURED + SHARED + EXPERTS)
-@pytest.mark.usefixtures("bfloat16_products")
-def test_bytes_are_those_that_a_run_sends_and_holds(ranks: int, flags: str, tmp_path: Path) -> None:
-    script, machine_file = "hybrid/intro_5d.py", tmp_path / "machine.json"
-    write_machine(cluster(device="cpu"), machine_file)
-    arguments = [*SMALL, "--data", "sample", *flags.split(), "--machine", str(machine_file)]
-    prediction = parse(load(script).DEFAULTS, "", ["0", *arguments]).prediction
-    out = tmp_path / "run"
-    train_on(ranks, script, out, *flags.split(), "--steps", "2")
-    *_, last = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    counted = {kind: size for kind, size in last["sent_bytes"].items() if kind != "control"}
-    by_kind = Counter[str]()
-    for (kind, _), formula in sent_in_step(prediction.costs, 0).items():
-        by_kind[kind] += formula.bytes
-        assert (computed(formula.words), " 0 " in formula.words) == (pytest.approx(formula.bytes, abs=1), False)
-    assert {kind: by_kind[kind] for kind in counted} == pytest.approx(counted, rel=2e-3, abs=1)
-    assert sent_bytes(prediction.costs)[0] == sum(by_kind[kind] for kind in counted.keys() - {"loss", "loads"})
-    of_rank_0 = json.loads((out / "memory.json").read_text())[0]
-    if "--cp" in flags:
-        assert sum(counted.get(kind, 0) for kind in ("keys and values", "gradients of keys and values", "heads")) > 0
-    holds = held(prediction.costs, 0)
-    if "--experts" in flags:
-        assert by_kind["rows of experts"] == counted["rows of experts"] > 0
-    off = 1e-3 if "--cp" in flags else 0.02
-    assert holds.activations == pytest.approx(of_rank_0["activations"], rel=off)
-    assert holds.parameters == pytest.approx(of_rank_0["parameters"], abs=16)
-    assert holds.gradients == pytest.approx(of_rank_0["gradients"], rel=0.01)
-    assert holds.gathered == pytest.approx(of_rank_0["gathered"], rel=0.01, abs=1000)
 
 
 def measured_machine() -> Machine:
