@@ -289,12 +289,14 @@ def test_the_name_of_a_file_does_not_change_what_it_needs(tmp_path: Path) -> Non
         read_machine(path)
 
 
-def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_measurement_has_its_place_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of two hosts with four ranks each: a pair of ranks on a host, one on two hosts, and two on a host at once."""
     latencies = {((0, 1),): 1.0, ((0, 4),): 2.0, ((0, 1), (2, 3)): 3.0}
 
     def passes_of(sizes: Sizes) -> PassSeconds:
-        seconds = (4.0 if sizes.dtype == "float32" else 2.0) / (4 if sizes.compiled else 1)
+        seconds = (4e-3 if sizes.dtype == "float32" else 2e-3) / (4 if sizes.compiled else 1)
         return replace(PASSES, F=(seconds, 2 * seconds))
 
     instead: dict[str, Callable[..., Any]] = {
@@ -325,3 +327,5 @@ def test_each_measurement_has_its_place_in_the_file(tmp_path: Path, monkeypatch:
     assert (found.process_bytes, found.compiler_bytes) == (4e6, 3e6)
     times = found.bfloat16_multiply_adds_per_second / found.multiply_adds_per_second, found.compiled_speedup
     assert times == pytest.approx((2, 4), rel=1e-4)
+    speed = 2 * 4 * found.multiply_adds_per_second / 1e9
+    assert f"{found.name}, {speed:.1f} billion multiply-adds/s" in capsys.readouterr().out

@@ -105,22 +105,28 @@ def test_what_cannot_be_planned_is_said(flags: str, sentence: str) -> None:
     assert sentence.format(CLUSTER) in caught.value.with_flags()
 
 
-def test_a_machine_is_measured_with_the_flags_of_the_model_and_at_least_two_ranks(
+def test_a_machine_is_measured_once_with_the_flags_of_the_model_and_two_to_four_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[str]()
 
     def measure(command: list[str], **_: object) -> SimpleNamespace:
-        asked.extend(command)
-        write_machine(cluster(), Path("runs/machine.json"))
+        asked.append(" ".join(command))
+        write_machine(machine, Path("runs/machine.json"))
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("distlab_planner.plan.subprocess.run", measure)
-    request = plan.PlanRequest(ranks=1, vocab_size=99, dmodel=96, n_layers=2, dtype="bfloat16")
-    assert plan.machine_for(request, request.model.sizes) == cluster()
-    flags = "runs/machine.json --world-size 2 --dmodel 96 --dtype bfloat16 --vocab-size 99"
-    assert " ".join(asked).endswith(f"calibrate {flags}"), asked
+    request = plan.PlanRequest(vocab_size=99, dmodel=96, n_layers=2, dtype="bfloat16")
+    part, sizes = PassSeconds((1e-4,), (2e-4,), (1e-4,), (1e-4,)), request.model.sizes
+    machine = cluster(measured=(Measured(sizes, 1, 1, (1,), part, part, part),))
+    for ranks, measured in ((1, 2), (3, 3), (9, 4)):
+        for _ in range(2):
+            assert plan.machine_for(replace(request, ranks=ranks), sizes) == machine
+        flags = f"runs/machine.json --world-size {measured} --dmodel 96 --dtype bfloat16 --vocab-size 99"
+        assert asked.pop().endswith(f"calibrate {flags}")
+        assert not asked, "the second time, it is there"
+        write_machine(cluster(), Path("runs/machine.json"))  # of a model of other sizes
     failed = SimpleNamespace(returncode=1, stderr="no memory\n")
     monkeypatch.setattr("distlab_planner.plan.subprocess.run", lambda *_, **__: failed)
     for memory, sentence in ((None, "runs/machine.json: measuring has failed: no memory"), ("8", "--memory 8: give a")):
@@ -269,7 +275,10 @@ def test_a_terminal_shows_which_layout_is_simulated(
         shown, _, table = capsys.readouterr().out.rpartition(ERASE_LINE)
         layouts = re.search(r"^([\d,]+) layouts", table, re.MULTILINE)
         assert layouts
-        assert bool(re.search(rf"# simulating layout \d+ of at most {layouts[1]}\b", shown)) == is_terminal
+        of_all = re.findall(rf"# simulating layout ([\d,]+) of at most {layouts[1]}\b", shown)
+        numbers = [int(number.replace(",", "")) for number in of_all]
+        assert numbers == [*range(1, len(numbers) + 1)]
+        assert bool(numbers) == is_terminal
 
 
 def test_a_plan_starts_without_torch() -> None:

@@ -1,5 +1,6 @@
 """What a plan prints beside the layouts: the memory that they take, and with --verify what was measured."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -41,10 +42,13 @@ def test_the_memory_is_that_of_the_optimizer(machine: list[str], capsys: pytest.
     )
 
 
-def test_the_first_steps_of_a_run_do_not_count(
+def test_the_first_layouts_are_run_without_their_first_steps(
     machine: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    commands = list[list[str]]()
+
     def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
         out = Path(command[command.index("--out") + 1])
         records = [json.dumps({"seconds": seconds}) for seconds in (*[9.0] * WARM_UP, 0.5, 0.25, 0.5)]
         (out / "metrics.jsonl").write_text("".join(f"{record}\n" for record in records))
@@ -52,10 +56,20 @@ def test_the_first_steps_of_a_run_do_not_count(
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setattr("distlab_planner.plan.subprocess.run", run)
-    plan.command([*SMALL, *machine, "--verify", "1"])
-    *_, last = capsys.readouterr().out.splitlines()
-    numbers = [float(number.replace(",", "")) for number in re.findall(r"[+-]?\d[\d,.]*", last)]
-    _, predicted, measured, off, held, counted, off_of_memory = numbers
-    assert (measured, counted) == (500, len(MEMORY_KINDS))
-    shares = predicted / measured - 1, held / counted - 1
-    assert (off / 100, off_of_memory / 100) == pytest.approx(shares, abs=0.02)
+    plan.command([*SMALL, "--top", "3", *machine, "--verify", "2"])
+    shown, _, verified = capsys.readouterr().out.rpartition("\n\n")
+    steps = [float(found.replace(",", "")) for found in re.findall(r"^\d .* ([\d,.]+) ms ", shown, re.MULTILINE)]
+    planned = [line.split()[3:] for line in shown.splitlines() if "launch.sh" in line]
+    assert len(steps) == len(planned) == 3
+    _, *lines = verified.splitlines()
+    for number, line in enumerate(lines):
+        numbers = [float(found.replace(",", "")) for found in re.findall(r"[+-]?\d[\d,.]*", line)]
+        _, predicted, measured, off, held, counted, off_of_memory = numbers
+        assert (predicted, measured, counted) == (steps[number], 500, len(MEMORY_KINDS))
+        shares = predicted / measured - 1, held / counted - 1
+        assert (off / 100, off_of_memory / 100) == pytest.approx(shares, abs=0.02)
+    for flags, command in zip(planned[:2], commands, strict=True):
+        begin = command.index("5d") + 1
+        assert command[begin : begin + len(flags)] == flags
+        assert {*itertools.pairwise(command)} >= {("--steps", "12"), ("--device", "cpu")}
+    assert len(lines) == 2

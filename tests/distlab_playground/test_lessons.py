@@ -90,11 +90,14 @@ def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -
     here = LESSON.measured(LESSON.run())
     assert here == {"bubble": 25, "ticks": 24}
     answers = Answers("small", "ada", {"bubble": 26, "ticks": 21}, here)
-    assert [line.split()[-1] for line in verdicts(LESSON, answers, here)] == ["right", "off"]
+    columns = [line.split() for line in verdicts(LESSON, answers, here)]
+    assert columns == [["small", "ada", "bubble", "26", "25", "right"], ["small", "ada", "ticks", "21", "24", "off"]]
     assert LESSON.questions[1].is_right(22, 24), "up to the least difference that counts"
+    usual = Question("", "", loss(""), "")
+    assert [usual.is_right(guess, 1.0) for guess in (1.02, 0.97)] == [True, False]
     other = replace(answers, guesses={"ticks": 26}, measured={"bubble": 20})
-    last = [line.partition("  ")[2].split("  ")[-1] for line in verdicts(LESSON, other, here)]
-    assert last == ["not answered", "not measured"]
+    columns = [line.split(maxsplit=5)[3:] for line in verdicts(LESSON, other, here)]
+    assert columns == [["-", "20", "not answered"], ["26", "-", "not measured"]]
     other = replace(answers, measured={"bubble": 20, "ticks": 24})
     assert "measured something else; here it is 25" in next(iter(verdicts(LESSON, other, here)))
     path = tmp_path / answers.file_name
