@@ -332,7 +332,7 @@ def test_a_course_has_not_passed_while_a_file_is_missing_or_without_an_end(
     assert "# 3 of 1\n" not in told, "at once after the second"
 
 
-def test_no_more_files_are_checked_at_once_than_asked_for(tmp_path: Path) -> None:
+def test_no_more_files_are_checked_at_once_than_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = f"open({str(tmp_path / 'busy')!r}, 'x')\ntime.sleep(0.1)\nos.unlink({str(tmp_path / 'busy')!r})\n"
     for student in ("ada", "bob"):
         path = hand_in(tmp_path / f"course/{student}/mine.py", "ep-permutation")
@@ -340,6 +340,7 @@ def test_no_more_files_are_checked_at_once_than_asked_for(tmp_path: Path) -> Non
         begins = "import beside, os, sys, time\nassert sys.argv == [__file__]\n"
         path.write_text(f"{path.read_text()}\n{begins}{alone}")
     assert launch(["grade", str(tmp_path / "course"), "--at-once", "1"]) == 0
+    assert "# trying 2 files, 1 at a time\n" in capsys.readouterr().out
 
 
 def test_a_course_may_lie_in_a_hidden_folder(tmp_path: Path) -> None:

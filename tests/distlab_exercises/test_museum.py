@@ -134,6 +134,8 @@ def test_the_line_is_checked_first_and_then_the_mended_copy(tmp_path: Path, caps
     (folder / "answer.txt").write_text(f"line {at_fault}, I think\n")
     assert launch(["find", str(folder)]) == 1
     assert "# not yet: after step 0: the weights" in capsys.readouterr().out
+    assert launch(["find", str(folder), "--line", "1"]) == 1
+    assert "the fault is not in this line" in capsys.readouterr().out, "what is given counts more than the file"
     script = folder / "clipping.py"
     script.write_text(script.read_text().replace("square, ReduceOp.AVG", "square"))
     assert launch(["find", str(folder)]) == 0
@@ -158,6 +160,9 @@ def test_what_cannot_be_looked_for_is_refused(tmp_path: Path) -> None:
     for line in ("0", "1000"):
         with pytest.raises(InputError, match=rf"--line {line}: museum/labels/labels\.py has the lines 1 to"):
             launch(["find", str(tmp_path), "--line", line])
+    (tmp_path / "answer.txt").write_text("1000, I think")
+    with pytest.raises(InputError, match=r"answer\.txt: 1000: museum/labels/labels\.py has the lines 1 to"):
+        launch(["find", str(tmp_path)])
     (tmp_path / "answer.txt").write_text("in the middle")
     with pytest.raises(InputError, match="has no number"):
         launch(["find", str(tmp_path)])

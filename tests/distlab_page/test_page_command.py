@@ -22,7 +22,9 @@ from simplellm.errors import InputError
 plotly = pytest.importorskip("plotly.offline", reason="pages need plotly: pip install plotly")
 
 
-def test_it_is_made_at_once_and_small(hybrid: Path) -> None:
+def test_it_is_made_at_once_and_small_or_with_a_second_run(
+    hybrid: Path, alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = run(*LAUNCH, "page", hybrid)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -30,6 +32,9 @@ def test_it_is_made_at_once_and_small(hybrid: Path) -> None:
     assert (hybrid / "page.html").stat().st_size < 2e6
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2, "seconds of a core"
     assert write(hybrid.parent) == hybrid / "page.html", "in the folder of the newest run"
+    command([str(hybrid), str(alone), "--to", str(both := tmp_path / "both.html")])
+    assert capsys.readouterr().out == f"# {both}\n"
+    assert as_script(contents(read(hybrid), read(alone))["verdict"]["text"]) in both.read_text(encoding="utf-8")
     code = "import sys, distlab_page.command; print('torch' in sys.modules)"
     assert run(sys.executable, "-c", code).out == "False\n"
 

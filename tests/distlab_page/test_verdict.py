@@ -21,6 +21,11 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
     most = max(abs(a["loss"] - b["loss"]) for a, b in zip(lines(hybrid), lines(alone), strict=True))
     assert (page["is_same"], page["most"], page["steps"]) == (True, most, STEPS)
     assert page["text"] == f"The same run as one process: losses differ by at most {most:.2g} over {STEPS} steps."
+    other, named = read(hybrid), f"{hybrid.name} (2 dp x 3 pp)"
+    text = f"losses differ by at most {most:.2g} over {STEPS} steps."
+    assert verdict(read(alone), other)["text"] == f"The same run as {named}: {text}"
+    early = verdict(read(alone), replace(other, metrics=other.metrics[:12]))["text"]
+    assert early.endswith(f" over the first 12 of {STEPS} steps ({hybrid.name} ended early).")
     for factor, dtype, is_same, text in (
         (1 + 5e-6, "float32", True, "The same run as one process: "),
         (1 + 1e-4, "float32", False, "Close to one process, but not the same run: "),
@@ -35,9 +40,9 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
         assert (page["is_same"], page["text"][: len(text)]) == (is_same, text)
         assert ("launch.sh compare" in page["text"]) == text.startswith("Close")
         assert verdict(right, replace(right, metrics=metrics))["most"] == page["most"] > 0
-    other = contents(read(killed), read(alone))["verdict"]
-    assert other["is_same"] is None
-    assert "tokens in a step 48 and 96" in other["text"]
+    page = contents(read(killed), read(alone))["verdict"]
+    assert page["is_same"] is None
+    assert "tokens in a step 48 and 96" in page["text"]
     one = read(hybrid)
     unused = replace(one, config=one.config | {"settings": one.settings | {"sync_every": 4, "outer": "none"}})
     assert contents(unused, read(alone))["verdict"] == contents(one, read(alone))["verdict"]
@@ -47,8 +52,8 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
         ({"data": "hub"}, "data hub and sample"),
     ):
         config = one.config | {"settings": one.settings | changed, "data": changed.get("data", "sample")}
-        other = contents(replace(one, config=config), read(alone))["verdict"]
-        assert other["text"] == f"Not the same training run as one process: {differs}."
+        page = contents(replace(one, config=config), read(alone))["verdict"]
+        assert page["text"] == f"Not the same training run as one process: {differs}."
     streaming = {"outer": "diloco", "sync_every": 4, "outer_lr": 0.7, "overlap_steps": 1, "merge_alpha": 0.5}
     outer = {"outer_lr": 0.5, "fragments": 2, "overlap_steps": 1, "merge_alpha": 0.0}
     top, low = {"compress": "topk", "topk_share": 0.1}, {"compress": "powersgd"}

@@ -128,15 +128,6 @@ ATTEMPTS = {
             changes={"    for work in sent:\n": "    for work in sent if stage != 1 else []:\n"},
         ),
         Attempt("deadlock", "waits for", changes=BLOCKING, trial=DAPPLE),
-        Attempt(
-            "last-micro-batch",
-            "the last micro-batch alone",
-            changes={
-                "            inputs, outputs = kept.pop(k)\n": (
-                    "            inputs, outputs = kept.pop(k)\n            net.zero_grad()\n"
-                )
-            },
-        ),
     ],
     "pp-zb": [
         Attempt(
