@@ -237,9 +237,13 @@ def test_an_index_without_this_version_ends_in_a_sentence(lab: Lab, tmp_path: Pa
     assert len(lab.installed()) == 1, "three gigabytes are not fetched unasked"
 
 
-def test_where_pip_is_configured_torch_comes_from_there(lab: Lab, index: Index) -> None:
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_where_pip_is_configured_and_elsewhere_than_on_linux_torch_comes_from_where_pip_looks(
+    system: str, lab: Lab, index: Index
+) -> None:
     settings = lab.path / "pip.conf"
-    settings.write_text(f"[install]\nindex_url = {MIRROR}\n")
+    settings.write_text(f"[install]\nindex_url = {MIRROR}\n" if system == "Linux" else "")
+    add_program(lab, "uname", f"echo {system}")
     ended = lab.prepare(LAB_TORCH_INDEX=index.url, PIP_CONFIG_FILE=str(settings))
     assert ended.status == 0, ended.err
     assert torch_lines(ended) == []
@@ -251,15 +255,6 @@ def test_each_place_where_pip_is_told_to_look_counts(lab: Lab) -> None:
     places = {"INDEX_URL": MIRROR, "EXTRA_INDEX_URL": MIRROR, "FIND_LINKS": "/wheels", "NO_INDEX": "1"}
     for name, value in places.items():
         assert lab.shell("python=python3; has_indexes", **{f"PIP_{name}": value}).status == 0, name
-
-
-def test_elsewhere_than_on_linux_pypis_torch_is_taken_without_a_word(lab: Lab, index: Index) -> None:
-    add_program(lab, "uname", "echo Darwin")
-    ended = lab.prepare(LAB_TORCH_INDEX=index.url)
-    assert ended.status == 0, ended.err
-    assert torch_lines(ended) == []
-    assert lab.installed() == [lab.rest]
-    assert not index.requests
 
 
 def test_an_environment_is_checked_whatever_python_leaves_out(lab: Lab) -> None:

