@@ -14,19 +14,27 @@ def test_an_outer_wait_goes_on_after_an_inner_one() -> None:
     waits = Waits(0, 2, Ledger(), "rank {}".format)
     with waits.during("the checkpoint"):
         assert waits.waits_for() == Wait("the checkpoint", "other", (1,))
+        assert waits.waits_for(at_least_seconds=10) is None, "it is told only after a while"
 
     def under_way() -> str:
         wait = waits.waits_for()
         return wait.what if wait else "nothing"
 
-    with waits.during("the checkpoint"):
-        with waits.during("the barrier"):
-            assert under_way() == "the barrier"
-        assert under_way() == "the checkpoint"
-    assert under_way() == "nothing"
-    inner = "rank 0 waited .* for the barrier: "  # it says more than the outer one
-    with pytest.raises(TrafficError, match=inner), waits.during("the checkpoint"), waits.during("the barrier"):
-        raise RuntimeError("timed out")
+    for error, told in (
+        (ValueError("no such operation"), "^no such operation$"),  # which is not about other ranks
+        (RuntimeError("unsupported type int16"), "^unsupported type int16$"),
+        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), "s for the barrier: no answer"),
+        (RuntimeError("Connection closed by peer"), "s for the barrier: a rank has exited"),
+    ):
+        with pytest.raises(type(error), match=told) as caught, waits.during("the checkpoint"):
+            try:
+                with waits.during("the barrier"):
+                    assert under_way() == "the barrier"
+                    raise error
+            finally:
+                assert under_way() == "the checkpoint"
+        assert isinstance(caught.value, TrafficError) == ("barrier" in told)
+        assert under_way() == "nothing"
     for number, age in enumerate((3, 2)):  # the oldest of all counts, also of those in libraries
         waits.in_libraries[number] = Wait(f"bucket {number}", "collective", (1,)), time.perf_counter() - age
     with waits.during("the checkpoint"):

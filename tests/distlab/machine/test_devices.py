@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.chapters import MODEL, TRAINING, load
 from support.processes import LAB, free_port, run, run_ranks, steps_taken
+from support.terminals import fork_command
 from torch.torch_version import TorchVersion
 
 from distlab.axes.grid import Grid
@@ -126,14 +127,19 @@ def test_only_ranks_that_share_a_gpu_over_gloo_have_few_queues(
 
 def test_a_run_on_the_cpu_never_opens_a_gpu(tmp_path: Path) -> None:
     """Not even through a library that it calls, on a machine that has one."""
-    open_gpu = "def open_gpu(*_): raise AssertionError('a GPU was opened')"
-    see_gpu = "torch.cuda.is_available = lambda: os.environ.get('CUDA_VISIBLE_DEVICES') != ''"
-    patch = f"{open_gpu}\n{see_gpu}\ntorch.cuda._lazy_init = torch._C._cuda_init = open_gpu"
-    start = f"import os, runpy, torch\n{patch}\nrunpy.run_path({str(LAB / 'primer/intro.py')!r}, run_name='__main__')"
-    flags = [*MODEL, *TRAINING, *"--steps 2 --save-every 1 --trace".split(), "--out", tmp_path / "out"]
-    ended = run(sys.executable, "-c", start, *flags, CUDA_VISIBLE_DEVICES="0")
+
+    def open_gpu(*_: object) -> None:
+        raise AssertionError("a GPU was opened")
+
+    def have_gpu() -> None:
+        torch.cuda.is_available = lambda: os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+        torch.cuda._lazy_init = torch._C._cuda_init = open_gpu
+
+    flags = [*MODEL, *TRAINING, *"--steps 2 --save-every 1 --trace --out".split(), str(tmp_path)]
+    command = [sys.executable, str(LAB / "primer/intro.py"), *flags]
+    ended = fork_command(command, have_gpu, CUDA_VISIBLE_DEVICES="0").finish()
     assert ended.status == 0, ended.err
-    assert steps_taken(tmp_path / "out") == 2
+    assert steps_taken(tmp_path) == 2
 
 
 def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from distlab.axes.grid import Grid
-from distlab.comm.recorder import Ledger
 from distlab.comm.wait_graph import find_cycle
-from distlab.comm.waits import TrafficError, Wait, Waits, list_ranks
+from distlab.comm.waits import Wait, list_ranks
 from distlab.launching.local_ranks import root_cause
 from distlab.launching.processes import RankFailure
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
@@ -204,39 +203,6 @@ def test_notices_survive_the_store() -> None:
 
 def test_lists_of_ranks() -> None:
     assert [list_ranks(ranks) for ranks in ([2], [0, 2], [0, 1, 3])] == ["rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"]
-
-
-def waits_of_rank_0() -> Waits:
-    return Waits(0, 2, Ledger(), "rank {}".format)
-
-
-def test_a_rank_tells_what_it_waits_for_only_after_a_while() -> None:
-    waits, wait = waits_of_rank_0(), Wait("the loss", "collective", (1,))
-    assert waits.waits_for() is None
-    with waits.during(wait):
-        assert waits.waits_for() == wait
-        assert waits.waits_for(at_least_seconds=10) is None
-    assert waits.waits_for() is None
-
-
-def test_an_error_that_is_not_about_other_ranks_is_let_through() -> None:
-    waits, outer = waits_of_rank_0(), Wait("the checkpoint", "other", (1,))
-    with waits.during(outer):
-        for error in (RuntimeError("unsupported type int16"), ValueError("no such operation")):
-            with pytest.raises(type(error), match=str(error)), waits.during("the average"):
-                raise error
-        assert waits.waits_for() == outer
-        with pytest.raises(TrafficError, match="s for the average: no answer"), waits.during("the average"):
-            raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
-        assert waits.waits_for() == outer
-    assert waits.waits_for() is None
-
-
-@pytest.mark.parametrize("error", ["Connection closed by peer", "Timed out waiting 5000ms for recv operation"])
-def test_a_failure_inside_a_longer_wait_keeps_its_own_name(error: str) -> None:
-    waits = waits_of_rank_0()
-    with pytest.raises(TrafficError, match="the average"), waits.during("the checkpoint"), waits.during("the average"):
-        raise RuntimeError(error)
 
 
 def test_a_lack_of_memory_is_told_from_other_errors() -> None:

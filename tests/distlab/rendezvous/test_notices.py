@@ -171,6 +171,7 @@ def test_rank_0_keeps_the_store_open_for_a_slow_rank_and_not_for_a_dead_one(
     error: Exception, ranks: int, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "SECONDS_FOR_OTHERS", 0.1)
+    monkeypatch.setattr(notices, "SECONDS_FOR_READERS", 0.5)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     board = board_of_rank_1(store, rank=0, ranks=ranks)
     assert board.explain(TrafficError("", error, Wait("the sum", "collective", tuple(range(1, ranks))))) is not None
