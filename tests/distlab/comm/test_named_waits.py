@@ -44,7 +44,7 @@ CALLS = {
 }
 
 
-def run_script(rank: int, port: int, end: Barrier, call: str, transport: TransportName, name: str) -> str:
+def run_script(rank: int, port: int, end: Barrier, call: str, transport: TransportName) -> str:
     """What rank 0 says when it runs a script that waits for ranks which are silent."""
     context = join(rank, 3, port, options=Options(transport=transport))
     pair = dist.new_group([0, 2])
@@ -56,7 +56,7 @@ def run_script(rank: int, port: int, end: Barrier, call: str, transport: Transpo
     if rank == 0:
         context.waits.timeout_seconds = 0.3
         program = compile(SCRIPT.format(call=call), "/home/someone/plain.py", "exec")
-        with pytest.raises(TrafficError) as caught, named(name, "tensors") if name else contextlib.nullcontext():
+        with pytest.raises(TrafficError) as caught:
             exec(program, {"PAIR": pair})  # noqa: S102
         said = str(caught.value)
     end.wait(20)  # less than the usual timeout
@@ -68,7 +68,7 @@ def run_script(rank: int, port: int, end: Barrier, call: str, transport: Transpo
     [(call, "gloo") for call in CALLS] + [("all_reduce(tensor)", "shared"), ("broadcast(tensor, 1)", "shared")],
 )
 def test_a_wait_of_a_plain_script_is_named_by_operation_peers_and_line(call: str, transport: TransportName) -> None:
-    sentence, *_ = run_ranks(3, run_script, free_port(), meeting_of(3), call, transport, "")
+    sentence, *_ = run_ranks(3, run_script, free_port(), meeting_of(3), call, transport)
     expected = rf"rank 0 waited (\d+\.\d) s for {CALLS[call]}, plain\.py line 8: no answer .*"
     found = re.fullmatch(expected, sentence)
     assert found, sentence
@@ -93,12 +93,6 @@ def test_a_decorated_function_is_named_by_the_line_that_calls_it(kind: str) -> N
     names: dict[str, object] = {"function": DECORATED[kind]}
     exec(program, names)  # noqa: S102
     assert names["LINE"] == "plain.py line 3"
-
-
-def test_the_librarys_name_replaces_operation_and_line() -> None:
-    arguments = "recv(tensor, 1)", "gloo", "the tensor of chapter 3"
-    sentence, *_ = run_ranks(3, run_script, free_port(), meeting_of(3), *arguments)
-    assert "s for the tensor of chapter 3 from rank 1: no answer" in sentence
 
 
 def lose_a_rank(rank: int, port: int, begin: Callable[[], Any]) -> tuple[str, float]:

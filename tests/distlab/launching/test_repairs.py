@@ -50,6 +50,10 @@ class FakeRanks:
         self.ended: list[int] = []
         self.spares: list[int] = []  # that were started
 
+    def die(self, rank: int) -> None:
+        del self.processes[rank]
+        self.failures[rank], self.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [rank]
+
     def kill_stopped(self) -> None: ...
 
     def exited_spares(self) -> dict[int, RankFailure]:
@@ -65,16 +69,21 @@ class FakeRanks:
         self.processes[rank] = object()
 
 
+def all_train(ranks: FakeRanks, store: Store, spares: int, tp: int = 1, why_lost: Any = lambda _: "") -> Repairs:
+    """The repairs of two replicas, all of whose ranks have begun to train."""
+    settings: Any = SimpleNamespace(layout={"dp": 2, "tp": tp}, why_lost=why_lost)
+    repairs = Repairs(settings, spares)
+    repairs.begin(ranks, store, [{"RANK": f"{rank}"} for rank in ranks.processes])  # type: ignore[arg-type]
+    store.update({f"{READY}/{rank}": "" for rank in ranks.processes})
+    return repairs
+
+
 @pytest.mark.parametrize("is_counted", [False, True], ids=["before it is counted", "after"])
 def test_a_spare_that_comes_after_the_others_have_finished_hears_that_they_have(is_counted: bool) -> None:
     """In a layout in which the spare alone could not go on."""
     ranks, store = FakeRanks(), Store()
-    settings: Any = SimpleNamespace(layout={"dp": 2}, why_lost=lambda left: "" if 1 in left else "no stage is left")
-    repairs = Repairs(settings, spares=1)
-    repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
-    store.update({f"{READY}/0": "", f"{READY}/1": ""})
-    del ranks.processes[0]
-    ranks.failures[0], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [0]
+    repairs = all_train(ranks, store, spares=1, why_lost=lambda left: "" if 1 in left else "no stage is left")
+    ranks.die(0)
     repairs.look()
     assert News.from_json(store[NEWS]).gone == {"0": "died"}
     store[f"{READY}/newcomer1"] = ""
@@ -122,9 +131,7 @@ def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.Captu
             raise InputError("spare 2 cannot be started: Cannot allocate memory")
 
     ranks.start_spare = start_spare  # type: ignore[method-assign]
-    repairs = Repairs(SimpleNamespace(layout={"dp": 2, "tp": 2}), spares=3)  # type: ignore[arg-type]
-    repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
-    store.update({f"{READY}/0": "", f"{READY}/1": ""})
+    repairs = all_train(ranks, store, spares=3, tp=2)
     repairs.look()
     repairs.look()
     assert asked == [1, 2]
@@ -135,12 +142,9 @@ def test_a_spare_that_cannot_be_started_does_not_end_the_run(capfd: pytest.Captu
 @pytest.mark.parametrize("why", ["recurs_on_restart", "is_diagnosed"])
 def test_no_spare_is_started_for_a_run_that_cannot_be_repaired(why: str) -> None:
     ranks, store = FakeRanks(), Store()
-    settings: Any = SimpleNamespace(layout={"dp": 2}, why_lost=lambda _: "")
-    repairs = Repairs(settings, spares=1)
-    repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
-    store.update({f"{READY}/0": "", f"{READY}/1": ""})
-    del ranks.processes[0]
-    ranks.failures[0], ranks.ended = RankFailure(1, {"message": "failed", why: True}, 0), [0]
+    repairs = all_train(ranks, store, spares=1)
+    ranks.die(0)
+    ranks.failures[0] = RankFailure(1, {"message": "failed", why: True}, 0)
     repairs.look()
     assert ranks.spares == []
 
@@ -151,8 +155,7 @@ def test_a_death_is_repaired_once_all_others_have_begun_to_train(capfd: pytest.C
     settings: Any = SimpleNamespace(layout={"dp": 2}, why_lost=lambda _: lost.pop(0))
     repairs = Repairs(settings, spares=0)
     repairs.begin(ranks, store, [{}, {}])  # type: ignore[arg-type]
-    del ranks.processes[0]
-    ranks.failures[0], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [0]
+    ranks.die(0)
     for why in ("no stage is left", "some ranks have yet to begin to train"):
         repairs.look()
         assert capfd.readouterr().err == f"# rank 0 died; this cannot be repaired: {why}\n"
@@ -165,13 +168,9 @@ def test_a_death_is_repaired_once_all_others_have_begun_to_train(capfd: pytest.C
 def after_a_death(ranks: FakeRanks, store: Store, spares: int = 2) -> Repairs:
     """Two replicas of two slices, of which rank 3 has died."""
     ranks.processes |= {2: object(), 3: object()}
-    settings: Any = SimpleNamespace(layout={"dp": 2, "tp": 2}, why_lost=lambda _: "")
-    repairs = Repairs(settings, spares)
-    repairs.begin(ranks, store, [{"RANK": f"{rank}"} for rank in range(4)])  # type: ignore[arg-type]
-    store.update({f"{READY}/{rank}": "" for rank in range(4)})
+    repairs = all_train(ranks, store, spares, tp=2)
     repairs.look()
-    del ranks.processes[3]
-    ranks.failures[3], ranks.ended = SimpleNamespace(cause="died", cannot_be_repaired=False), [3]
+    ranks.die(3)
     return repairs
 
 

@@ -149,10 +149,6 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     assert [cores_to_share(parties) for parties in (1, 3, 8, 20)] == [8, 2, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert (threads_per_rank(3), cores_to_share(3)) == (5, None)
-    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
-    assert threads_per_rank(8) == 4, "the second is of threads within threads"
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert threads_per_rank(8) == 1
 
 
 def test_threads_that_are_bound_to_cores_are_remarked_on_where_ranks_share_them(

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from support.processes import (
     wait_for,
     wait_for_steps,
 )
-from support.terminals import enter, fork_launcher
+from support.terminals import Fork, enter, fork_launcher
+
+from distlab.launching.nodes import LOST_NODE_0
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -35,6 +38,7 @@ MODEL = (
     "--dmodel 16 --num-heads 2 --n-layers 3 --seq-len 16 --data sample --device cpu --optimizer sgd --lr 0.5".split()
 )
 TINY = [*MODEL, *"--dp 2 --pp 2".split()]
+ENDLESS = ["hybrid", *TINY, "--steps", "1000000"]
 RANKS_OF_A_HOST = 2  # a replica
 STEPS = 50
 A_RANK_EACH = "--pp 1 --batch-size 1 --micro-batches 1".split()
@@ -49,16 +53,6 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         yield hosts
 
 
-def command(node: int, *flags: object, master: str, steps: int = 1_000_000) -> list[object]:
-    """What follows ./launch.sh on node `node` of a hybrid run on two machines."""
-    several = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", master]
-    return ["hybrid", *TINY, "--steps", str(steps), *several, *flags]
-
-
-def launch(host: Host, node: int, *flags: object, master: str, steps: int = 1_000_000) -> Started:
-    return fork_launcher(*command(node, *flags, master=master, steps=steps), namespace=host.namespace)
-
-
 def pids(host: Host) -> list[int]:
     """The processes on a host."""
     listing = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True)
@@ -70,9 +64,15 @@ def launcher_on(host: Host, rank: int) -> int:
     return parent(process_of(rank, pids(host)))
 
 
-def kill_all(*hosts: Host) -> None:
-    for host in hosts:
-        for pid in pids(host):
+@contextmanager
+def launched(hosts: tuple[Host, Host], *command: object) -> Iterator[list[Fork]]:
+    """The launchers of a run on two machines; at the end, no process is left there."""
+    several = ["--nnodes", "2", "--master-addr", hosts[0].address, "--node-rank"]
+    nodes = [fork_launcher(*command, *several, node, namespace=host.namespace) for node, host in enumerate(hosts)]
+    try:
+        yield nodes
+    finally:
+        for pid in [*pids(hosts[0]), *pids(hosts[1])]:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -92,16 +92,14 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
     hosts: tuple[Host, Host], name: str, layout: str, sent_as: str, tmp_path: Path
 ) -> None:
     a, b = hosts
-    steps, shape = 6, layout.split()
-    flags = [*shape, "--out", tmp_path / "two"]
-    commands = [[name, *command(node, *flags, master=a.address, steps=steps)[1:]] for node in range(2)]
-    nodes = [fork_launcher(*args, namespace=host.namespace) for host, args in zip(hosts, commands, strict=True)]
+    model, shape = [*MODEL, "--steps", "6"], layout.split()
     listened_at: dict[Host, set[str]] = {a: set(), b: set()}
-    while any(node.poll() is None for node in nodes):
-        for host in hosts:
-            listened_at[host] |= host.listening()
-        time.sleep(0.1)
-    ended = [finish(node) for node in nodes]
+    with launched(hosts, name, *model, *shape, "--out", tmp_path / "two") as nodes:
+        while any(node.poll() is None for node in nodes):
+            for host in hosts:
+                listened_at[host] |= host.listening()
+            time.sleep(0.1)
+        ended = [finish(node) for node in nodes]
     assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
     assert listened_at == {a: {a.address}, b: {b.address}}
     said = ended[0].out.splitlines()
@@ -111,10 +109,9 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
     assert "Traceback" not in ended[0].err + ended[1].err
 
     own = losses(tmp_path / "two")
-    assert len(own) == steps
+    assert len(own) == 6
     sent = records(tmp_path / "two")[-1]["sent_bytes"]
     assert sent[sent_as] > 250_000, "of the embedding: over gloo"
-    model = [*MODEL, "--steps", str(steps)]
     one_host = train_on(6, f"hybrid/intro_{name}.py", tmp_path / "alone", *model, *shape)[-1]
     assert own == pytest.approx(one_host, rel=1e-6)
     one_process = train_on(1, "primer/intro.py", tmp_path / "one", *model, "--batch-size", "6")[-1]
@@ -124,8 +121,7 @@ def test_two_hosts_give_the_losses_of_one_and_listen_on_their_link_alone(
 
 def test_a_killed_rank_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     rank = 3
-    nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
-    try:
+    with launched(hosts, *ENDLESS, "--out", tmp_path) as nodes:
         wait_for_steps(tmp_path, *nodes)
         there = rank // RANKS_OF_A_HOST
         os.kill(process_of(rank, pids(hosts[there])), signal.SIGKILL)
@@ -135,23 +131,17 @@ def test_a_killed_rank_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path)
         assert sentences[1 - there] == f"# on another machine, node {there}, {cause}"
         assert all(end.status == 1 for end in ended)
         assert not pids(hosts[0]) + pids(hosts[1]), "no orphans"
-    finally:
-        kill_all(*hosts)
 
 
 def test_a_killed_launcher_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
-    try:
+    with launched(hosts, *ENDLESS, "--out", tmp_path) as nodes:
         wait_for_steps(tmp_path, *nodes)
         os.kill(launcher_on(hosts[0], 0), signal.SIGKILL)
         end = finish(nodes[1], SECONDS_TO_END)
         assert end.status == 1
-        sentence = "# the launcher of another machine, node 0, has exited or can no longer be reached"
-        assert end.err.splitlines()[-1] == sentence
+        assert end.err.splitlines()[-1] == f"# {LOST_NODE_0}"
         finish(nodes[0], 5)
         assert wait_for(lambda: not pids(hosts[0]) + pids(hosts[1]), 5), "no orphans"
-    finally:
-        kill_all(*hosts)
 
 
 def test_a_stopped_launcher_ends_the_other_host(
@@ -160,26 +150,21 @@ def test_a_stopped_launcher_ends_the_other_host(
     """A stopped rank keeps the others from computing meanwhile."""
     monkeypatch.setattr("distlab.launching.nodes.SECONDS_OF_SILENCE", 2.5)
     monkeypatch.setattr("distlab.launching.processes.SECONDS_TO_END", 1)
-    nodes = [launch(host, node, "--out", tmp_path, master=hosts[0].address) for node, host in enumerate(hosts)]
-    try:
+    with launched(hosts, *ENDLESS, "--out", tmp_path) as nodes:
         wait_for_steps(tmp_path, *nodes)
         for stopped in (launcher_on(hosts[0], 0), process_of(3, pids(hosts[1]))):
             os.kill(stopped, signal.SIGSTOP)
         end = finish(nodes[1], SECONDS_TO_END)
         assert end.status == 1
-        sentence = "# the launcher of another machine, node 0, has exited or can no longer be reached"
-        assert end.err.splitlines()[-1] == sentence
+        assert end.err.splitlines()[-1] == f"# {LOST_NODE_0}"
         assert not pids(hosts[1]), "no orphans"
-    finally:
-        kill_all(*hosts)
-        finish(nodes[0], 5)
+    finish(nodes[0], 5)
 
 
 def test_both_hosts_start_again_when_a_rank_was_killed(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Rank 0, which has the store; `test_restarts_that_are_used_up_end_both_hosts` kills one of the other host."""
     flags = [*A_RANK_EACH, "--out", tmp_path / "restarted", "--save-every", "15", "--max-restarts", "1"]
-    nodes = [launch(host, node, *flags, master=hosts[0].address, steps=STEPS) for node, host in enumerate(hosts)]
-    try:
+    with launched(hosts, "hybrid", *TINY, "--steps", STEPS, *flags) as nodes:
         wait_for_steps(tmp_path / "restarted", *nodes, steps=16)
         os.kill(process_of(0, pids(hosts[0])), signal.SIGKILL)
         ended = [finish(node, 90) for node in nodes]
@@ -190,8 +175,6 @@ def test_both_hosts_start_again_when_a_rank_was_killed(hosts: tuple[Host, Host],
         assert resumed, ended[0].out
         assert resumed[1] == resumed[2]
         assert int(resumed[1]) >= 15
-    finally:
-        kill_all(*hosts)
     layout = [*TINY, *A_RANK_EACH, "--steps", str(STEPS)]
     expected = train_on(2, "hybrid/intro_hybrid.py", tmp_path / "alone", *layout)[-1]
     assert losses(tmp_path / "restarted") == pytest.approx(expected, rel=1e-6)
@@ -200,8 +183,7 @@ def test_both_hosts_start_again_when_a_rank_was_killed(hosts: tuple[Host, Host],
 def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """One kill on each host: the restart after the first counts on both."""
     flags = [*A_RANK_EACH, "--out", tmp_path, "--max-restarts", "1"]
-    nodes = [launch(host, node, *flags, master=hosts[0].address) for node, host in enumerate(hosts)]
-    try:
+    with launched(hosts, *ENDLESS, *flags) as nodes:
         wait_for_steps(tmp_path, *nodes, steps=40)
         os.kill(process_of(1, pids(hosts[1])), signal.SIGKILL)
         assert wait_for(lambda: steps_taken(tmp_path) < 40), "it began again"
@@ -212,8 +194,6 @@ def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_
         cause = "rank 0 failed: it was terminated by SIGKILL"
         assert sentences == [f"# {cause}", f"# on another machine, node 0, {cause}"]
         assert not any("2 of 1" in end.out for end in ended)
-    finally:
-        kill_all(*hosts)
 
 
 def send_to_the_other(rank: int, hosts: tuple[Host, Host], listening: Barrier) -> list[float]:
@@ -277,13 +257,7 @@ def test_a_rank_that_fails_when_the_other_hosts_have_finished(
 ) -> None:
     script = tmp_path / "late.py"
     script.write_text(FAILS_LATE)
-    flags = ["--nnodes", "2", "--master-addr", hosts[0].address, "--max-restarts", str(restarts)]
-    flags += ["--out", str(tmp_path / "run")]
-    nodes = [
-        fork_launcher(script, *flags, "--node-rank", str(node), namespace=host.namespace)
-        for node, host in enumerate(hosts)
-    ]
-    try:
+    with launched(hosts, script, "--max-restarts", restarts, "--out", tmp_path / "run") as nodes:
         if restarts:
             ended = [finish(node, SECONDS_TO_END) for node in nodes]
             assert [end.status for end in ended] == [0, 0], [end.err for end in ended]
@@ -294,5 +268,3 @@ def test_a_rank_that_fails_when_the_other_hosts_have_finished(
             assert sentences == [f"# {cause}", f"# on another machine, node 0, {cause}"]
             assert [end.status for end in ended] == [1, 1]
         assert not pids(hosts[0]) + pids(hosts[1]), "no orphans"
-    finally:
-        kill_all(*hosts)

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.chapters import MODEL, TRAINING, train_on
+from support.chapters import train_on
 from support.processes import LAB
-from support.terminals import fork_launcher, fork_python
 
 from distlab.settings.scripts import read_script_for
 
@@ -49,14 +48,3 @@ def test_a_run_is_resumed_by_the_script_that_can(script: str, more: str, flags: 
     resume = f"--resume {tmp_path} --steps 6 --world-size 2".split()
     found, _ = read_script_for(LAB / script, resume, "launch.sh")
     assert found.path.stem == runs
-
-
-def test_it_runs_from_the_launcher_and_in_a_terminal(tmp_path: Path) -> None:
-    flags = [*MODEL, *TRAINING, "--steps", "1", "--compress", "topk", "--world-size", "1"]
-    for started in (
-        fork_launcher("dp-ga", *flags, "--out", tmp_path / "a"),
-        fork_python(GA, 0, *flags, "--out", tmp_path / "b"),
-    ):
-        ended = started.finish()
-        assert ended.status == 0, ended.err
-        assert "# intro_DP_buckets: 1 rank" in ended.out

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.chapters import LAYOUTS, STEPS, records, train_on, validation_losses
-from support.terminals import fork_python
 from torch import Tensor, nn
 
 from distlab.axes.grid import Grid
@@ -36,6 +35,11 @@ def validate(layout: str, out: Path, *flags: str) -> list[float]:
     ranks, script, own = LAYOUTS[layout]
     train_on(ranks, script, out, *FLAGS, *own.split(), "--eval-every", "2", "--eval-sequences", "7", *flags)
     assert ["validation_loss" in record for record in records(out)] == [False, True, False, True]
+    said = [line for line in (out / "rank0.log").read_text().splitlines() if "perplexity" in line]
+    assert said == [
+        f"# validation after {steps} steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}"
+        for steps, loss in zip((2, 4), validation_losses(out), strict=True)
+    ]
     return validation_losses(out)
 
 
@@ -189,10 +193,3 @@ def test_and_saving_are_no_part_of_a_steps_seconds(tmp_path: Path, monkeypatch: 
     assert [record["validation_loss"] for record in records(tmp_path)] == [1.0] * STEPS, "the fake was called"
     assert (tmp_path / "saves").read_text() == "saved\n" * STEPS
     assert all(record["seconds"] < slow for record in records(tmp_path))
-
-
-def test_is_said(tmp_path: Path) -> None:
-    shape = "--dmodel 32 --num-heads 2 --n-layers 1 --seq-len 24 --data sample --steps 3 --eval-every 3".split()
-    ended = fork_python("primer/intro.py", *shape, "--out", tmp_path).finish()
-    loss = records(tmp_path)[-1]["validation_loss"]
-    assert f"# validation after 3 steps: loss {loss:.6f}, perplexity {perplexity(loss):,.2f}\n" in ended.out
