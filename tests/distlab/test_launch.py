@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -68,8 +69,9 @@ def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> No
         assert record["sent_bytes"]["gradients"] > 0
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["settings"]["steps"] == 3
-    assert config["layout"] == {"dp": 2}
-    assert config["data"] == "sample"
+    own = {"layout": {"dp": 2}, "world_size": 2, "script": str(LAB / GA), "backend": "gloo", "data": "sample"}
+    own |= {"command": shlex.join(["./launch.sh", "dp-ga", *map(str, flags)])}
+    assert {name: config[name] for name in own} == own
     for rank in range(2):
         log = (tmp_path / f"rank{rank}.log").read_text().splitlines()
         assert [line.split()[:2] for line in log if not line.startswith("#")] == [step[:2] for step in steps]
@@ -133,13 +135,14 @@ def test_a_failed_rank_ends_all_and_is_named_in_the_last_line(
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(failure=failure))
     started = time.monotonic()
-    ended = fork_launcher(script, "--data", "sample", "--out", tmp_path / "run").finish()
+    ended = fork_launcher(script, "--data", "sample", "--seed", "5", "--out", tmp_path / "run").finish()
     assert ended.status == status
     assert [line for line in ended.err.splitlines() if line == last_line] == ended.err.splitlines()[-1:] == [last_line]
     assert time.monotonic() - started < 40
     ranks = [map(int, file.read_text().split()) for file in tmp_path.glob("*.pid")]
     pids, seeds = zip(*ranks, strict=True)
-    assert len({*pids}) == len({*seeds}) == 3, "each draws random numbers of its own"
+    assert sorted(seeds) == [5, 6, 7], "each draws random numbers of its own"
+    assert len({*pids}) == 3
     assert not any(alive(pid) for pid in pids)
 
 

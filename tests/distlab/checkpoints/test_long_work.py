@@ -145,6 +145,8 @@ def test_a_rank_that_loses_another_ends_its_own_work_first(monkeypatch: pytest.M
 
 def tell(rank: int, text_of: Callable[[int], str]) -> list[str]:
     told = texts_of_all(text_of(rank), "the test's texts")
+    pair = dist.new_group([0, 2])
+    assert rank == 1 or texts_of_all(text_of(rank), "the texts of two", pair) == told[::2]
     assert {*context_of().ledger.sent_bytes} == {"control"}
     return told
 

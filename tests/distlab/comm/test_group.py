@@ -24,7 +24,7 @@ from distlab.comm.group import (
     shares,
 )
 from distlab.comm.names import counted_as, named
-from distlab.comm.recorder import MESSAGE, WAIT
+from distlab.comm.recorder import MESSAGE, SEND, WAIT
 from distlab.comm.together import texts_of_all, together
 
 
@@ -229,33 +229,38 @@ def test_the_kind_to_count_as_is_the_outer_one_again_after_the_inner_one() -> No
     assert run_ranks(2, count_apart, free_port()) == [{"check": 1, "validation": 2, "loss": 1, "all_reduce": 1}] * 2
 
 
-def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int], bool]:
-    """Three messages round a ring of three, receives posted before anything is sent."""
+def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int], list[str], list[str]]:
+    """Messages round a ring of three, receives posted before anything is sent: three, and one in another group.
+
+    The last values are the names in a trace of the messages that a rank has sent, and of those that it has received.
+    """
     with process_group(rank, 3, port) as context:
         context.recorder.enabled = True
-        received = [torch.empty(2) for _ in range(3)]
+        received, groups = [torch.empty(2) for _ in range(4)], [None, None, None, dist.new_group(range(3))]
         before, after = (rank - 1) % 3, (rank + 1) % 3
-        begun: list[Any] = [dist.irecv(tensor, before) for tensor in received]
+        begun: list[Any] = [dist.irecv(tensor, before, group) for tensor, group in zip(received, groups, strict=True)]
         with named("a message", "activations"):
-            begun += [dist.isend(torch.full((2,), 10.0 * rank + number), after) for number in range(3)]
+            begun += [dist.isend(torch.full((2,), 10.0 * rank + n), after, group) for n, group in enumerate(groups)]
         for pending in begun:
             pending.wait()
-        waited_from = min(event.start for event in context.recorder.events if event.kind == WAIT)
-        seen = [event for event in context.recorder.events if event.kind == MESSAGE]
-        assert len(seen) == 3, "a send says nothing of the arrival"
+        events, ledger = context.recorder.events, context.ledger
+        waited_from = min(event.start for event in events if event.kind == WAIT)
+        seen = [event for event in events if event.kind == MESSAGE]
+        assert len(seen) == 4, "a send says nothing of the arrival"
         assert all(event.start < waited_from for event in seen), "a message lasts from the posting of its receive"
-        ledger = context.ledger
-        waits_apart = ledger.waited_seconds > ledger.collective_seconds == 0
-        return [tensor[1].item() for tensor in received], dict(ledger.sent_bytes), dict(ledger.messages), waits_apart
+        assert ledger.waited_seconds > ledger.collective_seconds == 0, "a wait for a message is none in a collective"
+        sent, taken = ([e.flow for e in events if e.kind == kind and e.flow] for kind in (SEND, WAIT))
+        return [tensor[1].item() for tensor in received], dict(ledger.sent_bytes), dict(ledger.messages), sent, taken
 
 
 def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
-    for rank, (received, sent_bytes, messages, waits_apart) in enumerate(run_ranks(3, pass_on, free_port())):
+    by_rank = run_ranks(3, pass_on, free_port())
+    for rank, (received, sent_bytes, messages, sent, taken) in enumerate(by_rank):
         before = (rank - 1) % 3
-        assert received == [10.0 * before, 10.0 * before + 1, 10.0 * before + 2]
-        assert sent_bytes == {"activations": 24}
-        assert messages == {"activations": 3}
-        assert waits_apart, "a wait for a message is none in a collective"
+        assert received == [10.0 * before + number for number in range(4)]
+        assert (sent_bytes, messages) == ({"activations": 32}, {"activations": 4})
+        assert len({*sent}) == 4, "also of messages in several groups"
+        assert taken == by_rank[before][3]
 
 
 def receive_from_any(rank: int, port: int) -> list[tuple[int | None, float]]:

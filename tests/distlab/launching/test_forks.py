@@ -81,7 +81,10 @@ except OSError as error:
 
 
 def test_is_a_main_module_with_arguments_an_environment_and_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    """The folder of the script itself, not of a link to it."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "script.py").symlink_to(tmp_path / "real/script.py")
+    (tmp_path / "real/beside.py").write_text("NAME = 'beside'")
     text = """
 import os, sys, beside
 name = open("/proc/self/comm").read()

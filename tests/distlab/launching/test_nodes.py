@@ -3,14 +3,16 @@
 import contextlib
 import fcntl
 import itertools
-import multiprocessing
 import os
 import re
 import signal
 import socket
 import struct
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from support.processes import free_port, wait_for
 
 from distlab.launching.launcher_flags import Nodes, assign_ranks, read_flags
 from distlab.launching.local_ranks import run_ranks
-from distlab.launching.nodes import ElsewhereError, NodeRendezvous
+from distlab.launching.nodes import SECONDS_FOR_READERS, ElsewhereError, NodeRendezvous
 from distlab.launching.processes import RankFailure
 from distlab.machine.devices import Place
 from distlab.machine.network import interface_of, own_address
@@ -109,17 +111,19 @@ def test_machines_join_again_in_every_round() -> None:
 
 
 def test_a_failed_machine_is_followed_into_the_next_round() -> None:
-    first = join(0, (1, 1), 0, max_restarts=2)
-    second = join(1, (1, 1), first.port, max_restarts=2)
+    """By both of the others, as soon as it is there."""
+    first = join(0, (1, 1, 1), 0, max_restarts=2)
+    second, third = (join(node, (1, 1, 1), first.port, max_restarts=2) for node in (1, 2))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(NodeRendezvous.next_round, (first, second)))
-        assert not first.has_next_round()
-        assert not second.has_next_round()
-        restarted = pool.submit(second.next_round)
-        assert wait_for(first.has_next_round, 5)
+        list(pool.map(NodeRendezvous.next_round, (first, second, third)))
+        assert not any(machine.has_next_round() for machine in (first, second, third))
+        restarted = [pool.submit(second.next_round)]
+        assert wait_for(lambda: first.has_next_round() and third.has_next_round(), 5)
+        restarted.append(pool.submit(third.next_round))
         first.next_round()
-        restarted.result(5)
-    assert first.restarts == second.restarts == 1
+        for each in restarted:
+            each.result(5)
+    assert first.restarts == second.restarts == third.restarts == 1
     second.leave("rank 1 failed")
     with pytest.raises(ElsewhereError, match="on another machine, node 1, rank 1 failed"):
         first.next_round()
@@ -157,8 +161,12 @@ def test_machines_that_do_not_fit_together() -> None:
 
 
 def test_a_machine_that_never_comes_is_named() -> None:
+    first = join(0, (3, 3), 0, timeout_seconds=1)
     with pytest.raises(InputError, match=r"waited 1 s for node 1: is .* --node-rank 1"):
-        join(0, (3, 3), 0, timeout_seconds=1).next_round()
+        first.next_round()
+    started = time.monotonic()
+    first.leave("node 1 did not come")
+    assert time.monotonic() - started < SECONDS_FOR_READERS / 2, "the store is not kept open for it"
     with pytest.raises(InputError, match=r"node 0 did not listen at 127\.0\.0\.1:1 within 1 s: start it there"):
         join(1, (3, 3), 1, timeout_seconds=1)
 
@@ -192,10 +200,7 @@ def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
 ) -> None:
     """Under nohup, not by a terminal that is closed."""
     port, out, has_nohup = free_port(), tmp_path / "out", sent is not signal.SIGHUP
-    asked = node, port, out, has_nohup
-    launcher = multiprocessing.get_context("fork").Process(target=wait_for_the_others, args=asked)
-    launcher.start()
-    try:
+    with launched(node, port, out, has_nohup) as launcher:
         looks = f"looking for node 0 at 127.0.0.1:{port}"
         assert wait_for(lambda: listens("127.0.0.1", port) if node == 0 else looks in written(out), 30)
         assert launcher.pid is not None
@@ -211,9 +216,6 @@ def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
         launcher.join(5)
         assert launcher.exitcode == 128 + sent
         assert [line for line in written(out).splitlines() if looks not in line] == [f"# terminated by {sent.name}"]
-    finally:
-        launcher.kill()
-        launcher.join()
 
 
 def test_a_launcher_says_that_no_other_machine_has_reported_why_its_ranks_lost_a_peer(
@@ -223,13 +225,19 @@ def test_a_launcher_says_that_no_other_machine_has_reported_why_its_ranks_lost_a
     lost = RankFailure(1, {"message": told, "status": 1, "lost_a_peer": True}, 5)
     monkeypatch.setattr("distlab.launching.local_ranks.supervise", lambda *_: {0: lost})
     monkeypatch.setattr("distlab.launching.nodes.SECONDS_FOR_THE_CAUSE", 0.1)
-    asked = 0, free_port(), tmp_path / "out", True
-    launcher = multiprocessing.get_context("fork").Process(target=wait_for_the_others, args=asked)
-    launcher.start()
-    try:
+    with launched(0, free_port(), tmp_path / "out", True) as launcher:
         launcher.join(20)
         assert launcher.exitcode == 1
         assert written(tmp_path / "out") == f"# {told}; no report from the other machines\n"
+
+
+@contextlib.contextmanager
+def launched(*asked: object) -> Iterator[ForkProcess]:
+    """A process that calls `wait_for_the_others`."""
+    launcher = ForkProcess(target=wait_for_the_others, args=asked)
+    launcher.start()
+    try:
+        yield launcher
     finally:
         launcher.kill()
         launcher.join()

@@ -1,14 +1,19 @@
 """Programs that know nothing of the lab but `dist.init_process_group("lab")`, under launch.sh and under torchrun."""
 
+import atexit
 import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.processes import children, finish, free_port, process_of, start, wait_for
 from support.terminals import fork_launcher, fork_python
 
+from distlab.comm.recorder import Ledger
+from distlab.launching.programs import summarize_at_exit
 from distlab.run.logs import human_bytes
 
 PLAIN = """
@@ -79,6 +84,11 @@ def written(folder: Path, text: str) -> Path:
     return program
 
 
+def alone() -> dict[str, Any]:
+    """The variables of a rank without others."""
+    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+
+
 @pytest.mark.quick
 def test_torchs_ddp_is_counted_and_summed_up(tmp_path: Path) -> None:
     ended = fork_launcher(written(tmp_path, PLAIN.format(steps=4)), "--world_size", "3").finish()
@@ -86,6 +96,17 @@ def test_torchs_ddp_is_counted_and_summed_up(tmp_path: Path) -> None:
     [sent] = [line for line in ended.out.splitlines() if " of all_reduce in " in line]
     own_bytes = 4 * (4 * 4 * (64 * 256 + 256) // 3) + 4 * 4 * 64 * 256 // 3  # around a ring: four buckets, a weight
     assert sent == f"# rank 0 sent {human_bytes(own_bytes)} of all_reduce in 5 messages"
+
+
+@pytest.mark.quick
+def test_the_seconds_that_rank_0_has_waited_are_summed_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(atexit, "register", lambda summarize: summarize())
+    for rank in range(2):
+        context: Any = SimpleNamespace(rank=rank, waited_so_far=lambda: 12.34, ledger=Ledger())
+        summarize_at_exit(context)
+    assert capsys.readouterr().out == "# rank 0 waited 12.3 s for other ranks\n"
 
 
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
@@ -98,9 +119,7 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
 
 def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
     program = written(tmp_path, FAULTY)
-    program_of_one = start(
-        *(sys.executable, program), RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port())
-    )
+    program_of_one = start(sys.executable, program, **alone())
     for ended in (finish(program_of_one), fork_launcher(program, "--world-size", "2").finish()):
         assert ended.status == 1
         assert 'raise TypeError("a fault")' in ended.err
@@ -110,8 +129,7 @@ def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_program_in_a_sentence(tmp_path: Path) -> None:
     program = written(tmp_path, FAULTY.replace('raise TypeError("a fault")', CTRL_C))
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    ended = fork_python(program, **place).finish()
+    ended = fork_python(program, **alone()).finish()
     assert (ended.status, ended.err) == (130, "# interrupted\n")
 
 

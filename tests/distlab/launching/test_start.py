@@ -160,12 +160,14 @@ def test_a_story_is_printed_in_comments(
     prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tell(asked: Settings) -> int:
-        print(f"Am\u00e9lie sang {asked.prompt} {asked.device} {asked.model}.", "# 3 tokens", sep="\n")
+        print(
+            f"Am\u00e9lie sang {asked.prompt} {asked.device} {asked.temperature} {asked.model}.", "# 3 tokens", sep="\n"
+        )
         return 3
 
     monkeypatch.setattr("distlab.launching.start.tell", as_command(tell, Settings, None))
     assert tell_story(tmp_path, prompt, "cpu") == 3
-    assert capsys.readouterr().out == f"# Am\u00e9lie sang {prompt} cpu {tmp_path}.\n# 3 tokens\n"
+    assert capsys.readouterr().out == f"# Am\u00e9lie sang {prompt} cpu 0.5 {tmp_path}.\n# 3 tokens\n"
 
 
 LOST = RankFailure(1, {"message": "rank 1 is gone", "status": 1, "lost_a_peer": True, "names_rank": True}, 5)

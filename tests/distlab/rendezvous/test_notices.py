@@ -83,11 +83,16 @@ def test_rank_0_is_not_taken_for_the_launcher_that_held_the_store() -> None:
     assert sentence == "rank 0 does not answer, nor does the store that the ranks share"
 
 
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
 def board_of_rank_1(
     store: dist.Store, is_rank_0s: bool = True, device: str = "cpu", rank: int = 1, ranks: int = 2, own: Any = ()
 ) -> notices.NoticeBoard:
     """A board whose rank waits for the last of `own`, if there is any."""
-    waits = SimpleNamespace(waits_for=lambda _: [None, *own][-1], timeout_seconds=5, timeout_name="--timeout")
+    waits = SimpleNamespace(waits_for=lambda _: [None, *own][-1], timeout_seconds=5, timeout_name="timeout=")
     context = SimpleNamespace(
         rank=rank, world_size=ranks, describe="rank {}".format, waits=waits, begun={}, held_back=dict
     )
@@ -95,10 +100,11 @@ def board_of_rank_1(
     return notices.NoticeBoard(store, context, is_rank_0s)  # type: ignore[arg-type]
 
 
-def test_it_asks_for_waits_of_the_stream_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_asks_for_waits_of_the_stream_on_the_ranks_own_gpu(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[tuple[object, str]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda own: given.append((own, threading.current_thread().name)))
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     board_of_rank_1(store, device="cuda:1").close()
     [(device, thread)] = given
     assert device == torch.device("cuda", 1)
@@ -109,9 +115,8 @@ def lost_wait() -> TrafficError:
     return TrafficError("", RuntimeError("Connection closed by peer"), Wait("the tensor", "receive", (0,)))
 
 
-def test_a_failure_counts_more_than_the_answer_of_the_same_rank() -> None:
-    store, wait = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), Wait("the loss", "send", (1,))
-    own = dist.PrefixStore("notices", store)
+def test_a_failure_counts_more_than_the_answer_of_the_same_rank(store: dist.Store) -> None:
+    own, wait = dist.PrefixStore("notices", store), Wait("the loss", "send", (1,))
     own.set("answers/0", Notice(0, None).to_json())
     own.set("failed/0", Notice(0, wait, failure_number=1).to_json())
     board, started = board_of_rank_1(store), time.monotonic()
@@ -130,8 +135,7 @@ def test_a_failure_counts_more_than_the_answer_of_the_same_rank() -> None:
     assert last.sentence == "rank 0 failed: no room", "and its exit more than both"
 
 
-def test_a_board_that_is_asked_answers_again_when_its_rank_waits_and_closes_at_once() -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+def test_a_board_that_is_asked_answers_again_when_its_rank_waits_and_closes_at_once(store: dist.Store) -> None:
     own = dist.PrefixStore("notices", store)
     own.set("asked", "")
     waits: list[Wait] = []
@@ -144,8 +148,7 @@ def test_a_board_that_is_asked_answers_again_when_its_rank_waits_and_closes_at_o
     assert time.monotonic() - started < notices.SECONDS_FOR_THE_STORE
 
 
-def test_a_wait_that_is_for_no_other_rank_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+def test_a_wait_that_is_for_no_other_rank_is_not_explained(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     board = board_of_rank_1(store)
     assert board.explain(TrafficError("", TimeoutError())) is None
     board.close()
@@ -168,13 +171,14 @@ def test_a_wait_that_is_for_no_other_rank_is_not_explained(monkeypatch: pytest.M
     ],
 )
 def test_rank_0_keeps_the_store_open_for_a_slow_rank_and_not_for_a_dead_one(
-    error: Exception, ranks: int, reads: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, ranks: int, reads: bool, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "SECONDS_FOR_OTHERS", 0.1)
     monkeypatch.setattr(notices, "SECONDS_FOR_READERS", 0.5)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     board = board_of_rank_1(store, rank=0, ranks=ranks)
-    assert board.explain(TrafficError("", error, Wait("the sum", "collective", tuple(range(1, ranks))))) is not None
+    found = board.explain(TrafficError("", error, Wait("the sum", "collective", tuple(range(1, ranks)))))
+    assert found is not None
+    assert found.sentence.endswith("computing for longer than timeout= 5") == isinstance(error, TimeoutError)
     started = time.monotonic()
     board.keep_store_open()
     assert (time.monotonic() - started > notices.SECONDS_FOR_READERS) == reads
@@ -191,9 +195,8 @@ def test_rank_0_keeps_the_store_open_for_a_slow_rank_and_not_for_a_dead_one(
     ],
 )
 def test_a_rank_0_that_took_the_store_with_it_is_told_from_one_that_is_silent(
-    told: dict[str, str], error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
+    told: dict[str, str], error: Exception, sentence: str, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     own = dist.PrefixStore("notices", store)
     for key, value in told.items():
         own.set(key, value)
@@ -210,7 +213,9 @@ def test_a_rank_0_that_took_the_store_with_it_is_told_from_one_that_is_silent(
     assert found.sentence == sentence
 
 
-def test_a_run_ends_though_the_process_that_holds_the_store_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_though_the_process_that_holds_the_store_is_stopped(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_asked, goes_on = threading.Event(), threading.Event()
 
     def ask_a_stopped_process(*_: object) -> bool:
@@ -219,7 +224,6 @@ def test_a_run_ends_though_the_process_that_holds_the_store_is_stopped(monkeypat
 
     monkeypatch.setattr(notices, "SECONDS_FOR_THE_STORE", 0.1)
     monkeypatch.setattr(SharedStore, "has", ask_a_stopped_process)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     board, started = notices.NoticeBoard(store, context_of(), is_rank_0s=True), time.monotonic()
     assert is_asked.wait(20)
     board.close()

@@ -43,13 +43,9 @@ def join(rank: int, port: int, size: list[int], settings: list[Settings], seats:
     return outcome
 
 
-def join_all(settings: list[Settings], size: list[int] | None = None, seats: list[int] | None = None) -> list[str]:
+def join_all(settings: list[Settings], size: list[int], seats: list[int] | None = None) -> list[str]:
     count = len(settings)
-    return run_ranks(count, join, free_port(), size or [count] * count, settings, seats or list(range(count)))
-
-
-def test_equal_settings_agree_on_what_rank_0_decided() -> None:
-    assert join_all([{"steps": 3}] * 3) == ["agreed on sample"] * 3
+    return run_ranks(count, join, free_port(), size, settings, seats or list(range(count)))
 
 
 def test_a_short_wait_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
@@ -61,23 +57,27 @@ def test_a_short_wait_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == ""
 
 
-def test_different_settings_end_every_rank_with_the_flag_and_both_values() -> None:
-    """Also a setting that rank 0 does not have, as of another revision of a script."""
-    sentence = "--width: rank 0 was started with None, rank 2 with 4; start all ranks with the same flags"
-    assert join_all([{"--steps": 3}, {"--steps": 3}, {"--steps": 3, "--width": 4}]) == [sentence] * 3
-
-
-def test_different_worlds_are_told_apart_before_the_missing_rank_is_waited_for() -> None:
-    outcomes = join_all([{"--world-size": 3}, {"--world-size": 2}], size=[3, 2])
-    assert (
-        outcomes == ["--world-size: rank 0 was started with 3, rank 1 with 2; start all ranks with the same flags"] * 2
-    )
-
-
-def test_a_rank_outside_of_the_world_of_rank_0_is_told_the_difference() -> None:
-    *inside, outside = join_all([{"--world-size": 2}, {"--world-size": 2}, {"--world-size": 3}], size=[2, 2, 3])
-    assert inside == ["agreed on sample"] * 2
-    assert outside == "--world-size: rank 0 was started with 2, rank 2 with 3; start all ranks with the same flags"
+@pytest.mark.parametrize(
+    ("settings", "size", "told"),
+    [
+        ([{"steps": 3}] * 3, [3, 3, 3], ["agreed on sample"] * 3),
+        # A setting that rank 0 does not have, as of another revision of a script.
+        ([{}, {}, {"--width": 4}], [3, 3, 3], ["--width: rank 0 was started with None, rank 2 with 4; "] * 3),
+        # The missing rank is not waited for.
+        ([{"--size": 3}, {"--size": 2}], [3, 2], ["--size: rank 0 was started with 3, rank 1 with 2; "] * 2),
+        # Rank 2 is outside of the world of rank 0.
+        (
+            [{"--size": 2}, {"--size": 2}, {"--size": 3}],
+            [2, 2, 3],
+            [*["agreed on sample"] * 2, "--size: rank 0 was started with 2, rank 2 with 3; "],
+        ),
+    ],
+)
+def test_different_settings_end_every_rank_with_the_flag_and_both_values(
+    settings: list[Settings], size: list[int], told: list[str]
+) -> None:
+    advice = "start all ranks with the same flags"
+    assert join_all(settings, size) == [f"{each}{advice * each.endswith('; ')}" for each in told]
 
 
 def test_two_processes_with_one_rank() -> None:
@@ -148,7 +148,9 @@ def test_a_store_that_is_lost_is_not_asked_again(call: Callable[[object], None])
     assert asked == [["key"]]
 
 
-def test_a_rank_whose_work_does_not_go_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_work_does_not_go_on_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("distlab.rendezvous.store.SECONDS_OF_A_CALL", 0.05)
     store, deadline = dist.HashStore(), time.monotonic() + 5
     store.set(BUSY, "1")
@@ -158,6 +160,7 @@ def test_a_rank_whose_work_does_not_go_on_is_not_waited_for(monkeypatch: pytest.
 
     with pytest.raises(InputError, match=r"^waited 0\.2 s for rank 1 to join: is it running"):
         SharedStore("rank 0", 0.2, store=store).wait("key", "rank 1 to join", check=check)
+    assert capsys.readouterr().out == "# waiting for rank 1 to join\n", "though the timeout is shorter than most starts"
 
 
 def test_a_cause_that_names_a_file_whose_name_is_not_utf8_is_told() -> None:

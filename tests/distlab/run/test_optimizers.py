@@ -1,4 +1,4 @@
-"""The optimizers are torch's."""
+"""The optimizers are torch's; and what a run makes of its flags, for them, its data and its pipeline."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,10 @@ from torch.optim import lr_scheduler
 
 from distlab.run.model import OPTIMIZERS, build_optimizer
 from distlab.run.training import TrainingRun
+from distlab.settings.common import parse
+from distlab.settings.hybrid import HybridSettings
 from distlab.settings.training import LRSchedule, TrainSettings, learning_rate
+from simplellm.tokenizers import SPTokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -58,6 +61,18 @@ def test_weight_decay_shrinks_matrices_only(name: str, options: dict[str, Any]) 
     torch.testing.assert_close(ours.bias, torchs.bias)
     assert torch.equal(ours.bias, alone.bias)
     assert (ours.weight - alone.weight).abs().max() > 1e-3
+
+
+def test_the_data_and_the_pipeline_of_a_run_are_those_of_its_flags() -> None:
+    flags = "0 --seed 7 --batch-size 6 --seq-len 24 --dmodel 32 --num-heads 2 --dtype bfloat16 --run-on".split()
+    settings = parse(HybridSettings(data="sample"), "", flags)
+    decided = {"data": "tinystories", "data_revision": "abc"}
+    run: Any = SimpleNamespace(settings=settings, decided=decided, dtype=torch.bfloat16, shared_cores=5)
+    of_data = {"batch_size": 6, "seq_l": 24, "data": "tinystories", "seed": 7, "revision": "abc"}
+    assert TrainingRun.data_options(run) == of_data
+    costs = settings.pass_costs(SPTokenizer().vocab_size)
+    of_pipeline = {"width": 32, "run_on": True, "dtype": torch.bfloat16, "cores": 5, "costs": costs}
+    assert TrainingRun.pipeline_options(run) == of_pipeline
 
 
 def test_the_optimizer_of_a_run_is_that_of_its_flags() -> None:

@@ -2,11 +2,13 @@
 
 import platform
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
+from distlab.machine.cores import cores
 from distlab.run import provenance
 
 
@@ -22,9 +24,11 @@ def test_a_folder_that_git_cannot_read_has_the_installed_version(
 
 @pytest.mark.quick
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_the_processor_is_called_by_its_name_beside_the_versions_of_python_and_torch() -> None:
+def test_the_machine_is_named_by_its_processor_and_versions_and_the_beginning_of_the_run_is_now() -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = {line.partition(": ")[2] for line in lines if line.startswith("model name")}
-    machine = provenance.provenance(torch.device("cpu"))["machine"]
-    assert machine["processor"] in (names or {platform.machine()})
-    assert (machine["python"], machine["torch"]) == (platform.python_version(), torch.__version__)
+    own = provenance.provenance(torch.device("cpu"))
+    assert own["machine"].pop("processor") in (names or {platform.machine()})
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    assert own["machine"] == {"cores": cores(), "system": "Linux", **versions}
+    assert abs(datetime.fromisoformat(own["began"]) - datetime.now().astimezone()) < timedelta(minutes=1)

@@ -23,11 +23,11 @@ def events_in(folder: Path) -> Any:
 
 
 def test_holds_what_the_metrics_hold(tmp_path: Path) -> None:
-    flags = "--world-size 2 --batch-size 1 --eval-every 2 --tensorboard".split()
+    flags = "--world-size 2 --batch-size 1 --eval-every 2 --clip-norm 1 --tensorboard".split()
     train_on(2, "DP/gradient_aggr/intro_DP_GA.py", tmp_path, *flags)
     assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 1, "one rank writes"
     events = events_in(tmp_path)
-    for name in ("loss", "validation_loss", "tokens_per_second"):
+    for name in "loss lr grad_norm validation_loss tokens_per_second peak_memory_bytes".split():
         kept = [(event.step, event.value) for event in events.Scalars(name)]
         steps = [record for record in records(tmp_path) if name in record]
         expected = [(record["step"], pytest.approx(record[name], rel=1e-6)) for record in steps]
