@@ -29,7 +29,7 @@ from distlab.axes.grid import Grid, all_ranks
 from distlab.comm.context import context_of
 from distlab.comm.group import empty
 from distlab.machine.heap import set_up_heap
-from distlab.parallel.expert_parallel import LoadBalance, mixtures_in, own_experts, share_experts
+from distlab.parallel.expert_parallel import LoadBalance, own_experts, share_experts
 from distlab.parallel.flat import views_of
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine
@@ -37,6 +37,7 @@ from distlab_planner.traffic import RanksOnHosts
 from simplellm import command_line
 from simplellm.dataloaders import TinyStories
 from simplellm.export import export
+from simplellm.feed_forward import mixtures_in
 from simplellm.llama import CausalLLama, LLama
 from simplellm.saved_model import SavedModel
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer

@@ -32,7 +32,6 @@ from torch import Tensor
 
 from distlab.machine.heap import set_up_heap
 from distlab.machine.processes import end_with_parent
-from distlab.parallel.expert_parallel import equal_loads
 from distlab.pipeline.actions import ACTION_KINDS, Action
 from distlab.reports.records import read_largest
 from distlab.run.logs import peak_memory_bytes
@@ -46,6 +45,7 @@ from distlab_planner.model import Sizes
 from simplellm.compiler import Compiler
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
+from simplellm.feed_forward import equal_loads
 from simplellm.llama import LLamaStage
 from simplellm.tokenizers import SPTokenizer
 

@@ -16,7 +16,6 @@ from distlab.comm.context import Group, Options
 from distlab.comm.group import empty, open_queues, shares
 from distlab.comm.link import Link
 from distlab.comm.names import CONTROL, named
-from distlab.parallel.expert_parallel import equal_loads
 from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import ACTION_KINDS
 from distlab.pipeline.activations import MicroBatch, Stage
@@ -26,6 +25,7 @@ from distlab_planner.machine import AllReduce, Measured, MeasuredTransport, Pass
 from distlab_planner.model import PARTS, ModelPart, Sizes
 from simplellm.blocks import Attention
 from simplellm.compiler import Compiler
+from simplellm.feed_forward import equal_loads
 from simplellm.layers import MLP
 from simplellm.llama import LLama, LLamaFirstStage, LLamaLastStage, LLamaPart, LLamaStage
 from simplellm.losses import causalLLMLoss

@@ -26,7 +26,7 @@ class Name(NamedTuple):
 
 
 _name: ContextVar[Name | None] = ContextVar("name", default=None)
-_kind: ContextVar[str | None] = ContextVar("kind", default=None)  # replaces all others
+_kind: str | None = None  # replaces all others; of all threads, as autograd has its own for a GPU's backward passes
 # Code between a script and here: torch, the lab, and modules whose decorators torch and the lab use.
 FOLDERS = "<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 MODULES = {*sys.stdlib_module_names, "typing_extensions"}
@@ -45,19 +45,20 @@ def named(what: str, kind: str) -> Iterator[None]:
 @contextlib.contextmanager
 def counted_as(kind: str) -> Iterator[None]:
     """Count everything that is sent inside in the column `kind`, whatever its name."""
-    token = _kind.set(kind)
+    global _kind
+    outer, _kind = _kind, kind
     try:
         yield
     finally:
-        _kind.reset(token)
+        _kind = outer
 
 
 def name_of(operation: str) -> tuple[str, str, str]:
     """Return the name, column and calling line of an operation that starts here; no line if the library names it."""
     name = _name.get()
     if name is None:
-        return operation, _kind.get() or operation, line_of_script()
-    return name.what, _kind.get() or name.kind, ""
+        return operation, _kind or operation, line_of_script()
+    return name.what, _kind or name.kind, ""
 
 
 def line_of_script() -> str:

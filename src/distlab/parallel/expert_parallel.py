@@ -9,8 +9,7 @@ them, so its gradient is already a sum over the ranks, where it has to be a mean
 number; the average over the ranks that hold the expert is then the same as for any other parameter.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from distlab.comm.names import named
 from distlab.parallel.context_parallel import positions_of
 from distlab.parallel.options import CPOrder
 from distlab.parallel.tp_group import linear_map
-from simplellm.feed_forward import MixtureOfExperts, inverse_of
+from simplellm.feed_forward import inverse_of, mixtures_in
 from simplellm.recomputation import once
 
 
@@ -34,10 +33,6 @@ def own_experts(experts: int, axis: Axis) -> range:
     """Return the numbers of the experts that this rank holds, of as many as the other ranks along the axis."""
     each = experts // axis.size
     return range(each * axis.rank, each * (axis.rank + 1))
-
-
-def mixtures_in(nets: Iterable[nn.Module]) -> list[MixtureOfExperts]:
-    return [module for net in nets for module in net.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def most_rows_bytes(nets: Iterable[nn.Module]) -> int:
@@ -48,23 +43,6 @@ def most_rows_bytes(nets: Iterable[nn.Module]) -> int:
 def corrections_in(net: nn.Module) -> list[nn.Parameter]:
     """Return the corrections of the experts' scores, which `LoadBalance` changes."""
     return [mixture.gate.e_score_correction_bias for mixture in mixtures_in([net])]
-
-
-@contextlib.contextmanager
-def equal_loads(nets: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, tokens go to all experts in turn: for measurements of passes on inputs that are made up."""
-    mixtures = mixtures_in(nets)
-
-    def in_turn(ids: Tensor, _: Tensor, experts: int) -> Tensor:
-        return (torch.arange(ids.numel(), device=ids.device) % experts).view_as(ids)
-
-    for mixture in mixtures:
-        mixture.routes = partial(in_turn, experts=mixture.sizes.experts)
-    try:
-        yield
-    finally:
-        for mixture in mixtures:
-            mixture.routes = None
 
 
 def share_experts(nets: Iterable[nn.Module], axis: Axis) -> None:

@@ -10,6 +10,7 @@ from distlab.axes.shards import ReplicaShards
 from distlab.comm.names import CONTROL, counted_as
 from distlab.pipeline.actions import Action
 from distlab.pipeline.activations import MicroBatch, PartOf, Stage
+from simplellm.feed_forward import equal_loads
 
 
 def rehearse(
@@ -56,7 +57,8 @@ def warm_up(
     """
     part = part_of(ids) if part_of else None
     ids = ids if part is None else part.ids
-    with counted_as(CONTROL):  # of tensor-parallel layers
+    # What layers send here is no part of training, and tokens that experts get do not count.
+    with counted_as(CONTROL), equal_loads(stage.net for stage in held.values()):
         for index, stage in held.items():
             if isinstance(stage.net, ReplicaShards) and stage.net.shard == "weights":
                 x = torch.zeros(*ids.shape, width, device=ids.device, requires_grad=True)

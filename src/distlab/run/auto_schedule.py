@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from distlab.axes.grid import Axis, Grid
 from distlab.comm.group import open_queues
 from distlab.comm.names import CONTROL, counted_as, named
-from distlab.parallel.expert_parallel import equal_loads
 from distlab.pipeline.actions import ACTION_KINDS, Action, ActionCosts
 from distlab.pipeline.activations import MicroBatch, PartOf, Stage, StageLoss
 from distlab.pipeline.plan import simulate
@@ -19,6 +18,7 @@ from distlab.pipeline.schedules import all_stages
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from distlab.settings.stages import ScheduleSettings
+from simplellm.feed_forward import equal_loads
 from simplellm.saved_activations import SavedActivations
 
 REHEARSALS = 3  # measured; the fastest is the time of an undisturbed pass

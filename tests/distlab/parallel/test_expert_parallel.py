@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Axis, Grid
 from distlab.comm.context import context_of
-from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, equal_loads, own_experts, share_experts
+from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, own_experts, share_experts
 from distlab.parallel.routes import Routes
 from simplellm.errors import InputError
-from simplellm.feed_forward import MixtureOfExperts
+from simplellm.feed_forward import MixtureOfExperts, equal_loads
 from simplellm.initial_weights import initialize
 from simplellm.options import Mixture
 
@@ -117,7 +117,7 @@ def test_the_record_of_a_step_is_that_of_its_micro_batches_in_all_layers() -> No
     assert gaps[0] < gaps[1], "the second step does not count the first"
 
 
-def test_in_a_measurement_all_experts_have_equal_loads_and_then_the_router_chooses_again() -> None:
+def test_in_a_measurement_all_experts_have_equal_loads_which_leave_no_trace() -> None:
     nets = [mixture_of(range(EXPERTS)) for _ in range(2)]
     nets[0](values(1))
     balance, before = LoadBalance(nets, 0, Grid(0, {}).axis("ep")), [net(values(0)) for net in nets]
@@ -128,8 +128,9 @@ def test_in_a_measurement_all_experts_have_equal_loads_and_then_the_router_choos
     with equal_loads(nets):
         for net in nets:
             net(values(0))
-    assert balance.step()["expert_loads"] == [[2 * TOKENS // EXPERTS] * EXPERTS] * 2
+            assert net.load.tolist() == [2 * TOKENS // EXPERTS] * EXPERTS
     assert all(net(values(0)).equal(y) for net, y in zip(nets, before, strict=True))
+    assert balance.step()["expert_loads"] == [loads] * 2, "without the pass of the measurement"
 
 
 def test_routes_that_are_not_those_of_such_a_run_are_refused(tmp_path: Path) -> None:

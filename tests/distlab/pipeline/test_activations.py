@@ -1,6 +1,8 @@
 """The count of what autograd keeps, by hand on small graphs of float32."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,10 @@ from torch import Tensor, nn
 
 from distlab.pipeline.actions import Backward, Forward
 from distlab.pipeline.activations import MicroBatch, Stage
+from distlab.pipeline.rehearsal import warm_up
+from simplellm.feed_forward import mixtures_in
 from simplellm.llama import CausalLLama, LLama
+from simplellm.losses import causalLLMLoss
 from simplellm.saved_activations import SavedActivations
 
 pytestmark = pytest.mark.quick
@@ -107,6 +112,29 @@ def test_a_rehearsal_leaves_no_trace() -> None:
     assert collected == []
     assert all(p is q for p, q in zip(net.parameters(), parameters, strict=True))
     assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_before_the_first_message_the_tokens_of_experts_do_not_count() -> None:
+    sizes: dict[str, Any] = {"dmodel": 8, "num_heads": 2, "n_layers": 2, "ctx_size": 6}
+    net = LLama(CausalLLama, 32, **sizes, experts=4)
+    chosen: list[Tensor] = []
+
+    def routes(ids: Tensor, gaps: Tensor) -> Tensor:
+        chosen.append(ids)
+        return ids
+
+    ids, (mixture, _) = torch.zeros(2, 6, dtype=torch.int64), mixtures_in([net])
+    mixture.routes = routes
+    net(ids)
+    counts = mixture.load.tolist(), mixture.smallest_gap, mixture.most_rows_bytes
+    assert len(chosen) == 1
+    held = {0: Stage(net, partial(causalLLMLoss, vocab_size=32), None)}
+    warm_up([Forward(0, 0), Backward(0, 0)], held, ids, None, 1, 8)
+    assert len(chosen) == 1, "the routes of a run are recorded, or replayed, in training only"
+    assert (mixture.load.tolist(), mixture.smallest_gap, mixture.most_rows_bytes) == counts
+    net(ids)
+    assert mixture.load.tolist() == [2 * tokens for tokens in counts[0]]
+    assert len(chosen) == 2
 
 
 def test_mixed_precision_keeps_no_copies_of_weights() -> None:
