@@ -89,7 +89,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") and not config.getoption("gpu"):  # those of a GPU have an order of their own
         from support.scheduling import put_in_order
 
         put_in_order(items)

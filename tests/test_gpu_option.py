@@ -1,6 +1,7 @@
 """`--gpu` where there is no GPU, and what all other tests see of one where there is."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -35,6 +36,13 @@ def test_a_rehearsal_says_that_it_proves_nothing() -> None:
     ended = run(sys.executable, *flags, LAB_GPU_REHEARSAL="1")
     assert ended.status == 0, ended.out
     assert ended.out.splitlines()[-1].startswith("# a rehearsal on the CPU, as with 1 GPU")
+
+
+def test_what_matters_most_comes_first_also_with_several_processes() -> None:
+    flags = "-m pytest --gpu --minutes 0 -n 1 -vv tests/gpu/test_model.py tests/gpu/test_checkpoints.py".split()
+    ended = run(sys.executable, *flags, deadline=120, LAB_GPU_REHEARSAL="1")
+    files = re.findall(r"^\[gw0\].* tests/gpu/test_(\w+)", ended.out, re.MULTILINE)
+    assert files[:3] == ["checkpoints", "checkpoints", "model"]
 
 
 def test_other_tests_and_what_they_start_see_no_gpu() -> None:
