@@ -44,6 +44,17 @@ def test_a_run_goes_on_in_another_layout(reference: GPURun, tmp_path: Path) -> N
     assert resumed.losses == pytest.approx(reference.losses[3:], rel=SAME)
 
 
+def test_experts_that_ranks_share_are_those_of_the_same_ranks_on_the_cpu(tmp_path: Path) -> None:
+    """With the same routes, which differences in the last digit of a score would change."""
+    line, routes = "5d --dp 2 --ep 2 --pp 1 --experts 4 --batch-size 3", tmp_path / "routes"
+    expected = train(line, tmp_path / "cpu", "--record-routes", routes, device="cpu")
+    own = train(f"{line} --backend {NCCL}", tmp_path / "gpu", "--replay-routes", routes)
+    assert own.losses == pytest.approx(expected.losses, rel=SAME)
+    assert expected.losses[0] - expected.losses[-1] > 0.5, "it learns"
+    loads = [[record["expert_loads"] for record in run.records] for run in (own, expected)]
+    assert loads[0] == loads[1], "of the step's tokens, and no others"
+
+
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
 def test_several_ranks_are_the_run_of_one_process(line: str, reference: GPURun, tmp_path: Path) -> None:
     assert_trained_alike(train(f"{line} --backend {NCCL}", tmp_path), reference)
