@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 from distlab.comm.context import Context, Options, TransportName, context_of
+from distlab.launching.forks import fork_ranks
+from distlab.launching.processes import Ranks
 from distlab.machine.devices import Place
 from distlab.rendezvous.ranks import open_store
 from distlab.settings.common import parse
@@ -274,6 +276,13 @@ def run(*command: object, deadline: float = 60, cwd: Path = LAB, **environment: 
 def run_script(script: str, *flags: object, deadline: float = 60, **environment: Any) -> Ended:
     """Run one of the lab's scripts, in one process, to its end."""
     return run(sys.executable, LAB / script, *flags, deadline=deadline, **environment)
+
+
+def ranks_of(folder: Path, program: str, forks: int = 0) -> Ranks:
+    """A launcher's processes, of which none has started, for a script with this text; so many of them will be forks."""
+    (folder / "script.py").write_text(program)
+    script = [str(folder / "script.py")]
+    return Ranks(script, folder / "errors", fork_ranks(script, forks))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> bool:

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import Context, ContextGroup, TransportName
-from distlab.comm.names import CONTROL, counted_as, name_of
+from distlab.comm.names import name_of
 from distlab.comm.pending import Pending, SharedWork
 from distlab.comm.recorder import SEND, Destination
 from distlab.comm.transports.library import Library
@@ -219,8 +219,7 @@ class LabGroup(ContextGroup):
 
     def barrier(self, opts: Any = None) -> Pending:
         tensor = torch.zeros(1, device=self.context.device)
-        with counted_as(CONTROL):
-            wait = self._collective("barrier")
+        wait = self._collective("barrier")
         pending = self._begin(wait, lambda by: by.all_reduce(tensor, ReduceOp.SUM), [tensor], None)
         # By the read, this thread waits over NCCL too, and not only its stream.
         return pending.then(tensor.item) if self.context.is_over_nccl else pending

@@ -3,13 +3,13 @@
 import errno
 import os
 import time
-from collections.abc import Sequence
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.operands import combined, operand
 from support.processes import free_port, join, meeting_of, run_ranks
 from support.refusals import refuse
 from torch import Tensor
@@ -32,26 +32,14 @@ def join_hosts(rank: int, hosts: str, port: int, transport: TransportName = "sha
     return join(rank, len(hosts), port, options=Options(transport=transport, places=places, **options))
 
 
-def operand(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(elements, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def combine(operands: Sequence[Tensor], op: ReduceOp.RedOpType) -> Tensor:
-    """Combined in their order."""
-    result = operands[0]
-    for other in operands[1:]:
-        result = torch.maximum(result, other) if op == ReduceOp.MAX else result + other
-    return result
-
-
 def promised(hosts: str, elements: int, dtype: torch.dtype, op: ReduceOp.RedOpType) -> Tensor:
     """What the documentation promises: the ranks of each host in their order, then the hosts."""
     operands = [operand(rank, elements, dtype) for rank in range(len(hosts))]
     of_hosts = [
-        combine([x for x, its_host in zip(operands, hosts, strict=True) if its_host == host], op)
+        combined([x for x, its_host in zip(operands, hosts, strict=True) if its_host == host], op)
         for host in dict.fromkeys(hosts)
     ]
-    result = combine(of_hosts, op)
+    result = combined(of_hosts, op)
     return result / len(hosts) if op == ReduceOp.AVG else result
 
 

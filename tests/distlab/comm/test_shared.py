@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.operands import combined, operand
 from support.processes import free_port, process_group, run_ranks
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -22,21 +23,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT]
 
 
-def operand(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(elements, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def combined(world_size: int, elements: int, dtype: torch.dtype, op: ReduceOp.RedOpType) -> Tensor:
-    """What the documentation promises, bit for bit: combined in the order of the ranks."""
-    result = operand(0, elements, dtype)
-    for rank in range(1, world_size):
-        other = operand(rank, elements, dtype)
-        if op == ReduceOp.PRODUCT:
-            result = result * other
-        elif op in (ReduceOp.MAX, ReduceOp.MIN):
-            result = (torch.maximum if op == ReduceOp.MAX else torch.minimum)(result, other)
-        else:
-            result = result + other
+def promised(world_size: int, elements: int, dtype: torch.dtype, op: ReduceOp.RedOpType) -> Tensor:
+    result = combined([operand(rank, elements, dtype) for rank in range(world_size)], op)
     return result / world_size if op == ReduceOp.AVG else result
 
 
@@ -62,7 +50,7 @@ def reduce_all(rank: int, world_size: int, port: int, expected: list[Tensor]) ->
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_ranks_have_the_sums_in_the_order_of_the_ranks(world_size: int) -> None:
     sizes = [*SIZES, *SIZES]  # in shared memory, and through its slots
-    expected = [combined(world_size, size, dtype, op) for dtype in DTYPES for op in OPS for size in sizes]
+    expected = [promised(world_size, size, dtype, op) for dtype in DTYPES for op in OPS for size in sizes]
     run_ranks(world_size, reduce_all, world_size, free_port(), expected)
 
 
@@ -126,34 +114,6 @@ def pass_on(rank: int, world_size: int, port: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_reduce_scatter_all_gather_and_broadcast_are_those_over_gloo_to_the_last_bit(world_size: int) -> None:
     run_ranks(world_size, pass_on, world_size, free_port())
-
-
-def reduce_in_another_order(rank: int, port: int) -> list[float]:
-    """Waits in another order than that in which the all-reduces began, a part of a buffer, and a group of two ranks."""
-    with process_group(rank, 3, port, options=SHARED) as context:
-        pair = dist.new_group([0, 2])
-        first, second = (empty(5, torch.empty(0)) for _ in range(2))
-        first[:], second[:] = rank, 10 * rank
-        begun = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second[1:4])]
-        begun[1].wait()
-        begun[0].wait()
-        result = [first[4].item(), *second.tolist()]
-        if rank != 1:
-            third = empty(3, torch.empty(0), pair)
-            third[:] = rank
-            dist.all_reduce(third, ReduceOp.AVG, pair)
-            result.append(third[2].item())
-            dist.broadcast(third.fill_(rank), 2, pair)
-            assert third.tolist() == [2, 2, 2]
-        assert context.ledger.messages["all_reduce"] == 2 + (rank != 1)
-        return result
-
-
-def test_parts_of_buffers_groups_and_any_order_of_waits() -> None:
-    results = run_ranks(3, reduce_in_another_order, free_port())
-    for rank, (summed, *parts) in enumerate(results):
-        assert summed == 3
-        assert parts == [10 * rank, 30, 30, 30, 10 * rank] + [1] * (rank != 1)
 
 
 def give_different_places(rank: int, port: int) -> None:

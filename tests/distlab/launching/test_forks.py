@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import alive, wait_for
+from support.processes import alive, ranks_of, wait_for
 
 from distlab.launching.forks import Forked, ForkedRank, fork_ranks
 from distlab.launching.processes import RankFailure, Ranks, can_start
@@ -152,15 +152,11 @@ def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeyp
 
     When no fork is left, a process is a new interpreter.
     """
-    script = tmp_path / "script.py"
     status = "4 * ('TORCHELASTIC_ERROR_FILE' not in os.environ) + 2 * hasattr(sys, 'has_store')"
-    script.write_text(f"import os, sys; sys.exit({status} + ('distlab' in sys.modules))")
-    forks = fork_ranks([str(script)], 3)
+    ranks = ranks_of(tmp_path, f"import os, sys; sys.exit({status} + ('distlab' in sys.modules))", forks=3)
     monkeypatch.setattr(sys, "has_store", True, raising=False)
-    ranks = Ranks([str(script)], tmp_path / "errors", forks)
     ranks.start([{"RANK": "0"}, {"RANK": "1"}])
     ranks.start_spare(1, {})
-    assert not forks
     assert [process.wait(20) for process in ranks.processes.values()] == [1, 1]
     assert statuses_of_spares(ranks) == {1: 1}
     ranks.start_spare(2, {})
@@ -168,9 +164,7 @@ def test_is_a_fork_of_the_launcher_before_it_had_a_store(tmp_path: Path, monkeyp
 
 
 def test_ranks_that_too_few_forks_are_left_for_leave_them_to_spares(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys; sys.exit('distlab' in sys.modules)")
-    ranks = Ranks([str(script)], tmp_path / "errors", fork_ranks([str(script)], 1))
+    ranks = ranks_of(tmp_path, "import sys; sys.exit('distlab' in sys.modules)", forks=1)
     ranks.start([{"RANK": "0"}, {"RANK": "1"}])
     ranks.start_spare(1, {})
     assert [process.wait(20) for process in ranks.processes.values()] == [0, 0]
@@ -216,9 +210,7 @@ def test_a_fork_that_is_not_needed_is_ended(state: str) -> None:
 
 def test_a_signal_while_ranks_start_does_not_lose_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises as soon as the launcher knows their processes."""
-    script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(60)")
-    ranks = Ranks([str(script)], tmp_path / "errors", fork_ranks([str(script)], 2))
+    ranks = ranks_of(tmp_path, "import time; time.sleep(60)", forks=2)
     begin, end = ForkedRank.begin, threading.Event()
 
     def begin_with_a_signal(rank: ForkedRank, variables: Mapping[str, str]) -> None:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.processes import wait_for
+from support.processes import ranks_of, wait_for
 
-from distlab.launching.processes import RankFailure, Ranks
+from distlab.launching.processes import RankFailure
 from distlab.launching.repairs import Repairs
 from distlab.machine.processes import NEWCOMER
 from distlab.rendezvous.survivors import (
@@ -209,8 +209,8 @@ def test_a_spare_that_exits_while_it_waits_for_a_death_is_given_no_place(capfd: 
 def test_a_spare_that_fails_in_the_place_of_a_rank_is_told_with_its_cause(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script, place = tmp_path / "script.py", tmp_path / "place"
-    script.write_text(f"""
+    place = tmp_path / "place"
+    program = f"""
 import json, os, pathlib, sys, time
 place = pathlib.Path({str(place)!r})
 what = "row"
@@ -223,7 +223,7 @@ elif os.environ["RANK"] == "1":
     time.sleep(60)
 json.dump({{"message": f"rank 0 failed: a bad {{what}}"}}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
 sys.exit(1)
-""")
+"""
 
     def look() -> bool:
         ranks.look()
@@ -234,11 +234,7 @@ sys.exit(1)
         told.append(capfd.readouterr().err)
         return "a spare" in told[-1]
 
-    ranks, store, told = (
-        Ranks([str(script)], tmp_path / "errors", []),
-        Store({f"{READY}/0": "", f"{READY}/1": ""}),
-        [""],
-    )
+    ranks, store, told = ranks_of(tmp_path, program), Store({f"{READY}/0": "", f"{READY}/1": ""}), [""]
     environments = [{"RANK": "0"}, {"RANK": "1"}]
     settings: Any = SimpleNamespace(layout={"dp": 2}, why_lost=lambda _: "")
     repairs = Repairs(settings, spares=1)

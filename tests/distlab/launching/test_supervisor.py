@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.processes import wait_for
+from support.processes import ranks_of, wait_for
 
 from distlab.launching.forks import fork_ranks
 from distlab.launching.nodes import ElsewhereError, NodeRendezvous
-from distlab.launching.processes import RankFailure, Ranks
+from distlab.launching.processes import RankFailure
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
 from distlab.machine.processes import NEWCOMER
 from distlab.machine.supervision import is_stopped
@@ -207,15 +207,15 @@ while True:
 
 
 def test_of_a_spare_that_has_exited_the_cause_is_known_and_one_that_is_stopped_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"""
+    program = f"""
 import json, os, signal, sys
 if os.environ["{NEWCOMER}"] == "1":
     os.kill(os.getpid(), signal.SIGSTOP)
 json.dump({{"message": "a bad row"}}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
 sys.exit(1)
-""")
-    ranks, causes = Ranks([str(script)], tmp_path, []), dict[int, str]()
+"""
+    ranks, causes = ranks_of(tmp_path, program), dict[int, str]()
+    ranks.start([])
     for number in (1, 2):
         ranks.start_spare(number, {})
 
@@ -234,9 +234,7 @@ sys.exit(1)
 
 def test_a_rank_that_was_stopped_and_goes_on_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distlab.launching.processes.SECONDS_STOPPED", 0.2)
-    script = tmp_path / "script.py"
-    script.write_text("import time; time.sleep(60)")
-    ranks = Ranks([str(script)], tmp_path / "errors", [])
+    ranks = ranks_of(tmp_path, "import time; time.sleep(60)")
     ranks.start([{"RANK": "3"}])
     rank = ranks.processes[3]
     try:
@@ -253,15 +251,14 @@ def test_a_rank_that_was_stopped_and_goes_on_is_not_killed(tmp_path: Path, monke
 
 
 def test_a_spare_does_not_leave_the_record_of_the_rank_before_it(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"""
+    program = f"""
 import json, os, sys, time
 if "{NEWCOMER}" in os.environ:
     time.sleep(60)
 json.dump({{"message": "a bad row"}}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
 sys.exit(1)
-""")
-    ranks = Ranks([str(script)], tmp_path / "errors", [])
+"""
+    ranks = ranks_of(tmp_path, program)
     ranks.start([{"RANK": "3"}])
 
     def failure() -> tuple[int, Mapping[str, Any]]:

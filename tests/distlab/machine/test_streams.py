@@ -100,14 +100,14 @@ def test_a_wait_is_under_way_from_when_the_stream_reaches_it(gpu: Gpu) -> None:
 def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     waits, failures, given = waits_of_rank_0(), list[TrafficError](), list[tuple[object, threading.Thread]]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: given.append((device, threading.current_thread())))
-    waits.timeout_seconds = 0.5
+    waits.timeout_seconds = 0.2
     waits.of_stream.add(stream_wait(gpu, reached=1, done=3))
     waits.watch(failures.append, torch.device("cuda", 1))
-    time.sleep(1)
+    time.sleep(0.5)
     assert failures == []  # what is queued before it takes long
     gpu.seconds, started = 1, time.perf_counter()
     assert wait_for(lambda: bool(failures))
-    assert time.perf_counter() - started >= 0.5
+    assert time.perf_counter() - started >= 0.2
     sentence = r"rank 0 waited \d+\.\d s for the gradients from rank 1: no answer \(--timeout sets how long to wait\)"
     assert re.fullmatch(sentence, str(failures[0]))
     assert failures[0].wait == GRADIENTS
@@ -209,10 +209,10 @@ def test_a_number_that_is_left_is_read_without_a_wait_for_later_work(gpu: Gpu, m
 
 def test_the_watch_ends_a_wait_of_the_thread_inside_of_nccl() -> None:
     waits, failures = waits_of_rank_0(), list[TrafficError]()
-    waits.timeout_seconds = 0.4
+    waits.timeout_seconds = 0.2
     waits.watch(failures.append, torch.device("cpu"))
     with waits.during(Wait("its own disk", "other")):  # no other rank takes part in it
-        time.sleep(1)
+        time.sleep(0.5)
     assert failures == []
     with waits.during(Wait("the checkpoint of step 3", "other", (1,))):
         assert wait_for(lambda: bool(failures))
