@@ -58,6 +58,7 @@ def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> No
     lines = ended.out.splitlines()
     steps = [line.split() for line in lines if not line.startswith("#")]
     assert [step[0] for step in steps] == ["0", "1", "2"]
+    assert "# intro_DP_GA: 2 ranks over gloo on cpu, 1 thread each" in lines[:4]
     assert any("the generator" in line for line in lines[:4]), "the first lines say where the stories come from"
     for number, (step, record) in enumerate(zip(steps, records(tmp_path), strict=True)):
         assert record["step"] == number

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,8 @@ from distlab.axes.grid import Grid
 from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, PART, REPAIR, SEND, STEP, WAIT, Event, Recorder
 from distlab.pipeline.actions import Forward
 from distlab.pipeline.schedules import all_stages
-from distlab.reports.timeline import PLANNED, measured_panel, repair_panel
+from distlab.reports import style
+from distlab.reports.timeline import PLANNED, draw_schedules, measured_panel, repair_panel
 from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
 from distlab.run.tracing import keep_trace
 from simplellm.errors import InputError
@@ -22,8 +24,8 @@ pytestmark = pytest.mark.quick
 UNIT = 0.125
 """Seconds; sums of its multiples are exact."""
 
-SCALES = [8, 1, 3, 2]
-"""Of the lengths of the steps: a first one, and three others."""
+SCALES = [8, 1, 6, 2]
+"""Of the lengths of the steps: a first one, and three others, whose mean is 3 and median 2."""
 
 STAGES = [
     [
@@ -83,15 +85,15 @@ def test_shares_of_a_pipelines_time(pipelines: Trace) -> None:
     ranks = [rank_trace([*earlier, *events], 1.0) for events in STAGES]
     assert Trace(ranks, {"pp": 2}, pipelines.programs).busy(0) == pytest.approx((6 / 13, 7 / 13))
     together = replace(pipelines, pipelines=2)  # one of which begins half a second after the other
-    assert together.busy(0)[0] == pytest.approx(6 * 6 * UNIT / (13 * 6 * UNIT + 3 * 0.5))
+    assert together.busy(0)[0] == pytest.approx(6 * 9 * UNIT / (13 * 9 * UNIT + 3 * 0.5))
 
 
 def test_the_plan_has_the_mean_costs_and_free_messages(pipelines: Trace) -> None:
     costs, plan = pipelines.costs(), pipelines.plan()
-    expected = {("F", 0): 0.25, ("F", 1): 0.25, ("B", 0): 0.5, ("B", 1): 0.75}
-    assert costs.measured == expected, "twice the events' units, without step 0"
+    expected = {("F", 0): 0.375, ("F", 1): 0.375, ("B", 0): 0.75, ("B", 1): 1.125}
+    assert costs.measured == expected, "three times the events' units, without step 0"
     assert plan is not None
-    assert plan.makespan == 11 * 0.25
+    assert plan.makespan == 11 * 0.375
     assert plan.bubble == pytest.approx([5 / 11, 3 / 11])
 
 
@@ -237,19 +239,20 @@ def test_waits_between_two_steps_are_in_neither() -> None:
 
 
 def test_the_time_in_a_step_of_a_ring_is_that_of_both_passes_of_a_layer() -> None:
-    parts = [("ring step 0", 1), ("ring step 0, backward", 2), ("ring step 1", 4)] * 2  # layers
+    of_layer = ("ring step 0", 1), ("ring step 0, backward", 2), ("ring step 1", 4)
+    parts = [(name, times * seconds) for times in (1, 7, 1) for name, seconds in of_layer]  # one layer is disturbed
     events = [Event(PART, name, at, at + seconds) for at, (name, seconds) in enumerate(parts)]
     trace = Trace([RankTrace([Event(STEP, "step", 0, 10), *events])], {"cp": 2})
     assert trace.seconds_in_ring(0) == {0: 3, 1: 4}
     drawn = [bar.label for bar in measured_panel("run", trace).bars]
-    assert drawn == ["compute", *["ring step 0", "ring step 0", "ring step 1"] * 2]
+    assert drawn == ["compute", *["ring step 0", "ring step 0", "ring step 1"] * 3]
 
 
 def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace) -> None:
     panel = measured_panel("run", pipelines)
-    assert panel.rows[3] == "rank 3\n(stage 1 of replica 1)"
+    assert (panel.title, panel.unit, panel.rows[3]) == ("run", "ms", "rank 3\n(stage 1 of replica 1)")
     last = [(bar.label, bar.start, bar.end) for bar in panel.bars if bar.row == 3 and bar.label == "B1"]
-    assert last == [("B1", 500 + 7 * 250, 500 + 10 * 250), ("B1", 6 * 250, 9 * 250)], "measured, planned"
+    assert last == [("B1", 500 + 7 * 250, 500 + 10 * 250), ("B1", 6 * 375, 9 * 375)], "measured, planned"
     assert min(bar.start for bar in panel.bars) == 0
     waiting = [rank_trace([(WAIT, "weights", -1, 0), *events], begin) for begin in (1.0, 1.5) for events in STAGES]
     passes, after_waits = (
@@ -261,6 +264,16 @@ def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace
     bars = measured_panel("run", Trace(ranks, {"pp": 2, "dp": 2}, pipelines.programs)).bars
     planned = [[replace(bar, row=0) for bar in bars if (bar.row, bar.edges) == (row, PLANNED)] for row in range(4)]
     assert planned[0] == planned[1] != planned[2] == planned[3]
+
+
+def test_a_figure_of_schedules_says_how_long_workers_are_idle(
+    pipelines: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = list[Any]()
+    monkeypatch.setattr(style, "save", lambda figure, _: figures.append(figure))
+    draw_schedules(Path("schedules.png"), [("GPipe", pipelines)])
+    [axes] = figures[0].axes
+    assert axes.get_title("left") == "GPipe: idle 36.4% in the plan, 46.2% measured", "the mean of both workers"
 
 
 def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path) -> None:
@@ -282,6 +295,7 @@ def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path)
     trace = Trace(ranks, {"dp": 3, "pp": 1}, programs, pipelines=3, alive=[*passes])
     assert [(repair.kind, repair.start) for repair in trace.repairs()] == [(REPAIR, 2), (REPAIR, 6)]
     panel = repair_panel(trace, trace.repairs()[0])
+    assert (panel.unit, len(panel.rows)) == ("ms", 3)
     computed = [(bar.row, bar.label) for bar in panel.bars if bar.label.startswith("F")]
     assert computed == [(0, "F0"), (0, "F1*"), (2, "F1*"), (2, "F2")]
     assert [row for row, _ in panel.deaths] == [1]
