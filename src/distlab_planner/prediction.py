@@ -85,7 +85,7 @@ class Prediction:
         if costs.layout.cp_kind == "ring":
             in_rings = sum(n * costs.sequence_seconds(*kind) for kind, n in graph_of(costs.layout).counts[0].items())
         collectives = step.exchanging + step.averaging - in_rings
-        messages = step.seconds - computing - collectives
+        messages = max(0.0, round(step.seconds - computing - collectives, 12))  # no wait that is only rounding
         return {"computing": computing, "collectives": collectives, "waiting for messages": messages}
 
     @property

@@ -98,10 +98,10 @@ def test_sizes_are_rounded_up_to_whole_numbers_for_each_rank() -> None:
 
 
 def test_the_table() -> None:
-    asked = "4 --latency-us 1000 --gigabytes-per-second 1 --kilobytes 4000".split()
+    asked = "4 --latency-us 1000 --gigabytes-per-second 1 --kilobytes 4000 1000".split()
     head, *rows = fork_python("-m", "distlab.collective_costs", *asked).finish().out.splitlines()
-    assert head.split() == ["ms", "4,000", "kB"]
-    assert ["broadcast", "tree", "10.00"] in [row.split() for row in rows]
+    assert head.split() == ["ms", "4,000", "kB", "1,000", "kB"]
+    assert ["broadcast", "tree", "10.00", "4.00"] in [row.split() for row in rows]
     assert rows[-1].split()[:2] == ["all-to-all", "pairwise"]
 
 

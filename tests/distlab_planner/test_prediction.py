@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.chapters import MODEL, train_on
@@ -34,7 +35,8 @@ KINDS = [
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    write_machine(cluster(pass_seconds=1e-4, device="cpu"), path := tmp_path / "machine.json")
+    more: dict[str, Any] = {"pass_seconds": 1e-4, "step_seconds": 1e-3, "slowdown": (1.0, 1.25)}
+    write_machine(cluster(device="cpu", **more), path := tmp_path / "machine.json")
     return path
 
 

@@ -286,3 +286,6 @@ def test_a_character_that_the_last_token_leaves_incomplete_is_shown_as_such(
     monkeypatch.setattr("primer.tell_story.tell", lambda *_: iter(incomplete))
     main(Settings(exported))
     assert "\N{REPLACEMENT CHARACTER}" in capsys.readouterr().out
+    monkeypatch.setattr("primer.tell_story.tell", lambda *_: iter([*incomplete, SPTokenizer().eos_id]))
+    main(Settings(exported, max_tokens=len(incomplete) + 1))
+    assert f"\n# the model ended its story\n# {len(incomplete) + 1} tokens in " in capsys.readouterr().out
