@@ -176,6 +176,7 @@ def test_curves_run_over_steps_tokens_or_seconds(tmp_path: Path, drawn: list[Any
     lines(metrics, rows)
     losses(tmp_path / "a.png", [str(tmp_path)])
     assert ([22], [3.5]) in curves(drawn[-1])
+    assert drawn[-1].axes[0].get_legend().get_texts()[-1].get_text() == "validation"
     losses(tmp_path / "a.png", [str(tmp_path)], of="lr")
     assert curves(drawn[-1]) == [([21, 22, 23], [0.1, 0.2, 0.1])]
     rows[0]["validation_loss"] = None  # as that of a run that has diverged
@@ -237,8 +238,8 @@ def test_schedules_on_one_axis_say_what_is_idle_in_the_plan_and_measured(recorde
 
 def test_losses_that_were_not_reported_leave_no_gaps(tmp_path: Path, drawn: list[Any]) -> None:
     some = record(tmp_path / "some", [4.0, None, 3.0, None, 2.0])
-    losses(tmp_path / "a.png", 4 * [str(some)], smooth=2)
-    assert curves(drawn[0]) == 4 * [([1, 3, 5], [4.0, 3.5, 2.5])]
+    losses(tmp_path / "a.png", 9 * [str(some)], smooth=2)
+    assert curves(drawn[0]) == 9 * [([1, 3, 5], [4.0, 3.5, 2.5])], "also of more runs than there are colors"
     widths = [line.get_linewidth() for line in drawn[0].axes[0].lines]
     assert widths[0] > widths[1] > widths[2] >= widths[3] > 1, "curves that coincide are all visible"
     with pytest.raises(InputError, match="none of its steps has a loss"):

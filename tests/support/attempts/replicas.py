@@ -170,8 +170,8 @@ ATTEMPTS = {
         ),
         Attempt(
             "missing",
-            "no rank writes embed.weight; instead there is module.embed.weight",
-            changes={"tensors[name] = as_held(": 'tensors[f"module.{name}"] = as_held('},
+            "no rank writes embed.weight; instead there is whole.embed.weight",  # not a generator's state
+            changes={"tensors[name] = as_held(": 'tensors[f"whole.{name}"] = as_held('},
             only="state_of",
         ),
         Attempt(
@@ -183,13 +183,13 @@ ATTEMPTS = {
         Attempt(
             "random",
             "random.0.cpu is not the state of torch's generator",
-            changes={"torch.get_rng_state()": "torch.zeros(1)"},
+            changes={"torch.get_rng_state()": "torch.zeros_like(torch.get_rng_state())"},
             only="state_of",
         ),
         Attempt(
             "wrong-place",
-            "a slice (4, 4) at (1, 0) of (7, 4) is put in the place of another",
-            changes={"b.offsets[dim] + start": "b.offsets[dim] + start + 1"},
+            "a slice (2, 4) at (4, 0) of (6, 4) is put in the place of another",  # of three; two are in their places
+            changes={"b.offsets[dim] + start": "b.offsets[dim] + start + 2 * (start == 2)"},
             only="as_held",
         ),
         Attempt(
