@@ -51,6 +51,8 @@ class Pipeline:
         InputError: the schedule cannot run at all (`ScheduleError`), or not with these stages or on this rank.
     """
 
+    is_cold: bool  # over NCCL, until the first step of a schedule is complete
+
     def __init__(
         self,
         stages: Modules,
@@ -72,7 +74,6 @@ class Pipeline:
         self.width, self._cores, self._costs, self._run_on = width, cores, costs, run_on
         self.part_of, self.message_dtype = part_of, dtype
         self.links = Links(workers.ranks, workers.rank)
-        self.is_cold = context.is_over_nccl  # until the first step is complete
         plan = self._checked(programs)
         self.owners = [plan.owners[stage] for stage in sorted(plan.owners)]  # by stage, the worker that holds it
         held = stages_of(programs[self._worker])
@@ -158,6 +159,7 @@ class Pipeline:
         self._recorder.pipelines = self.pipelines
         self._micro_batches = 1 + max(action.micro_batch for action in itertools.chain.from_iterable(programs))
         self._threads = threads_by_plan(programs, self._cores, self._costs, self.pipelines) if self._cores else {}
+        self.is_cold = context_of().is_over_nccl
         self.links.close()
         self.links.open(programs, plan)
 

@@ -9,7 +9,7 @@ from support.pipeline_models import LOSS, OPTIONS, VOCAB, WIDTH, BesideWhole, ba
 from support.processes import run_group
 
 from distlab.axes.grid import Grid
-from distlab.comm.context import TransportName
+from distlab.comm.context import TransportName, context_of
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
@@ -72,6 +72,21 @@ def test_a_schedule_whose_stages_are_on_other_workers_is_refused() -> None:
     losses, _ = run_group(2, follow_what_it_cannot)
     whole = LLama(CausalLLama, VOCAB, n_layers=4, **OPTIONS)
     assert sum(losses) == pytest.approx(LOSS(whole(batch(0)), batch(0)).item(), rel=1e-6)
+
+
+def test_over_nccl_the_first_step_of_each_schedule_loads_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_of(), "library", "nccl")  # this process is alone: it sends nothing
+    net, passes = LLama(CausalLLama, VOCAB, n_layers=1, **OPTIONS), list[int]()
+    pipeline = Pipeline(net, all_stages("dapple", 1, 3), Grid(0, {}), LOSS, WIDTH)
+    net.register_forward_hook(lambda *_: passes.append(len(passes)))
+    taken = list[int]()
+    for name in ("dapple", "dapple", "zb-h1", "zb-h1"):
+        if len(taken) == 2:
+            pipeline.follow(all_stages(name, 1, 3))
+        passes.clear()
+        pipeline.step(batch(0, 6).chunk(3))
+        taken.append(len(passes))
+    assert taken == [2 + 3, 3, 2 + 3, 3]
 
 
 def holdings() -> tuple[int, ...]:
