@@ -82,7 +82,8 @@ class StreamWaits:
     def collect(self, ledger: Ledger) -> None:
         """Add the waits that have ended since the last call."""
         with self._lock:
-            while self._waits and self._waits[0].done.query():
+            # Of a future, the two events are of two streams.
+            while self._waits and self._waits[0].done.query() and self._waits[0].reached.query():
                 ended = self._waits.popleft()
                 ledger.waited(ended.reached.elapsed_time(ended.done) / 1000, ended.wait.way == "collective")
 

@@ -97,6 +97,14 @@ def test_a_wait_is_under_way_from_when_the_stream_reaches_it(gpu: Gpu) -> None:
     assert collected == [(0, 0)] * 5 + [(3, 3), (0, 0), (1, 1)]
 
 
+def test_the_events_of_a_wait_may_be_of_two_streams(gpu: Gpu) -> None:
+    waits, ledger = StreamWaits(), Ledger()
+    waits.add(stream_wait(gpu, reached=4, done=3))
+    for gpu.seconds in (3, 4):
+        waits.collect(ledger)
+    assert ledger.waited_seconds == -1
+
+
 def test_the_watch_ends_a_wait_at_its_deadline_and_names_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     waits, failures, given = waits_of_rank_0(), list[TrafficError](), list[tuple[object, threading.Thread]]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: given.append((device, threading.current_thread())))
@@ -288,6 +296,15 @@ def test_a_wait_for_nccl_is_the_streams(by_library: bool, gpu: Gpu, monkeypatch:
     gpu.seconds = gpu.queued
     assert context.waits.waited_so_far() == (5 if by_library else 1)
     assert context.waits.waits_for() is None
+
+
+def test_waits_that_have_ended_are_counted_at_a_later_one(gpu: Gpu) -> None:
+    """A program that trains by itself never asks for them; their events would be kept."""
+    context = context_over("nccl")
+    for _ in range(9):
+        begin(context)[0].wait()
+        gpu.seconds = gpu.queued
+    assert context.ledger.waited_seconds == 8
 
 
 def test_a_wait_of_the_stream_is_recorded(gpu: Gpu) -> None:
