@@ -177,7 +177,6 @@ class Repair:
             joined.context.options,
             places=[joined.places[rank] for rank in news.alive],
             describe=lambda number: joined.grid.describe(news.alive[number]),
-            check=self.survivor.check,
             previous=joined.context,
         )
         dist.init_process_group(

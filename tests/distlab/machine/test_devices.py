@@ -34,6 +34,7 @@ from distlab.run.joining import check_transport
 from distlab.run.starting import set_up
 from distlab.run.training import TrainingRun
 from distlab.settings.common import RunSettings, parse
+from distlab.settings.stages import PipelineSettings, ScheduledPipelineSettings
 from simplellm.errors import InputError
 
 
@@ -147,6 +148,12 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [threads_per_rank(ranks) for ranks in (1, 3, 8, 20)] == [8, 2, 1, 1]
     assert [cores_to_share(parties) for parties in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    given = list[int]()
+    monkeypatch.setattr("distlab.run.starting.set_up_heap", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    for settings in (ScheduledPipelineSettings(), PipelineSettings()):
+        set_up(Grid(0, {"pp": 3}), places("", "", ""), settings)
+    assert given == [2, 8], "stages that compute one after another have all cores each"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert (threads_per_rank(3), cores_to_share(3)) == (5, None)
 

@@ -13,7 +13,7 @@ from distlab.axes.grid import Grid
 from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, PART, REPAIR, SEND, STEP, WAIT, Event, Recorder
 from distlab.pipeline.actions import Forward
 from distlab.pipeline.schedules import all_stages
-from distlab.reports import style
+from distlab.reports import style, timeline
 from distlab.reports.timeline import PLANNED, draw_schedules, measured_panel, repair_panel
 from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
 from distlab.run.tracing import keep_trace
@@ -92,6 +92,9 @@ def test_the_plan_has_the_mean_costs_and_free_messages(pipelines: Trace) -> None
     costs, plan = pipelines.costs(), pipelines.plan()
     expected = {("F", 0): 0.375, ("F", 1): 0.375, ("B", 0): 0.75, ("B", 1): 1.125}
     assert costs.measured == expected, "three times the events' units, without step 0"
+    twice = [RankTrace([e._replace(start=2 * e.start, end=2 * e.end) for e in r.events]) for r in pipelines.ranks[:2]]
+    of_both = replace(pipelines, ranks=[*pipelines.ranks[:2], *twice]).costs().measured
+    assert of_both == {key: 1.5 * seconds for key, seconds in expected.items()}, "of all replicas"
     assert plan is not None
     assert plan.makespan == 11 * 0.375
     assert plan.bubble == pytest.approx([5 / 11, 3 / 11])
@@ -321,14 +324,16 @@ def test_a_run_whose_last_step_was_repaired_has_no_step_to_draw(
 
 
 def test_a_spares_records_are_those_of_the_rank_whose_place_it_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is behind the others: here, number 0 is rank 2, and number 1, which waits, is rank 0; rank 1 has died."""
     (grid := Grid(0, {"dp": 3})).keep([2, 0])
     steps = [Event(STEP, f"step {step}", 4 * step, 4 * step + 4) for step in range(2)]
     events = [steps, [Event(WAIT, "the gradients", 7, 8), *steps]]
-    recorded = [{"events": own, "kept_bytes": []} for own in events]
+    recorded, titles = [{"events": own, "kept_bytes": []} for own in events], list[str]()
+    monkeypatch.setattr(timeline, "draw", lambda _, panels: titles.extend(panel.title for panel in panels))
     keep_trace(recorded, tmp_path, grid, Recorder(), runs_on=False)
+    assert titles == ["A step as measured"], "without a plan"
     *busy, _, drawn = capsys.readouterr().out.splitlines()
     assert busy == ["# rank 0: busy 75%, waiting 25%", "# rank 2: busy 100%, waiting 0%"]
     assert drawn == f"# {tmp_path / 'timeline.png'}: a step of median length, drawn", "and no repair"

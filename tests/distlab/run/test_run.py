@@ -17,6 +17,8 @@ from support.terminals import fork_python, terminals
 from distlab.axes.grid import Grid
 from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
+from distlab.comm.waits import TrafficError
+from distlab.rendezvous.diagnosis import Diagnosis
 from distlab.run.checkpointer import CANDIDATES, Checkpointer
 from distlab.run.clipping import LossSum
 from distlab.run.failure import Failure, refused_by_gpu
@@ -282,6 +284,21 @@ def test_an_error_is_told_in_one_line_with_the_rank(error: Exception, told: str)
     assert Failure.of(error, 2).sentence == f"rank 2 failed: {told}"
     assert Failure.of(error).cause == told, "for the others"
     assert Failure.of(InputError("no disk")).cause == "no disk"
+
+
+@pytest.mark.parametrize(
+    ("why", "is_partial", "lost"),
+    [("Timed out", False, False), ("Timed out", True, True), ("Connection closed by peer", False, True)],
+)
+def test_a_wait_that_the_ranks_could_not_explain_is_taken_for_the_consequence_of_another_ones_end(
+    why: str, is_partial: bool, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher then names another rank, if one has failed."""
+    found = Diagnosis([], "rank 0 does not answer", is_partial)
+    board = SimpleNamespace(explain=lambda _: found, publish_diagnosis=lambda _: None)
+    monkeypatch.setattr("distlab.run.failure.world_group", lambda: SimpleNamespace(notices=board))
+    failure = Failure.of(TrafficError("rank 1 waited", RuntimeError(why)))
+    assert (failure.sentence, failure.lost_a_peer, failure.is_diagnosed) == (found.sentence, lost, True)
 
 
 def test_a_script_of_another_checkout_is_told_by_one_rank(
