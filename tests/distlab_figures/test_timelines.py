@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from distlab.comm.recorder import COMPUTE, STEP, Event
-from distlab.pipeline.actions import ACTION_KINDS
+from distlab.pipeline.actions import ACTION_KINDS, ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.timeline import MEASURED, PLANNED, Bar, Panel, draw, draw_schedules
@@ -58,7 +58,8 @@ def test_bars_have_the_names_of_their_rows_from_the_top_also_a_dead_rank_that_ha
 @pytest.mark.parametrize(("schedule", "several"), [("dapple", False), ("zb-v", True)])
 def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, several: bool, drawn: list[Any]) -> None:
     """And a step of median length is drawn: the longest, with a pause, is not. Neighbors have the same stage."""
-    plan = simulate(programs := all_stages(schedule, 2, 4))
+    costs = ActionCosts([1, 2, 2, 1], [2, 4, 4, 2])  # by stage, such that worker 1 is idle for less time
+    plan = simulate(programs := all_stages(schedule, 2, 4), costs)
     by_rank = [spans for spans in plan.spans for _ in range(2)]
     ranks, at = [RankTrace([]) for _ in by_rank], 0.0
     for pause in (0.0, 0.0, 0.0, plan.makespan):

@@ -278,6 +278,16 @@ def run_script(script: str, *flags: object, deadline: float = 60, **environment:
     return run(sys.executable, LAB / script, *flags, deadline=deadline, **environment)
 
 
+def assert_told(by_rank: list[tuple[str, float]], failing: int, what: str, is_silent: bool) -> None:
+    """What ranks say, and after how long, when one of them does not do its part: it is silent, or has exited."""
+    for rank, (sentence, seconds) in enumerate(by_rank):
+        if rank != failing:
+            peers = " and ".join(str(peer) for peer in range(len(by_rank)) if peer != rank)
+            assert sentence.startswith(f"rank {rank} waited ")
+            assert f" s for {what} from ranks {peers}: {'no answer' if is_silent else 'a rank has exited'}" in sentence
+            assert seconds < 15, "before the timeout"
+
+
 def ranks_of(folder: Path, program: str, forks: int = 0) -> Ranks:
     """A launcher's processes, of which none has started, for a script with this text; so many of them will be forks."""
     (folder / "script.py").write_text(program)

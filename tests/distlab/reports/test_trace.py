@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,8 @@ from distlab.axes.grid import Grid
 from distlab.comm.recorder import COMPUTE, DEATH, MESSAGE, PART, REPAIR, SEND, STEP, WAIT, Event, Recorder
 from distlab.pipeline.actions import Forward
 from distlab.pipeline.schedules import all_stages
-from distlab.reports import style, timeline
-from distlab.reports.timeline import PLANNED, draw_schedules, measured_panel, repair_panel
+from distlab.reports import timeline
+from distlab.reports.timeline import PLANNED, measured_panel, repair_panel
 from distlab.reports.trace import RankTrace, Trace, merge, read_chrome, write_chrome
 from distlab.run.tracing import keep_trace
 from simplellm.errors import InputError
@@ -267,16 +266,6 @@ def test_the_measured_panel_lays_the_plan_over_the_typical_step(pipelines: Trace
     bars = measured_panel("run", Trace(ranks, {"pp": 2, "dp": 2}, pipelines.programs)).bars
     planned = [[replace(bar, row=0) for bar in bars if (bar.row, bar.edges) == (row, PLANNED)] for row in range(4)]
     assert planned[0] == planned[1] != planned[2] == planned[3]
-
-
-def test_a_figure_of_schedules_says_how_long_workers_are_idle(
-    pipelines: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = list[Any]()
-    monkeypatch.setattr(style, "save", lambda figure, _: figures.append(figure))
-    draw_schedules(Path("schedules.png"), [("GPipe", pipelines)])
-    [axes] = figures[0].axes
-    assert axes.get_title("left") == "GPipe: idle 36.4% in the plan, 46.2% measured", "the mean of both workers"
 
 
 def test_the_panel_of_a_repair_has_stars_at_the_work_of_the_dead(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_a_spare_computes_on_the_device_of_the_rank_before_it(
 
 
 @pytest.mark.usefixtures("_asks")
-@pytest.mark.parametrize(("address", "here"), [("localhost", 3), ("10.0.0.9", 1)])
+@pytest.mark.parametrize(("address", "here"), [("localhost", 3), ("127.0.0.1", 3), ("10.0.0.9", 1)])
 def test_ranks_without_a_launcher_are_all_on_the_host_of_rank_0_if_that_is_this_one(
     address: str, here: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

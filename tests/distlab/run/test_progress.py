@@ -126,6 +126,10 @@ def test_a_change_of_speed_is_followed() -> None:
     steps.take(100, seconds=1)
     steps.take(300, seconds=10)
     assert steps.said[max(steps.said)] == "397 of 1,000 steps, about 1 h 40 min left"
+    few = Steps(1000)
+    few.take(5, seconds=1)
+    few.take(3, seconds=20)
+    assert few.said[8] == "8 of 1,000 steps, about 2 h 31 min left", "but not from a few: 64 s for seven of them"
 
 
 def test_nothing_is_said_of_work_that_is_done_at_once() -> None:

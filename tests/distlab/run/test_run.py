@@ -74,6 +74,10 @@ def test_a_script_that_hands_over_nothing_trains_without_these_flags(tmp_path: P
     assert plain.err.splitlines()[-1] == "# the loss of step 1 is nan (is --lr 1e+30 too large?)"
 
 
+def test_a_rank_without_others_has_no_death_to_repair_and_no_launcher_to_notice_it(tmp_path: Path) -> None:
+    assert train_on(1, "DP/repair/intro_DP_repair.py", tmp_path, "--world-size", "1", "--repair", "on")[-1]
+
+
 def test_an_imported_models_constants_are_its_own(tmp_path: Path) -> None:
     """What no flag asks for: a run that resumes from it computes with them, and saves them."""
     constants = {"norm_eps": 0.3, "rope_theta": 50.0}
