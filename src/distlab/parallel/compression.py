@@ -20,8 +20,8 @@ from distlab.parallel.options import BLOCK, LARGEST, Compression
 
 def encode(kind: Compression, values: Tensor) -> Tensor:
     """Return the message for `values` (elements,), float32: uint8 (encoded_bytes,), the scales, then the integers."""
-    if kind not in LARGEST:
-        return values.to(torch.bfloat16 if kind == "bf16" else torch.float32).view(torch.uint8)
+    if kind == "bf16":
+        return values.to(torch.bfloat16).view(torch.uint8)
     blocks = pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1, keepdim=True) / LARGEST[kind]
     integers = (blocks / scales.where(scales != 0, 1)).round_().to(torch.int8).view(-1)[: len(values)]
@@ -33,8 +33,8 @@ def encode(kind: Compression, values: Tensor) -> Tensor:
 
 def decode(kind: Compression, message: Tensor, elements: int) -> Tensor:
     """Return the values (elements,), float32, of a message of `encode`; non-finite where the encoded values were."""
-    if kind not in LARGEST:
-        return message.clone().view(torch.bfloat16 if kind == "bf16" else torch.float32).float()
+    if kind == "bf16":
+        return message.clone().view(torch.bfloat16).float()
     scale_bytes = 4 * -(-elements // BLOCK)
     scales, integers = message[:scale_bytes].clone().view(torch.float32), message[scale_bytes:]
     if kind == "int4":

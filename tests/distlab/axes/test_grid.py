@@ -21,12 +21,9 @@ LAYOUTS: list[dict[str, int]] = [
 ]  # fmt: skip
 
 
-def test_ranks_that_share_a_stage_are_neighbors() -> None:
-    grids = [Grid(rank, {"dp": 2, "pp": 2, "tp": 2}) for rank in range(8)]
-    assert [grid.axis("dp").rank for grid in grids] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [grid.axis("pp").rank for grid in grids] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [grid.axis("pp").ranks[1] for grid in grids] == [2, 3, 2, 3, 6, 7, 6, 7]
-    assert grids[0].describe(7) == "rank 7 (stage 1 of replica 1)"
+def test_ranks_and_layouts_are_named_by_what_they_have_several_of() -> None:
+    assert Grid(0, {"dp": 2, "pp": 2, "tp": 2}).describe(7) == "rank 7 (stage 1 of replica 1)"
+    assert Grid(0, {"pp": 2, "dp": 3, "tp": 2}).describe(9) == "rank 9 (stage 1 of replica 1)"
     assert Grid(0, {"dp": 2, "pp": 2}, [[0, 3], [1, 2]]).describe(3) == "rank 3 (stages 1 and 2 of replica 1)"
     assert Grid(0, {"pp": 2}, [[0, 3], [1, 2]]).describe(1) == "rank 1 (stages 1 and 2)"
     assert Grid(0, {"tp": 3}).describe(2) == Grid(0, {"dp": 3}).describe(2) == "rank 2"
@@ -37,6 +34,7 @@ def test_ranks_that_share_a_stage_are_neighbors() -> None:
     assert Grid(0, {"dp": 1, "pp": 2, "ep": 2}).describe(3) == "rank 3 (stage 1 of replica 1)"
     assert layout_flags({"dp": 2, "pp": 3, "ep": 2}) == "--dp 4 --ep 2 --pp 3", "--dp counts all replicas"
     assert layout_flags({"pp": 3, "tp": 2}) == "--pp 3 --tp 2"
+    assert layout_flags({"pp": 2, "dp": 3, "tp": 2}) == "--dp 3 --pp 2 --tp 2 --neighbors replicas"
     assert layout_flags({"pp": 3}) == "--world-size 3"
     assert layout_flags({"dp": 2, "ep": 2}) == "--world-size 4"
     assert layout_flags({}) == "one process"
@@ -54,16 +52,6 @@ def test_ranks_that_are_left_keep_their_names() -> None:
     grid.keep([2, 3])  # a second death
     assert (grid.rank, grid.size, [grid.describe(rank) for rank in range(2)]) == (1, 2, names[1:])
     assert (grid.ranks_along(["pp"]), grid.ranks_along(["dp"])) == ([(0, 1)], [(0,), (1,)]), "groups of none are none"
-
-
-def test_replicas_of_a_stage_can_be_neighbors() -> None:
-    layout = {"pp": 2, "dp": 3, "tp": 2}
-    grids = [Grid(rank, layout) for rank in range(12)]
-    assert [grid.axis("dp").rank for grid in grids] == [0, 0, 1, 1, 2, 2] * 2
-    assert [grid.axis("pp").rank for grid in grids] == [0] * 6 + [1] * 6
-    assert [grid.axis("pp").ranks[0] for grid in grids] == [*range(6)] * 2
-    assert grids[0].describe(9) == "rank 9 (stage 1 of replica 1)"
-    assert layout_flags(layout) == "--dp 3 --pp 2 --tp 2 --neighbors replicas"
 
 
 @pytest.mark.parametrize(

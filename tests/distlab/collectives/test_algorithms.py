@@ -274,5 +274,6 @@ def test_complex_numbers_are_added_and_multiplied() -> None:
 def test_scratch_memory_is_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distlab.collectives.buffers.KEPT_BYTES", 400)
     kept, larger = torch.empty(100), torch.empty(101)  # four bytes each
-    assert scratch_buffer(kept) is scratch_buffer(kept)
+    first, second = scratch_buffer(kept), scratch_buffer(kept, 1)
+    assert scratch_buffer(kept) is first is not second is scratch_buffer(kept, 1)
     assert scratch_buffer(larger) is not scratch_buffer(larger)

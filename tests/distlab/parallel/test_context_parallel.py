@@ -155,10 +155,10 @@ def test_zigzag_gives_each_rank_the_same_work_in_each_step_of_the_ring() -> None
 
 
 def divide_heads(rank: int) -> str:
-    q = torch.zeros(1, 3, 4, 2)
+    q, k = torch.zeros(1, 3, 4, 2), torch.zeros(1, 1, 4, 2)
     part = ContextParallel(all_ranks("cp"), "heads").part(torch.zeros(1, 8, dtype=torch.long))
     with pytest.raises(ValueError, match="cannot exchange") as refused:
-        part.sequence.attend(q, q, q)
+        part.sequence.attend(q, k, k)
     assert context_of().world_size == 2
     return str(refused.value)
 

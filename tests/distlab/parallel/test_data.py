@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab.axes.grid import Grid, all_ranks
+from distlab.comm.context import context_of
 from distlab.parallel.data import MyDP
 from distlab.parallel.flat import GradientRows, flatten_gradients, flatten_weights
 from distlab.parallel.flat_parameters import shards_of
@@ -146,7 +147,9 @@ def raise_and_train(rank: int, bucket_bytes: int) -> None:
             with pytest.raises(ZeroDivisionError):
                 loss.backward()
             continue
+        messages = context_of().ledger.messages.copy()
         loss.backward()
+        assert (context_of().ledger.messages - messages)["gradients"] == (4 if bucket_bytes == 1 else 1)
         for parameter, mean in zip(model.parameters(), expected, strict=True):
             assert mean.abs().max() > 1e-3
             torch.testing.assert_close(parameter.grad, mean)

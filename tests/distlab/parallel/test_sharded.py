@@ -44,6 +44,7 @@ def train_sharded(rank: int) -> dict[tuple[Sharded, str], Run]:
             torch.manual_seed(rank)  # other weights on every rank, until they have the first one's
             net = ShardedDP(Mixed(), shard, backward_passes=MICRO_BATCHES, bucket_bytes=80)
             before = net.whole_parameters()
+            assert len(net.flat_weights()) > 2, "of several buckets or blocks"
             optimizer = optimizer_of(net.own_parameters().values())
             for step in range(STEPS):
                 optimizer.zero_grad()

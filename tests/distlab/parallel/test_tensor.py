@@ -156,11 +156,11 @@ class Written(nn.Module):
     tokens: Any
     rest: Any
 
-    def __init__(self, vocab_size: int = VOCAB, num_heads: int = 6) -> None:
+    def __init__(self, vocab_size: int = VOCAB, num_heads: int = 6, num_kv_heads: int = 0) -> None:
         super().__init__()
         self.tokens = nn.ModuleList([nn.Embedding(vocab_size, 48)])
         self.first = block(6, 3, 40)
-        self.rest = nn.ModuleDict({"deep": nn.ModuleList([block(num_heads, num_heads, 41)])})
+        self.rest = nn.ModuleDict({"deep": nn.ModuleList([block(num_heads, num_kv_heads or num_heads, 41)])})
         self.norm = nn.LayerNorm(48)
         self.scores = Linear(48, vocab_size, bias=False)
         initialize(self, seed=1)
@@ -198,6 +198,7 @@ def refused(rank: int) -> None:
     tied.rest["deep"][0].mlp.up_proj.weight = tied.rest["deep"][0].mlp.gate_proj.weight
     cases: list[tuple[nn.Module, Style, bool, str]] = [
         (Written(num_heads=4), "megatron", False, "--num-heads 4 among 3 tensor-parallel ranks"),
+        (Written(num_kv_heads=2), "megatron", False, "--num-kv-heads 2 among 3 tensor-parallel ranks"),
         (Written(vocab_size=2), "megatron", False, "scores has 2 rows, which 3 tensor-parallel ranks cannot share"),
         (two_heads, "megatron", False, "scores and other: only one linear layer may be outside attention and MLP"),
         *((net, "megatron", False, "tokens.0: an embedding with max_norm") for net in (limited, scaled, sparse)),

@@ -140,10 +140,12 @@ def keep(rank: int) -> list[int]:
         net = build_stage(rank, (2, 2, 2), VOCAB, **options)
         programs: Programs = all_stages(schedule, 3, 12)
         programs = with_recomputation(programs) if recompute else programs
-        pipeline = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH)
+        pipeline, told = Pipeline(net, programs, Grid(rank, {"pp": 3}), LOSS, WIDTH), context_of().recorder.kept_bytes
+        told.clear()
         for step in range(2):
             pipeline.step(batch(step, rows=12).chunk(12))
         assert pipeline.kept is not None
+        assert max(size for _, size in told) == pipeline.kept.peak_bytes, "also within an action"
         assert pipeline.kept.now_bytes == 0, "nothing is kept after a step"
         peaks.append(pipeline.kept.peak_bytes)
     return peaks
@@ -161,7 +163,6 @@ def test_dapple_and_recomputation_keep_a_fraction_of_what_gpipe_keeps() -> None:
     assert dapple_again[2] < 0.8 * dapple[2], "its backward passes follow at once: block by block"
     for stage, (ours, all_of_them) in enumerate(zip(dapple, gpipe, strict=True)):
         assert ours / all_of_them == pytest.approx((3 - stage) / 12, rel=0.1), f"stage {stage}"
-    assert dapple[0] <= 0.30 * gpipe[0]
 
 
 KEPT = ["gpipe", "dapple", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]

@@ -119,7 +119,7 @@ def reopen(rank: int, times: int) -> list[tuple[int, ...]]:
     return [held[0], holdings()]
 
 
-@pytest.mark.parametrize(("transport", "times"), [("auto", 8), ("gloo", 6)])
+@pytest.mark.parametrize(("transport", "times"), [("auto", 5), ("gloo", 5)])
 def test_links_that_are_closed_and_opened_many_times_leave_nothing(transport: TransportName, times: int) -> None:
     for before, after in run_group(2, reopen, times, transport=transport, deadline=120):
         assert (before[0] > 0) == (transport == "auto")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -66,12 +67,12 @@ def test_the_work_of_two_dead_workers_of_a_stage_goes_to_different_peers(whole: 
 def test_passes_are_split_where_that_saves_time() -> None:
     programs = all_stages("dapple", 3, 3)
 
-    def letters(cores: float) -> set[str]:
-        lists = reroute(programs, 2, without((4,), 6), COSTS, cores=cores)
+    def letters(cores: float, weight_share: float = 0.5) -> set[str]:
+        lists = reroute(programs, 2, without((4,), 6), replace(COSTS, weight_share=weight_share), cores=cores)
         return {action.letter for action in itertools.chain(*lists)}
 
     assert (letters(2), letters(5)) == ({"F", "B"}, {"F", "I", "W"})
-    assert letters(2.37) == {"F", "B"}, "a gain of 1 % is not worth the split"
+    assert letters(2.37) == letters(5, weight_share=0.01) == {"F", "B"}, "a gain of 1 % is not worth the split"
 
 
 def test_without_detours_micro_batches_are_missing() -> None:

@@ -81,17 +81,18 @@ def test_with_recomputation_one_micro_batch_of_a_stage_is_kept_at_a_time_and_all
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_recomputation_takes_a_forward_pass_for_each_micro_batch(name: str) -> None:
-    """In an action of its own, or within the backward pass; of the stage's blocks only, where they are known."""
+    """In an action of its own, as measured, or within the backward pass; there of the stage's blocks only, if known."""
     workers, micro_batches = 3, 6
     usual = all_stages(name, workers, micro_batches)
     stages = len(simulate(usual).owners)
-    costs = ActionCosts(forward=[1.0 + stage for stage in range(stages)], backward=4.0, blocks=0.5)
+    forward = [1.0 + stage for stage in range(stages)]
+    costs = ActionCosts(forward, backward=4.0, blocks=0.5, measured={("R", 0): 7.0})
     for before, own in zip(usual, with_recomputation(usual), strict=True):
         more = sum(map(costs.seconds, own)) - sum(map(costs.seconds, before))
         again = [a.stage for a in own if isinstance(a, ForwardAgain)]
         assert len(again) + sum(a.letter in "bi" for a in own) == micro_batches * len(stages_of(own))
         within = micro_batches * len(stages_of(own)) - len(again)
-        assert more == pytest.approx(sum(1.0 + stage for stage in again) + 0.5 * within)
+        assert more == pytest.approx(sum([7.0, *forward[1:]][stage] for stage in again) + 0.5 * within)
 
 
 def test_where_no_worker_waits_recomputation_is_not_free() -> None:
@@ -129,6 +130,7 @@ def test_every_schedule_runs_in_the_order_of_one_process_or_says_what_it_needs(n
             done = [[a.micro_batch for a in program if isinstance(a, Forward)] for program in programs]
             assert all(sorted(own) == sorted([*range(micro_batches)] * held[0]) for own in done)
             assert len(plan.owners) == workers * held[0]
+            assert all(len({plan.labels[action] for action in program}) == len(program) for program in programs)
             for stage, worker in plan.owners.items():
                 for kind in (GRADIENTS, WEIGHT_GRADIENTS):  # of norms and embedding; of linear layers
                     order = [a.micro_batch for a in programs[worker] if a.stage == stage and kind in a.gives]

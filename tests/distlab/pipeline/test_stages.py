@@ -105,7 +105,7 @@ def test_a_lone_stage_needs_a_layer() -> None:
         read_split("0", 0, 1)
 
 
-@pytest.mark.parametrize("split", [(3,), (2, 1), (0, 3), (1, 1, 1), (0, 3, 0), (1, 2, 0)])
+@pytest.mark.parametrize("split", [(3,), (2, 1), (0, 3), (1, 1, 1), (0, 3, 0), (0, 2, 1)])
 def test_the_stages_together_are_the_whole_model(split: Split) -> None:
     whole = CausalLLama(11, n_layers=3, seed=5, **SIZES)
     parts = [build_stage(stage, split, 11, seed=5, **SIZES) for stage in range(len(split))]
