@@ -55,7 +55,7 @@ def test_parts_are_short_and_together_the_document(document: str) -> None:
     assert "".join(parts) == document
     assert all(len(part.encode()) <= 8 for part in parts)
     assert parts_of(document) == [document]
-    assert parts_of("ab\ncd\n\ne\nf\ng\n", longest=8) == ["ab\ncd\n\n", "e\nf\ng\n"]
+    assert parts_of("ab\ncd\n\n\ne\nf\ng\n", longest=8) == ["ab\ncd\n\n\n", "e\nf\ng\n"]
 
 
 def refusal(settings: Settings) -> str:

@@ -215,7 +215,7 @@ def test_sends_do_not_hold_up_the_stage_that_sends(transport: TransportName) -> 
 
 
 def grow(rank: int) -> list[int]:
-    """Steps of which each has larger micro-batches: are gradients those of one process, and how many queues are there?
+    """Steps with larger and larger micro-batches, then small ones: gradients of one process, and the number of queues.
 
     From the third step on, stage 0 is refused memory.
     """
@@ -224,11 +224,10 @@ def grow(rank: int) -> list[int]:
         net = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
         beside = BesideWhole({rank: net}, 2)
         pipeline = Pipeline(net, all_stages("dapple", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
-        for step in range(4):
+        for step, size in enumerate((1, 8, 20, 40, 2)):  # larger ones need larger queues
             if step == 2 and rank == 0:
                 monkeypatch.setattr(os, "memfd_create", refuse_memory)
-            rows = batch(step, rows=4 * (1, 8, 20, 40)[step])  # larger ones need larger queues
-            beside.step(pipeline, rows.chunk(4))
+            beside.step(pipeline, batch(step, rows=4 * size).chunk(4))
             shared.append(mappings())
     return shared
 
@@ -239,7 +238,7 @@ def refuse_memory(*_: object) -> int:
 
 def test_micro_batches_may_grow_from_step_to_step() -> None:
     for shared in run_group(2, grow):
-        assert shared == [2, 2, 1, 1], "one each way, then only from the last stage to the first"
+        assert shared == [2, 2, 1, 1, 1], "one each way, then only from the last stage to the first"
 
 
 @pytest.mark.parametrize(
