@@ -212,6 +212,9 @@ def test_a_stopped_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> N
                 os.kill(rank, signal.SIGKILL)
 
 
+SENTIMENT = (
+    "--world-size 2 --tp 2 --dim 16 --heads 2 --layers 1 --samples 64 --seq-len 16 --data sample --device cpu".split()
+)
 FIRST = r"the first non-finite tensor is the output of model\.layers\.\d\.\S+ \(\w+\)"
 
 
@@ -227,26 +230,23 @@ def test_a_loss_that_is_no_number_ends_all_ranks(tmp_path: Path) -> None:
     assert steps == ["0"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
-    ("script", "world_size", "where"),
+    ("script", "world_size", "flags", "told"),
     [
-        ("primer/intro.py", 1, ""),
-        (REPLICAS, 3, ", on rank 0"),
+        pytest.param("primer/intro.py", 1, TINY, f"step 1 is nan: {FIRST}", marks=pytest.mark.quick),
+        pytest.param(REPLICAS, 3, TINY, f"step 1 is nan: {FIRST}, on rank 0", marks=pytest.mark.quick),
+        (
+            "TP/sentiment/tp_tensor_parallel.py",
+            2,
+            SENTIMENT,
+            r"step \d+ is nan, first on rank 0",
+        ),  # only the loss is known
     ],
 )
-def test_a_loss_that_is_no_number_in_terminals(script: str, world_size: int, where: str, tmp_path: Path) -> None:
-    with terminals(script, world_size, tmp_path, *TINY, "--lr", "1e30") as ranks:
+def test_a_loss_that_is_no_number_in_terminals(
+    script: str, world_size: int, flags: list[str], told: str, tmp_path: Path
+) -> None:
+    with terminals(script, world_size, tmp_path, *flags, "--lr", "1e30") as ranks:
         for end in [rank.finish(30) for rank in ranks]:
-            assert re.fullmatch(
-                rf"# the loss of step 1 is nan: {FIRST}{where} \(is --lr 1e\+30 too large\?\)", last_line(end)
-            ), end.err
-
-
-def test_a_loss_that_is_no_number_where_only_the_loss_is_known(tmp_path: Path) -> None:
-    flags = "--world-size 2 --tp 2 --dim 16 --heads 2 --layers 1 --samples 64 --seq-len 16 --data sample --device cpu"
-    with terminals("TP/sentiment/tp_tensor_parallel.py", 2, tmp_path, *flags.split(), "--lr", "1e30") as ranks:
-        for end in [rank.finish(30) for rank in ranks]:
-            assert re.fullmatch(
-                r"# the loss of step \d+ is nan, first on rank 0 \(is --lr 1e\+30 too large\?\)", last_line(end)
-            ), end.err
+            sentence = rf"# the loss of {told} \(is --lr 1e\+30 too large\?\)"
+            assert re.fullmatch(sentence, last_line(end)), end.err

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import LAB, run
 from support.sentiment_ranks import in_a_fork, load
 
 from simplellm.errors import InputError
@@ -32,8 +30,9 @@ def test_reviews_are_pure_balanced_and_not_repeated_in_validation() -> None:
     assert not {text for text, _ in train} & {text for text, _ in validation}
     assert len({text for text, _ in train}) == 600
     assert review(3, seed=1) != review(3, seed=0)
-    digest = hashlib.sha256("\0".join(text for text, _ in train).encode()).hexdigest()
-    expected = "c2712b746a15a248b549ee4cb240fa3b18553766222472790acd8e06d1daebdd"
+    told = "\0".join(text for text, _ in (*train, *validation, review(3, seed=1)))
+    digest = hashlib.sha256(told.encode()).hexdigest()  # the same in each process, whatever its hash seed
+    expected = "99845db30fe3b8c370ec7da85dd8ba6da076e5968ff5a6db4f85efea1b11cbcc"
     assert digest == expected, "a run that resumes a checkpoint of an earlier revision has the same reviews"
 
 
@@ -60,18 +59,6 @@ def test_most_opinions_of_a_review_are_those_of_its_label_and_some_deny_the_cont
             assert counts[None] > 1, text
             denied[label] += denials.search(text) is not None
         assert all(20 < denied[label] < 80 for label in (0, 1)), "of 100; words alone do not tell a label"
-
-
-@in_a_fork
-def test_every_process_generates_the_same_reviews() -> None:
-    review = load("reviews").review
-    own = [review(index, seed, split) for index in range(20) for seed in (0, 1) for split in ("train", "validation")]
-    program = "from reviews import review; print([review(index, seed, split) for index in range(20)"
-    program += " for seed in (0, 1) for split in ('train', 'validation')])"
-    paths = f"{LAB / 'src'}:{LAB / 'TP' / 'sentiment'}"
-    for hash_seed in "12":
-        ended = run(sys.executable, "-c", program, PYTHONPATH=paths, PYTHONHASHSEED=hash_seed)
-        assert ended.out == f"{own}\n", ended.err
 
 
 @in_a_fork

@@ -117,19 +117,21 @@ def test_a_missing_number_of_experts_is_told_by_the_field_of_its_kind(kind: str,
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"shared_expert": True}, {"router_scores": "sigmoid"}, LIKE_DEEPSEEK | {"qk_norm": True}], ids=str
+    ("options", "further"),
+    [
+        ({}, "softmax scores, balanced by corrections,"),
+        ({"shared_expert": True}, "softmax scores and a shared expert, balanced by corrections,"),
+        ({"router_scores": "sigmoid"}, "sigmoid scores"),
+        (LIKE_DEEPSEEK | {"qk_norm": True}, "sigmoid scores and a shared expert, balanced by corrections,"),
+        ({"attention_bias": True}, "softmax scores and biases"),
+        ({"mlp_bias": True}, "softmax scores and biases"),
+    ],
 )
-def test_experts_that_transformers_does_not_have(options: dict[str, Any], tmp_path: Path) -> None:
-    """The first has corrections."""
-    with pytest.raises(InputError, match="do not export: transformers has softmax scores without"):
-        export(saved_model(**EXPERTS | options), tmp_path / "there")
+def test_experts_that_transformers_does_not_have(options: dict[str, Any], further: str, tmp_path: Path) -> None:
+    model = exportable(**options) if options else saved_model(**EXPERTS)
+    with pytest.raises(InputError, match=f"^experts with {further} do not export: transformers has softmax scores"):
+        export(model, tmp_path / "there")
     assert not (tmp_path / "there").exists()
-
-
-@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
-def test_experts_with_biases_are_not_exported(bias: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="experts with softmax scores and biases do not export"):
-        export(exportable(**{bias: True}), tmp_path / "there")
 
 
 def test_generation_with_a_cache() -> None:

@@ -11,12 +11,12 @@ from support.processes import run_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.axes.grid import Grid, all_ranks
+from distlab.axes.grid import all_ranks
 from distlab.comm.context import context_of
 from distlab.parallel.data import MyDP
 from distlab.parallel.flat import GradientRows, flatten_gradients, flatten_weights
 from distlab.parallel.flat_parameters import shards_of
-from distlab.parallel.same_model import broadcast_weights, check_parameter_closeness, check_same_model
+from distlab.parallel.same_model import broadcast_weights, check_parameter_closeness
 from distlab.parallel.sharded import ShardedDP
 from simplellm.errors import InputError
 
@@ -240,20 +240,3 @@ def test_ranks_with_different_models_are_told_the_first_parameter_that_differs(h
         assert f"{DIFFERENT[how][1]}" in sentence.partition(" on rank 0 and ")[2], sentence
         assert sentence.endswith(" on rank 1; build the same model on all ranks")
     assert len({tuple(said) for said in ended}) == 1, "the same on all ranks"
-
-
-def check_stage(rank: int) -> str:
-    """What is said of the stage of a rank of two pipelines of two stages, of which rank 3 has built another."""
-    (grid := Grid(rank, {"dp": 2, "pp": 2})).make_groups("dp")
-    try:
-        check_same_model(nn.Linear(2, 3 if rank == 3 else 4), grid.axis("dp"))
-    except InputError as error:
-        return str(error)
-    return "the same"
-
-
-def test_replicas_of_a_stage_are_compared_with_each_other_alone() -> None:
-    of_0, of_1, of_2, of_3 = run_group(4, check_stage)
-    assert of_0 == of_2 == "the same"
-    assert of_1 == of_3
-    assert "weight float32 [4, 2] on rank 1 and weight float32 [3, 2] on rank 3" in of_1

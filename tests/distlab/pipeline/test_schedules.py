@@ -95,12 +95,6 @@ def test_recomputation_takes_a_forward_pass_for_each_micro_batch(name: str) -> N
         assert more == pytest.approx(sum([7.0, *forward[1:]][stage] for stage in again) + 0.5 * within)
 
 
-def test_where_no_worker_waits_recomputation_is_not_free() -> None:
-    """The last stage of `dapple` always has a backward pass to do, and computes its blocks again within it."""
-    assert simulate(all_stages("dapple", 3, 3)).makespan == 15
-    assert simulate(all_stages("dapple", 3, 3, recompute=True)).makespan == 18
-
-
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
 def test_the_drawing_in_its_docstring_is_that_of_the_schedule(name: str) -> None:
     text = getattr(schedules, name.replace("-", "_")).__doc__
