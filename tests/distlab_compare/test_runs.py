@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -124,6 +124,18 @@ def test_one_process_records_the_steps_whose_gradients_the_run_has_recorded(
     assert (given["--save-every"], until[1]) == ("2", "8")
     assert int(given["--keep"]) >= 4, "all that are compared"
 
+    def fail(_: list[str], stdout: IO[str], **__: Any) -> Any:
+        stdout.write("# began\n# rank 0 failed: no memory\n\n")
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr("distlab_compare.command.subprocess.run", fail)
+    told = r"intro\.py does not run as one process: rank 0 failed: no memory; give another --script$"
+    with pytest.raises(InputError, match=told):
+        compare(Request(tmp_path / "run", with_one_process=True))
+    (tmp_path / "run/config.json").write_text(json.dumps(config | {"script": "gone.py", "settings": {"save_every": 2}}))
+    with pytest.raises(InputError, match=r"its script gone\.py is not there; give --script$"):
+        compare(Request(tmp_path / "run", with_one_process=True))
+
 
 ABOUT: dict[str, Any] = {"architecture": "mlp", "tokens": 0, "model": {}, "settings": {}}  # of a checkpoint
 OWN_SCRIPT = """from dataclasses import dataclass
@@ -185,15 +197,18 @@ def test_a_parameter_that_only_one_model_has_is_told_whichever_counts_as_right(t
 
 
 def test_another_shape_is_told(tmp_path: Path) -> None:
-    record(tmp_path / "one", 0, {"gradient.weight": torch.ones(SHAPE)})
+    names = "gradient.weight", "weights.weight"
+    record(tmp_path / "one", 0, dict.fromkeys(names, torch.ones(SHAPE)))
     path = file_of(tmp_path / "run", 0, 0)
     path.parent.mkdir(parents=True)
-    save_file(
-        {"gradient.weight": torch.ones(3)},
-        path,
-        metadata={"parts": json.dumps({"gradient.weight": ([3], [([0], [3])])})},
-    )
-    assert compared(tmp_path).sentences == ["step 0: the gradient of weight on rank 0 is (3,), and should be (4, 2)"]
+    parts = json.dumps(dict.fromkeys(names, ([3], [([0], [3])])))
+    save_file({name: torch.ones(3) for name in names}, path, metadata={"parts": parts})
+    told = "before step 0: the weights weight on rank 0 is (3,), and should be (4, 2)"
+    assert compared(tmp_path).sentences == [told]
+    for name in ("run", "one"):
+        (tmp_path / name / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+    with pytest.raises(InputError, match=r"have different models: weight is \[3\] and \[4, 2\]"):
+        compare(Request(tmp_path / "run", tmp_path / "one"))
 
 
 @pytest.mark.parametrize(
