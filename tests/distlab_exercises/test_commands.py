@@ -41,7 +41,9 @@ def test_from_the_list_to_the_last_hint(tmp_path: Path, capsys: pytest.CaptureFi
         assert f"{chapter}: {page}" in listed[: listed.index(f"  {name} ")].split("\n\n")[-1], "listed by chapter"
         assert launch(["exercise", name, str(tmp_path / name)]) == 0
         (path,) = (tmp_path / name).iterdir()
-        assert f"{launcher()} check {path}" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert f"{launcher()} check {path}\n" in told
+        assert f"{launcher()} hint {name}\n" in told
         text = path.read_text()
         compile(text, str(path), "exec")
         assert text.count(f"{launcher()} check {path}") == 1

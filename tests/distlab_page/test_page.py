@@ -269,6 +269,7 @@ def test_slices_and_parts_stand_side_by_side_in_the_place_of_a_stage(alone: Path
     page = contents(replace(run, config=run.config | {"layout": {"dp": 1, "cp": 2, "tp": 2}}, ledger=[]))
     assert ([rank["inner"] for rank in page["layout"]["ranks"]], page["layout"]["inner"]) == ([0, 1, 2, 3], 4)
     assert page["title"] == f"{run.name}: 2 cp x 2 tp"
+    assert contents(run)["missing"]["ledger"] == "One process sends nothing."
     without = {name: value for name, value in run.settings.items() if name != "steps"}  # as of a run with --niters
     page_without = contents(replace(run, config=run.config | {"settings": without}))
     assert page_without["status"]["text"] == f"The run is complete: {STEPS} steps."

@@ -9,7 +9,7 @@ from support.planner_machines import MODEL, cluster
 from distlab.axes.layout import neighbors_of, replicas_in
 from distlab.comm.link import Link
 from distlab.settings.hybrid import HybridSettings
-from distlab_planner.layouts import Choices, RunLayout, default_split, divisors, layouts
+from distlab_planner.layouts import Choices, RunLayout, default_split, layouts
 from distlab_planner.model import Model, Sizes
 from distlab_planner.prediction import layout_of
 from distlab_planner.search import find_layouts
@@ -188,9 +188,3 @@ def test_the_table_has_the_prediction_of_each_layout() -> None:
     assert cells[1] == ["2", "one rank", "1", "-", "-", "-", *predicted]
     assert re.split(r"  +", head) == [*HEADS]
     assert all(lines[0].index(cell) == lines[1].index(cell) for cell in predicted if cell != "-")
-
-
-def test_divisors() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(1) == [1]
-    assert divisors(49) == [1, 7, 49]

@@ -164,19 +164,10 @@ def test_ending_the_launcher_leaves_no_rank_behind(sent: signal.Signals, tmp_pat
     assert end_soon(ranks)
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--seed -1", "# --seed -1: give 0 or more"),
-        ("--nope 3", "# Unrecognized options: --nope, 3"),
-    ],
-)
-def test_a_wrong_value_is_one_sentence(flags: str, sentence: str) -> None:
-    ended = mpirun(2, "mpi-test.py", *flags.split())
-    assert ended.status == 2
-    (line,) = ended.err.strip().splitlines()
-    assert line.startswith(sentence)
-    assert not ended.out
+def test_a_wrong_value_is_one_sentence() -> None:
+    ended = mpirun(2, "mpi-test.py", "--seed", "-1")
+    assert (ended.status, ended.out, ended.err.strip()[:27]) == (2, "", "# --seed -1: give 0 or more")
+    assert len(ended.err.strip().splitlines()) == 1
 
 
 @pytest.fixture

@@ -37,19 +37,17 @@ def test_sends_that_wait_for_each_other_are_told_with_their_lines(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [((), "give the rank"), (("2",), "argument rank: invalid choice: 2 (choose from 0, 1)")],
+    ("rank", "sentence"),
+    [
+        ("", "give the rank"),
+        ("2", "argument rank: invalid choice: 2 (choose from 0, 1)"),
+        ("0", "# the ranks could not meet at port abc ("),
+    ],
 )
-def test_a_rank_that_is_missing_or_wrong(arguments: tuple[str, ...], sentence: str) -> None:
-    ended = fork_python(SCRIPT, *arguments).finish()
+def test_a_rank_that_is_missing_or_wrong_or_a_port_that_is_no_number(rank: str, sentence: str) -> None:
+    ended = fork_python(SCRIPT, *rank.split(), MASTER_PORT="abc").finish()
     assert ended.status == 2
     assert sentence in ended.err
-
-
-def test_a_port_that_is_no_number_is_told_in_a_sentence() -> None:
-    ended = fork_python(SCRIPT, "0", MASTER_PORT="abc").finish()
-    assert ended.status == 2
-    assert ended.err.startswith("# the ranks could not meet at port abc (")
 
 
 def test_rank_0_started_twice_is_told_in_a_sentence_and_ctrl_c_ends_the_one_that_waits() -> None:

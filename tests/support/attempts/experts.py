@@ -27,7 +27,11 @@ ATTEMPTS = {
         ),
     ],
     "ep-backward": [
-        Attempt("scaled", "9 times as large", changes={BACK: f"dist.get_world_size() * {BACK}"}),
+        Attempt(
+            "scaled",
+            "rank 0: the gradients of rows are 9 times as large",
+            changes={BACK: f"dist.get_world_size() * {BACK}"},
+        ),
         Attempt("no-gradient", "backward must return it", changes={BACK: "None"}),
         Attempt("wrong-gradient", "are not theirs", changes={BACK: f"{BACK} + 1"}),
     ],
@@ -39,7 +43,7 @@ ATTEMPTS = {
         Attempt("wrong-order", "not in their old order", body="return order.flip(0)"),
     ],
     "ep-scale": [
-        Attempt("not-added", "is 1, where", body="pass"),
+        Attempt("not-added", "rank 0: a gradient of a dense weight is 1, where", body="pass"),
         Attempt("averaged", "is 2, where", changes={ADD: "dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)"}),
         Attempt("experts-mixed", "other weights", changes={'".experts." not in name and ': ""}),
         Attempt("wrong-dense", "it should be 6", changes={ADD: f"{ADD}\n                parameter.grad += 1"}),
@@ -53,7 +57,11 @@ ATTEMPTS = {
     ],
     "ep-norm": [
         Attempt("wrong-norm", "the root of the sum", changes={DIVIDED: "torch._foreach_div(norms, counted)"}),
-        Attempt("counted-again", "counts 3 times", changes={DIVIDED: "torch._foreach_mul(norms, norms)"}),
+        Attempt(
+            "counted-again",
+            "rank 0: the norm is 9.592, and should be 9.165: a weight that 3 ranks",
+            changes={DIVIDED: "torch._foreach_mul(norms, norms)"},
+        ),
         Attempt(
             "own-norm",
             "the experts of other ranks are missing",
