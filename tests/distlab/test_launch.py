@@ -257,14 +257,6 @@ def test_a_model_that_tells_a_story_is_saved_at_the_end(
     assert "--tell" not in args
 
 
-@pytest.mark.quick
-def test_a_refusal_is_the_last_line_and_exit_status_2() -> None:
-    ended = fork_launcher("dp-ga", "--steps", "0").finish()
-    assert ended.status == 2
-    assert ended.err.splitlines()[-1] == "# --steps 0: must be greater than 0"
-    assert not ended.out
-
-
 def test_a_port_in_use_is_named_by_the_launcher_and_by_rank_0(tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("localhost", 0))

@@ -160,9 +160,7 @@ def test_a_story_is_printed_in_comments(
     prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tell(asked: Settings) -> int:
-        print(
-            f"Am\u00e9lie sang {asked.prompt} {asked.device} {asked.temperature} {asked.model}.", "# 3 tokens", sep="\n"
-        )
+        print(f"Am\u00e9lie sang {asked.prompt} {asked.device} {asked.temperature} {asked.model}.\n# 3 tokens")
         return 3
 
     monkeypatch.setattr("distlab.launching.start.tell", as_command(tell, Settings, None))

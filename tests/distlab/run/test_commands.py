@@ -61,17 +61,6 @@ def test_the_commands_of_a_launched_run_work(tmp_path: Path) -> None:
     assert "parameters after 6 steps" in longer.out
 
 
-def test_a_run_that_saves_nothing_says_how_to(tmp_path: Path) -> None:
-    script = LAB / "primer/intro.py"
-    first = fork_command([sys.executable, str(script), *TINY, "--steps", "2"], partial(os.chdir, tmp_path)).finish()
-    assert first.status == 0, first.err
-    after = told(first.out)
-    assert list(after) == [*DRAW, "save the model next time"]
-    saving = fork_command(shlex.split(after["save the model next time"]), partial(os.chdir, tmp_path)).finish()
-    assert saving.status == 0, saving.err
-    assert list(told(saving.out)) == [*DRAW, "tell a story", "train longer"]
-
-
 @pytest.fixture
 def _by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a terminal in the lab's folder."""
