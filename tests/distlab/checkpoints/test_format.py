@@ -203,7 +203,7 @@ def test_a_file_of_stories_may_move_but_not_change(tmp_path: Path) -> None:
     assert parse(TrainSettings(), "", resume).data == str(moved)
     [sentence] = trained(tmp_path / "auto", *resume[:2], "--data", "auto", "--steps", 6)
     assert f"it was trained on --data {stories}" in sentence
-    moved.write_text(moved.read_text().replace("dog", "cat"))
+    moved.write_text((told := moved.read_text())[:-50] + told[-50:].replace("dog", "cat"))
     with pytest.raises(InputError, match=f"it was trained on --data {stories}; leave out"):
         parse(TrainSettings(), "", resume)
 

@@ -68,18 +68,6 @@ def test_has_the_signals_of_an_interpreter(handler: Any, tmp_path: Path) -> None
     assert fork_has == interpreter_has
 
 
-def test_a_limit_on_the_size_of_files_is_an_error_as_in_an_interpreter(tmp_path: Path) -> None:
-    text = """
-import errno, os, resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    os.ftruncate(os.memfd_create("memory"), 2000)
-except OSError as error:
-    raise SystemExit(error.errno == errno.EFBIG and 5)
-"""
-    assert fork(tmp_path, text).wait() == 5
-
-
 def test_is_a_main_module_with_arguments_an_environment_and_a_folder(tmp_path: Path) -> None:
     """The folder of the script itself, not of a link to it."""
     (tmp_path / "real").mkdir()

@@ -132,12 +132,6 @@ def test_a_change_of_speed_is_followed() -> None:
     assert few.said[8] == "8 of 1,000 steps, about 2 h 31 min left", "but not from a few: 64 s for seven of them"
 
 
-def test_nothing_is_said_of_work_that_is_done_at_once() -> None:
-    steps = Steps(50)
-    steps.take(50, seconds=0.03)
-    assert steps.said == {}
-
-
 # --------------------------------------------------------------------------------------------------------- a real run
 
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distlab.run.recording import Recording, file_of
+from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
 
@@ -40,3 +41,16 @@ def test_shares_are_written_if_each_micro_batch_added_its_own(
         for share, row in zip(shares, inputs, strict=False):
             assert torch.equal(share, row)
     assert [step for step in range(5) if file_of(tmp_path, step, 0).is_file()] == [1, 2, 3], "and weights at the end"
+
+
+def test_what_would_fill_the_disk_is_refused(tmp_path: Path) -> None:
+    """Of float32: the weights, their gradients, and each micro-batch's share."""
+    for elements, micro_batches, told in (
+        (10**8, 0, "7.2 GB; give at most 5"),
+        (10**8, 2, "14.4 GB; give at most 2"),
+        (10**9, 0, "72.0 GB, too much for one step"),
+    ):
+        own = {"weight": nn.Parameter(torch.empty(elements, device="meta"))}
+        optimizer = torch.optim.SGD(own.values(), lr=0.1)
+        with pytest.raises(InputError, match=f"^--record-gradients 9: rank 3 would write {told}$"):
+            Recording(tmp_path, 3, range(9), own, own, optimizer, micro_batches)
