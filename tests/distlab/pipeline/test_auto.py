@@ -210,6 +210,8 @@ def test_more_room_is_used_and_bytes_are_the_same_as_micro_batches() -> None:
     limits = Limit(2), Limit(10e6, is_bytes=True)
     in_micro_batches, in_bytes = (find_programs(4, 8, 1, costs, limit, tries=3) for limit in limits)
     assert in_micro_batches == in_bytes
+    for found in (find_programs(4, 8, 1, costs, tries=12), auto(4, 8, 1, costs, tries=12)):
+        assert max(simulate(found, costs).peak_bytes) == 4 * 5e6, "by default, as in DAPPLE"
 
 
 @pytest.mark.parametrize(
