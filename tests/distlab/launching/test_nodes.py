@@ -61,7 +61,6 @@ def test_the_interface_is_that_of_the_way_to_the_master() -> None:
     assert own_address("localhost") in ("127.0.0.1", "::1")
     assert own_address("no.such.host.invalid") is None
     assert own_address("a" * 64) is None, "longer than any part of a host's name"
-    assert interface_of("127.0.0.1") == "lo"
     assert interface_of(ELSEWHERE) is None
     if socket.has_ipv6:
         assert interface_of("::1") in ("lo", None)

@@ -1,12 +1,11 @@
 """This machine's ranks as processes: what they are told, how their failures are found, how they end."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -169,15 +168,6 @@ sys.exit(1)
     assert {rank: failure.status for rank, failure in failures.items()} == {3: -signal.SIGKILL, 4: 1}
 
 
-@contextlib.contextmanager
-def handled(sent: signal.Signals) -> Iterator[None]:
-    before = signal.signal(sent, raise_signal)
-    try:
-        yield
-    finally:
-        signal.signal(sent, before)
-
-
 def test_ranks_are_sent_the_signal_that_ends_the_launcher_and_a_second_one_ends_them_at_once(tmp_path: Path) -> None:
     waits = """
 def note(number, _):
@@ -197,8 +187,12 @@ while True:
     sender = threading.Thread(target=send_two)
     started = time.monotonic()
     sender.start()
-    with handled(signal.SIGHUP), pytest.raises(TerminatedError, match="terminated by SIGHUP"):
-        run(waits, tmp_path, Rounds(), forks=False)
+    before = signal.signal(signal.SIGHUP, raise_signal)
+    try:
+        with pytest.raises(TerminatedError, match="terminated by SIGHUP"):
+            run(waits, tmp_path, Rounds(), forks=False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     sender.join()
     assert time.monotonic() - started < 30
     for rank in ("3", "4"):

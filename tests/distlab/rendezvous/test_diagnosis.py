@@ -8,7 +8,7 @@ from torch import nn
 
 from distlab.axes.grid import Grid
 from distlab.comm.wait_graph import find_cycle
-from distlab.comm.waits import Wait, list_ranks
+from distlab.comm.waits import Wait
 from distlab.launching.local_ranks import root_cause
 from distlab.launching.processes import RankFailure
 from distlab.rendezvous.diagnosis import Diagnosis, Notice, diagnose
@@ -199,10 +199,6 @@ def test_a_silent_rank_is_blamed_before_one_that_computes() -> None:
 def test_notices_survive_the_store() -> None:
     for notice in (collective(1, "the loss", 3, 4, lost_a_peer=True), Notice(0, None)):
         assert Notice.from_json(notice.to_json()) == notice
-
-
-def test_lists_of_ranks() -> None:
-    assert [list_ranks(ranks) for ranks in ([2], [0, 2], [0, 1, 3])] == ["rank 2", "ranks 0 and 2", "ranks 0, 1 and 3"]
 
 
 def test_a_lack_of_memory_is_told_from_other_errors() -> None:

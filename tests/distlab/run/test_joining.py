@@ -34,7 +34,6 @@ DAPPLE = "PP/microbatches/intro_PP_microbatches.py"
 # A flag, the name of its file, and the contents for two ranks.
 FILES = {
     "other only after a MiB": ("--data", "d.txt", [STORIES, STORIES[: -len(STORY)] + STORY.upper().encode()]),
-    "objects": ("--data", "d.jsonl", [b'{"text": "There was a dog."}\n' * 40, b'{"text": "There was a cat."}\n' * 40]),
     "a tokenizer": ("--tokenizer", "t.model", [SHIPPED_MODEL.read_bytes(), SHIPPED_MODEL.read_bytes() + UNUSED]),
 }
 

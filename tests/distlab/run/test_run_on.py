@@ -267,6 +267,20 @@ def test_a_rank_that_is_ahead_keeps_its_record_of_a_step_that_is_evaluated_again
     assert found == [(0, 3.0, 5.0), (1, 2.0, None)]
 
 
+def test_a_rank_that_takes_over_writes_the_two_records_that_the_one_before_it_has_not(tmp_path: Path) -> None:
+    dies, takes_over = logs = [UndoableLog(tmp_path, context_of(), rank) for rank in range(2)]
+    for log in logs:
+        log.begin(10, "tokens")
+    for step in range(4):
+        for log in logs if step < 2 else [takes_over]:
+            with log.timing_a_step():
+                log.loss = float(step)
+            log.record(step)
+    dies.close()
+    takes_over.continue_at(4, writes=True)
+    assert losses(tmp_path) == [0, 1, 2, 3]
+
+
 def test_a_script_without_track_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UndoableRun, "track", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"--run-on and --repair need a script that calls run\.track before"):
