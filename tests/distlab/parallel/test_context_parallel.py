@@ -1,6 +1,7 @@
 """Ranks that share sequences compute what one process computes of the whole ones, forward and backward."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import get_args
 
@@ -69,7 +70,8 @@ def train_exactly(_: int, lengths: tuple[int, ...]) -> None:
         gradients = [torch.as_tensor(parameter.grad) for parameter in net.parameters()]
         for kind, order in itertools.product(KINDS, ORDERS):
             net.zero_grad()
-            part = ContextParallel(axis, kind, order, end).part(ids)
+            part, chunks = ContextParallel(axis, kind, order, end).part(ids), 1 + (order == "zigzag")
+            assert part.ids.shape[1] == chunks * math.ceil(seq / (chunks * axis.size)), "no more padding than it takes"
             logits = net(part.ids, part=part.sequence)
             loss = part.loss(logits)
             loss.backward()
