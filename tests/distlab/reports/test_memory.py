@@ -18,7 +18,7 @@ SCRIPT = "PP/schedules/intro_PP_schedules.py"
 def test_every_kind_is_counted() -> None:
     weight, frozen = torch.zeros(10, 10, requires_grad=True), torch.zeros(3)
     optimizer = torch.optim.Adam([weight, frozen])
-    report, recorder = memory.MemoryReport(optimizer), Recorder()
+    report, recorder = memory.MemoryReport(optimizer, further_bytes=[lambda: 1000, lambda: 24]), Recorder()
     assert not report.counts(recorder), "no step was taken"
     x = torch.ones(7, 10)
     with report.counting():
@@ -28,7 +28,7 @@ def test_every_kind_is_counted() -> None:
     parameters, gradients, state, copied, gathered, activations, *_ = report.counts(recorder).values()
     assert (parameters, gradients) == (400 + 12, 400)
     assert copied == gathered == 0
-    assert state == 2 * 400 + 4  # two moments, and the number of steps
+    assert state == 2 * 400 + 4 + 1024  # two moments, the number of steps, and what others keep
     assert activations == 2 * 280  # the input, and the result of exp()
     recorder.kept_bytes.append((0.0, 5000))  # by a pipeline, in a later step
     for kind in ("activations", memory.WITHOUT_RECOMPUTE):
