@@ -271,7 +271,7 @@ class SimulatedWorld:
             rate = flow.bytes_per_second / on_link
             if math.isfinite(self.shared_bytes_per_second):  # time per byte: linear from one message to one per rank
                 alone = 1 / min(flow.bytes_per_second, self.shared_bytes_per_second)
-                of_each_rank = self.size / self.shared_bytes_per_second
+                of_each_rank = max(alone, self.size / self.shared_bytes_per_second)
                 rate = min(rate, 1 / (alone + (len(flowing) - 1) / (self.size - 1) * (of_each_rank - alone)))
             rates.append(rate)
         return rates

@@ -1,5 +1,6 @@
 """The simulated world: copies, a virtual clock, deadlocks that name their cycle, exceptions that reach the caller."""
 
+import math
 import os
 import threading
 
@@ -254,6 +255,22 @@ def test_the_more_messages_are_under_way_the_more_they_hinder_each_other() -> No
 
     # A message of 1 MB takes 1 ms alone, and one from each of six ranks would take 3 ms: 0.4 ms for each further one.
     assert [seconds(pairs) for pairs in (1, 2, 3)] == pytest.approx([1e-3, 1.4e-3, 1.8e-3])
+
+
+def test_where_links_are_slower_than_the_computer_messages_do_not_hinder_each_other() -> None:
+    """However many are under way: here, three each way between two ranks."""
+
+    def exchange(endpoint: SimulatedEndpoint) -> None:
+        other = 1 - endpoint.get_rank()
+        started = [endpoint.irecv(torch.zeros(250), other) for _ in range(3)]
+        started += [endpoint.isend(torch.zeros(250), other) for _ in range(3)]
+        for message in started:
+            message.wait()
+
+    for shared in (math.inf, 1e7):
+        world = SimulatedWorld(2, Link(0, 1e6), shared_bytes_per_second=shared)
+        world.run(exchange)
+        assert world.makespan == pytest.approx(3e-3)
 
 
 def test_ranks_that_compute_at_the_same_time_share_the_cores() -> None:
