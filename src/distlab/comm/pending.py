@@ -198,7 +198,7 @@ class Pending(Operation):
         recorder, done = self._context.recorder, passed()
         name = self._wait.sentence(self._context.describe) if recorder.enabled else ""
         self._context.waits.of_stream.add(StreamWait(self._wait, reached, done))
-        self._context.waits.waited_so_far()  # or a program without steps would keep the events of all its waits
+        self._context.waits.waited_so_far()  # a program without steps would otherwise keep the events of all its waits
         recorder.add_on_stream(WAIT, name, reached, done)
         if self._wait.way != "send":
             recorder.add_on_stream(MESSAGE, name, self._posted, done)

@@ -82,10 +82,11 @@ class StreamWaits:
     def collect(self, ledger: Ledger) -> None:
         """Add the waits that have ended since the last call."""
         with self._lock:
-            # Of a future, the two events are of two streams.
+            # A future's two events are on two streams: `done` may come first, and then there was no wait.
             while self._waits and self._waits[0].done.query() and self._waits[0].reached.query():
                 ended = self._waits.popleft()
-                ledger.waited(ended.reached.elapsed_time(ended.done) / 1000, ended.wait.way == "collective")
+                seconds = max(0.0, ended.reached.elapsed_time(ended.done) / 1000)
+                ledger.waited(seconds, ended.wait.way == "collective")
 
 
 class Waits:
