@@ -63,6 +63,7 @@ class Context:
     shares_memory: bool = False  # whether this rank shares memory with others
     groups: "weakref.WeakSet[ContextGroup]" = field(default_factory=weakref.WeakSet)
     observers: list[Callable[[Any], object]] = field(default_factory=list)  # called with each `Pending` that starts
+    counted_as: str | None = None  # the ledger's column for everything that is sent now; None: as each name says
     has_remarked: bool = False  # that memory cannot be shared
 
     def __post_init__(self) -> None:

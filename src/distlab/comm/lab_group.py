@@ -305,9 +305,10 @@ class LabGroup(ContextGroup):
         with self.context.waits.during(wait):
             carried = next(answer for by in self.transports if (answer := ask(by)) is not None)
         if sent_bytes is not None:
+            kind = self.context.counted_as or wait.kind
             columns: Mapping[str, int] = carried.sent_bytes or {"": sent_bytes}
             for column, count in columns.items():
-                self.context.ledger.count(Destination(f"{wait.kind}{column}", wait.way, wait.peers), count)
+                self.context.ledger.count(Destination(f"{kind}{column}", wait.way, wait.peers), count)
         if isinstance(carried.by, SharedWork):
             carried.by.named = wait
         pending = Pending(self.context, wait, carried.by, tensors)

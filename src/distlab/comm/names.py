@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from distlab.comm.context import context_of
+
 CONTROL = "control"  # the ledger's column for messages that are not part of training
 
 
@@ -26,7 +28,6 @@ class Name(NamedTuple):
 
 
 _name: ContextVar[Name | None] = ContextVar("name", default=None)
-_kind: str | None = None  # replaces all others; of all threads, as autograd has its own for a GPU's backward passes
 # Code between a script and here: torch, the lab, and modules whose decorators torch and the lab use.
 FOLDERS = "<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 MODULES = {*sys.stdlib_module_names, "typing_extensions"}
@@ -44,21 +45,24 @@ def named(what: str, kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """Count everything that is sent inside in the column `kind`, whatever its name."""
-    global _kind
-    outer, _kind = _kind, kind
+    """Count everything that the run's groups send inside in the column `kind`, whatever its name, in all threads.
+
+    autograd runs the backward passes of a GPU in a thread of its own, to which a variable of this thread is unknown.
+    """
+    context = context_of()
+    outer, context.counted_as = context.counted_as, kind
     try:
         yield
     finally:
-        _kind = outer
+        context.counted_as = outer
 
 
 def name_of(operation: str) -> tuple[str, str, str]:
     """Return the name, column and calling line of an operation that starts here; no line if the library names it."""
     name = _name.get()
     if name is None:
-        return operation, _kind or operation, line_of_script()
-    return name.what, _kind or name.kind, ""
+        return operation, operation, line_of_script()
+    return name.what, name.kind, ""
 
 
 def line_of_script() -> str:

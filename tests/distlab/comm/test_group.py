@@ -1,6 +1,7 @@
 """The lab's process group: what it counts, and how it names what travels."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -219,6 +220,8 @@ def count_apart(rank: int, port: int) -> dict[str, int]:
             with named("the activations", "activations"):
                 dist.all_reduce(tensor)
             dist.all_reduce(tensor)  # of a script
+            with ThreadPoolExecutor(1) as of_autograd:  # which computes on a GPU in a thread of its own
+                of_autograd.submit(dist.all_reduce, tensor).result()
         with named("the loss", "loss"):
             dist.all_reduce(tensor)
         dist.all_reduce(tensor)
@@ -226,7 +229,7 @@ def count_apart(rank: int, port: int) -> dict[str, int]:
 
 
 def test_the_kind_to_count_as_is_the_outer_one_again_after_the_inner_one() -> None:
-    assert run_ranks(2, count_apart, free_port()) == [{"check": 1, "validation": 2, "loss": 1, "all_reduce": 1}] * 2
+    assert run_ranks(2, count_apart, free_port()) == [{"check": 1, "validation": 3, "loss": 1, "all_reduce": 1}] * 2
 
 
 def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int], list[str], list[str]]:

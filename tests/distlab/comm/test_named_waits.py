@@ -4,7 +4,6 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -16,7 +15,7 @@ from support.processes import free_port, join, meeting_of, run_ranks
 
 from distlab.comm.context import Options, TransportName
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single
-from distlab.comm.names import counted_as, line_of_script, name_of, named
+from distlab.comm.names import line_of_script, named
 from distlab.comm.waits import TrafficError
 
 SCRIPT = """
@@ -94,19 +93,6 @@ def test_a_decorated_function_is_named_by_the_line_that_calls_it(kind: str) -> N
     names: dict[str, object] = {"function": DECORATED[kind]}
     exec(program, names)  # noqa: S102
     assert names["LINE"] == "plain.py line 3"
-
-
-def test_what_a_backward_pass_sends_counts_as_its_caller_says_also_in_another_thread() -> None:
-    """autograd computes on a GPU in threads of its own."""
-    with futures.ThreadPoolExecutor(1) as of_autograd, counted_as("control"):
-        kinds = of_autograd.submit(lambda: name_of("all_reduce")[1]), of_autograd.submit(kind_of_named)
-        assert [kind.result() for kind in kinds] == ["control"] * 2
-    assert [name_of("all_reduce")[1], kind_of_named()] == ["all_reduce", "gradients"]
-
-
-def kind_of_named() -> str:
-    with named("the gradients", "gradients"):
-        return name_of("all_reduce")[1]
 
 
 def lose_a_rank(rank: int, port: int, begin: Callable[[], Any]) -> tuple[str, float]:
