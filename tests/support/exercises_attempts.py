@@ -13,6 +13,7 @@ from distlab_exercises.skeleton import write_out
 
 PATIENCE, SHORT_PATIENCE = Patience(still=8, longest=20), Patience(still=0.5, longest=20)  # the latter for deadlocks
 TWO_REPLICAS = Trial({"dp": 2}, 3, 3)  # the fewest ranks and micro-batches that mistakes can tell
+ONE_MICRO_BATCH = Trial({"dp": 2}, 1)
 
 
 @dataclass

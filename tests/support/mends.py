@@ -34,6 +34,7 @@ MENDS = {
     "experts": [
         Mend({"gradient /= holders": "gradient /= dist.get_world_size()"}),
         Mend({"gradient /= holders": "gradient /= holders * dist.get_world_size()"}, "model.embed_tokens.weight and"),
+        Mend({"1 if is_expert else run.world_size": "run.world_size"}, "is no combination of the 2 ranks'"),
     ],
     "clipping": [
         Mend({SQUARE: "dist.all_reduce(square)"}),
@@ -41,6 +42,7 @@ MENDS = {
     ],
     "micro_batches": [
         Mend({BACKWARD: "        loss /= micro_batches\n        loss.backward()\n        losses = [loss]\n"}),
+        Mend({"losses.append(loss / micro_batches)": "losses.append(loss)"}, "the loss of step 0 is 3"),
         Mend(
             {"dist.send(inputs.grad, stage - 1)": "dist.send(inputs.grad / micro_batches, stage - 1)"},
             "rank 1 (stage 1) is 3 times too large",
@@ -79,9 +81,14 @@ MENDS = {
     "groups": [
         Mend({GROUPS: GROUPS.replace("ranks", "ranks.T")}),
         Mend({"ReduceOp.AVG, replicas)": "ReduceOp.AVG)"}, "is no combination of the 2 replicas'"),
+        Mend(
+            {GROUPS: GROUPS.replace("ranks", "ranks.T"), "ReduceOp.AVG, replicas)": "ReduceOp.SUM, replicas)"},
+            "2 times too large",
+        ),
     ],
     "labels": [
         Mend({LABELS: "labels = batch.roll(-1, dims=1)[:, own]"}),
+        Mend({LABELS: "labels = batch[:, (own + 1).clamp(max=own[-1])]"}, "the loss of step 0"),
         Mend({LABELS: LABELS + "\n        labels[:, -1] = 0"}, "other numbers went into it"),
     ],
     "documents": [
@@ -141,6 +148,15 @@ MENDS = {
                 )
             },
             "the same but for their scale",
+        ),
+        Mend(
+            {
+                GENERATOR: (
+                    GENERATOR + "\n    for parameter in net.parameters():\n        "
+                    "torch.nn.init.normal_(parameter, 0, 0.02, generator=generator.manual_seed(run.rank))"
+                )
+            },
+            "the copies of",
         ),
     ],
 }

@@ -73,6 +73,11 @@ ATTEMPTS = {
             "rank 2 (stage 2) failed: inputs.grad is None: what requires no gradient (requires_grad_) gets none",
             changes={"        inputs.requires_grad_()  # the previous stage waits for its gradient\n": ""},
         ),
+        Attempt(
+            "loss-not-divided",
+            "2 times too large: divide each micro-batch's by their number, 2",
+            changes={"outputs.shape[-1]) * share": "outputs.shape[-1])"},
+        ),
     ],
     "pp-gpipe": [
         Attempt(
@@ -92,6 +97,11 @@ ATTEMPTS = {
             "if stage == 0 < stages - 1:\n"
             "    return [kind(stage, k) for k in parts for kind in kinds]\n"
             "return [kind(stage, k) for kind in kinds for k in parts]",
+        ),
+        Attempt(
+            "wrong-order",
+            "runs B0 before F0",
+            "return [kind(stage, k) for kind in (Backward, Forward) for k in range(micro_batches)]",
         ),
         Attempt(
             "missing",
@@ -119,6 +129,23 @@ ATTEMPTS = {
             changes={"    for work in sent:\n": "    for work in sent if stage != 1 else []:\n"},
         ),
         Attempt("deadlock", "waits for", changes=BLOCKING, trial=DAPPLE),
+        Attempt(
+            "last-micro-batch",
+            "the last micro-batch alone",
+            changes={
+                "            inputs, outputs = kept.pop(k)\n": (
+                    "            inputs, outputs = kept.pop(k)\n            net.zero_grad()\n"
+                )
+            },
+        ),
+    ],
+    "pp-zb": [
+        Attempt(
+            "keeps-too-much",
+            "keeps the activations of",
+            "return [kind(stage, k) for kinds in ((Forward,), (BackwardInput, BackwardWeight)) for k in "
+            "range(micro_batches) for kind in kinds]",
+        ),
     ],
     "pp-dapple": [
         Attempt("wrong-order", "runs B0 before F0", changes={"min(stages - stage,": "min(stages - stage - 1,"}),
@@ -128,6 +155,7 @@ ATTEMPTS = {
             "it takes 12 units of time (a forward pass is 1, a backward pass 2), and 9 are enough",
             changes={"min(stages - stage, micro_batches)": "1"},
         ),
+        Attempt("missing", "stage 0 lacks B2", changes={" + backwards[micro_batches - ahead :]": ""}),
     ],
     "deadlock": [
         Attempt(

@@ -1,7 +1,7 @@
 """Attempts at the exercises on replicas of the whole model, and their checkpoints."""
 
 from distlab_exercises.catalogue import EXERCISES
-from support.exercises_attempts import Attempt
+from support.exercises_attempts import ONE_MICRO_BATCH, Attempt
 
 SUM = "dist.all_reduce(gradients, ReduceOp.SUM)"
 MEAN = f"{SUM}\ngradients /= dist.get_world_size()"
@@ -29,6 +29,7 @@ ATTEMPTS = {
         Attempt("exception", "the script must call run.track(", MEAN, changes={"    run.track(net, optimizer)\n": ""}),
         Attempt("exception", "failed: the file needs a function train", MEAN, changes={"def train(": "def training("}),
         Attempt("summed", "added up over the 2 ranks, but not divided by 2", SUM),
+        Attempt("rank-missing", "rank 1's share was lost", f"if dist.get_rank() == 1:\n    gradients.zero_()\n{MEAN}"),
         Attempt(
             "weights-scaled",
             "after step 0: the weights model.embed_tokens.weight, like every other parameter, on rank 1 are "
@@ -129,6 +130,16 @@ ATTEMPTS = {
             changes={
                 "return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)": "return None"
             },
+        ),
+        Attempt(
+            "divided-twice",
+            "divided by the 2 ranks twice",
+            changes={
+                "            return dist.all_reduce(bucket.flat,": (
+                    "            bucket.flat /= 2\n            return dist.all_reduce(bucket.flat,"
+                )
+            },
+            trial=ONE_MICRO_BATCH,
         ),
         Attempt(
             "not-broadcast", "all ranks must start from rank 0's", changes={"        broadcast_weights(model)\n": ""}
