@@ -204,7 +204,7 @@ def mixtures_in(nets: Iterable[nn.Module]) -> list[MixtureOfExperts]:
 
 @contextlib.contextmanager
 def equal_loads(nets: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, tokens go to all experts in turn, and do not count: for passes on inputs that are made up."""
+    """Send tokens to all experts in turn inside, and count none of them: for passes on made-up inputs."""
     kept = "load", "dropped", "smallest_gap", "most_rows_bytes", "routes"
     before = [(mixture, {name: getattr(mixture, name) for name in kept}) for mixture in mixtures_in(nets)]
 

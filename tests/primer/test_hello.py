@@ -44,7 +44,7 @@ def test_sends_that_wait_for_each_other_are_told_with_their_lines(tmp_path: Path
         ("0", "# the ranks could not meet at port abc ("),
     ],
 )
-def test_a_rank_that_is_missing_or_wrong_or_a_port_that_is_no_number(rank: str, sentence: str) -> None:
+def test_a_missing_or_wrong_rank_and_a_port_that_is_not_a_number_are_told(rank: str, sentence: str) -> None:
     ended = fork_python(SCRIPT, *rank.split(), MASTER_PORT="abc").finish()
     assert ended.status == 2
     assert sentence in ended.err

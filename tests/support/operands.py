@@ -1,4 +1,4 @@
-"""Tensors of ranks, and what they come to if they are combined in the order of the ranks."""
+"""Tensors of ranks, and their results if they are combined in the order of the ranks."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def operand(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def combined(operands: Sequence[Tensor], op: ReduceOp.RedOpType) -> Tensor:
-    """What the documentation promises, bit for bit; of an average, the sum."""
+    """The result that the documentation promises, bit for bit; for an average, the sum."""
     result = operands[0]
     for other in operands[1:]:
         if op == ReduceOp.PRODUCT:

@@ -279,7 +279,7 @@ def run_script(script: str, *flags: object, deadline: float = 60, **environment:
 
 
 def assert_told(by_rank: list[tuple[str, float]], failing: int, what: str, is_silent: bool) -> None:
-    """What ranks say, and after how long, when one of them does not do its part: it is silent, or has exited."""
+    """Each rank but the failing one, which is silent or has exited, has soon named its wait for the others."""
     for rank, (sentence, seconds) in enumerate(by_rank):
         if rank != failing:
             peers = " and ".join(str(peer) for peer in range(len(by_rank)) if peer != rank)
@@ -289,7 +289,7 @@ def assert_told(by_rank: list[tuple[str, float]], failing: int, what: str, is_si
 
 
 def ranks_of(folder: Path, program: str, forks: int = 0) -> Ranks:
-    """A launcher's processes, of which none has started, for a script with this text; so many of them will be forks."""
+    """A launcher's processes for a script with this text, none of which has started; `forks` of them will be forks."""
     (folder / "script.py").write_text(program)
     script = [str(folder / "script.py")]
     return Ranks(script, folder / "errors", fork_ranks(script, forks))

@@ -57,7 +57,7 @@ def warm_up(
     """
     part = part_of(ids) if part_of else None
     ids = ids if part is None else part.ids
-    # What layers send here is no part of training, and tokens that experts get do not count.
+    # Neither the messages of these passes nor the tokens of experts in them are part of training.
     with counted_as(CONTROL), equal_loads(stage.net for stage in held.values()):
         for index, stage in held.items():
             if isinstance(stage.net, ReplicaShards) and stage.net.shard == "weights":

@@ -290,20 +290,19 @@ def test_an_error_is_told_in_one_line_with_the_rank(error: Exception, told: str)
     assert Failure.of(InputError("no disk")).cause == "no disk"
 
 
-def test_a_wait_that_the_ranks_could_not_explain_is_taken_for_the_consequence_of_another_ones_end(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("why", "is_partial", "lost"),
+    [("Timed out", False, False), ("Timed out", True, True), ("closed by peer", False, True)],
+)
+def test_a_wait_that_the_ranks_cannot_explain_counts_as_a_consequence_of_another_failure(
+    why: str, is_partial: bool, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher then names another rank, if one has failed."""
-    for why, is_partial, lost in (
-        ("Timed out", False, False),
-        ("Timed out", True, True),
-        ("closed by peer", False, True),
-    ):
-        found = Diagnosis([], "rank 0 does not answer", is_partial)
-        board = SimpleNamespace(explain=lambda _: found, publish_diagnosis=lambda _: None)  # noqa: B023
-        monkeypatch.setattr("distlab.run.failure.world_group", lambda: SimpleNamespace(notices=board))  # noqa: B023
-        failure = Failure.of(TrafficError("rank 1 waited", RuntimeError(why)))
-        assert (failure.sentence, failure.lost_a_peer, failure.is_diagnosed) == (found.sentence, lost, True)
+    found = Diagnosis([], "rank 0 does not answer", is_partial)
+    board = SimpleNamespace(explain=lambda _: found, publish_diagnosis=lambda _: None)
+    monkeypatch.setattr("distlab.run.failure.world_group", lambda: SimpleNamespace(notices=board))
+    failure = Failure.of(TrafficError("rank 1 waited", RuntimeError(why)))
+    assert (failure.sentence, failure.lost_a_peer, failure.is_diagnosed) == (found.sentence, lost, True)
 
 
 def test_a_script_of_another_checkout_is_told_by_one_rank(
