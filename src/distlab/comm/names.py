@@ -45,9 +45,9 @@ def named(what: str, kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_as(kind: str) -> Iterator[None]:
-    """Count everything that the run's groups send inside in the column `kind`, whatever its name, in all threads.
+    """Count everything that the run sends inside in the column `kind`, whatever its name, also from other threads.
 
-    autograd runs the backward passes of a GPU in a thread of its own, to which a variable of this thread is unknown.
+    autograd runs a GPU's backward passes in a separate thread, which does not have this thread's context variables.
     """
     context = context_of()
     outer, context.counted_as = context.counted_as, kind

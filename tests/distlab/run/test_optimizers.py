@@ -1,4 +1,4 @@
-"""The optimizers are torch's; and what a run makes of its flags, for them, its data and its pipeline."""
+"""The optimizers are torch's; a run's optimizer, data and pipeline have the options that its flags give."""
 
 import re
 from pathlib import Path
