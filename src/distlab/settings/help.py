@@ -37,7 +37,6 @@ def more_flags(defaults: Any, more: Path | None) -> str:
         if "DEFAULTS" not in names:
             break
         added = [part.name for part in fields(names["DEFAULTS"]) if part.name not in known]
-        known.update(added)
         flags = f"{', '.join(map(as_flag, added))} (see --help of {more.name}), and with " if added else ""
         refused = f"values that {'these scripts refuse' if paragraphs else 'this script refuses'}"
         paragraphs.append(f"\n\n{more.name} runs instead with {flags}{refused}.")

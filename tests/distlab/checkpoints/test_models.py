@@ -146,6 +146,7 @@ def test_only_restarted_ranks_go_on_by_themselves(tmp_path: Path, monkeypatch: p
         ("files", "../b", {"bytes": 1, "sha256": "0"}, "its entry for the file ../b cannot be"),
         ("model", "rope_scaling", [8], "its rope_scaling cannot be [8]"),
         ("model", "head_dim", 0, "its head_dim cannot be 0"),
+        ("model", "num_heads", 0, "its num_heads cannot be 0"),
         ("model", "n_layers", True, "its n_layers cannot be True"),
         ("model", "mlp_bias", "no", "its mlp_bias cannot be 'no'"),
         ("model", "experts_per_token", 0, "its experts_per_token cannot be 0"),

@@ -191,6 +191,8 @@ def test_parameters_become_views_of_the_flat_weights() -> None:
     flat += 1
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name] + 1)
+    assert flatten_gradients(model).numel() == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert model.frozen.weight.grad is None, "or weight decay would change it"
 
 
 def test_ranges_that_do_not_fit_a_model_are_refused() -> None:

@@ -102,11 +102,16 @@ def test_a_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str], mon
 
 
 def join_after_work(rank: int, port: int, work_seconds: float) -> str:
-    """What a process learns if rank 1 works before it joins."""
+    """What a process learns if rank 1 works before it joins, and rank 0 before it decides."""
     store = open_store(rank, "localhost", port, 20)
     if rank == 1:
         ranks_store(20, store).work(lambda: time.sleep(work_seconds))
-    decided = agree(store, rank, 3, Place("here"), {}, lambda: {"data": "sample"}, timeout_seconds=2)
+
+    def decide() -> dict[str, str]:
+        time.sleep(work_seconds)
+        return {"data": "sample"}
+
+    decided = agree(store, rank, 3, Place("here"), {}, decide, timeout_seconds=2)
     with contextlib.suppress(dist.DistError):
         store.set(f"done/{rank}", "")
         if rank == 0:
@@ -116,7 +121,7 @@ def join_after_work(rank: int, port: int, work_seconds: float) -> str:
 
 def test_a_rank_that_works_is_waited_for_also_by_those_that_wait_for_rank_0() -> None:
     """It works for longer than the timeout; each of the others looks for a sign every half second."""
-    assert run_ranks(3, join_after_work, free_port(), 3) == ["agreed on sample"] * 3
+    assert run_ranks(3, join_after_work, free_port(), 2.6) == ["agreed on sample"] * 3
 
 
 @pytest.mark.parametrize(("is_its_store", "holder"), [("False", "rank 0"), ("True", "the launcher")])

@@ -23,6 +23,7 @@ MAY_BE_ZERO = {
 }
 MAY_BE_NEGATIVE = {"seed"}
 MAY_BE_HUGE = {"lr", "outer_lr", "weight_decay", "clip_norm", "capacity"}  # no number as a loss, or no limit
+TOO_LARGE = {"dropout": "1", "betas": "1", "outer_momentum": "1", "merge_alpha": "1", "balance_rate": "1.1"}
 BAD_TEXT = {
     "data": ["nothing-there.txt", "ghost.parquet", "/", ".", "a.docx", "", OVERLONG + ".txt", "/dev/null", "здесь.txt"],
     "schedule": ["", "GPIPE", "1f1b1b", "нет"],
@@ -68,6 +69,7 @@ def bad_values(name: str, kind: Any) -> list[list[str]]:
         values += [] if name in MAY_BE_ZERO else ["0"]
         values += [] if name in MAY_BE_NEGATIVE else ["-1"]
         values += [] if name in MAY_BE_HUGE else [f"1{'0' * 30}"]
+        values += [TOO_LARGE[name]] if name in TOO_LARGE else []
         return [[value] for value in values]
     if kind is str:
         return [[value] for value in BAD_TEXT[name]]
