@@ -34,7 +34,10 @@ def test_each_kind_of_bar_has_a_color_of_its_own_that_the_legend_explains(drawn:
     told = {text.get_text().partition(":")[0]: swatch.get_facecolor() for text, swatch in entries}
     first = {**{letter: f"{letter}0" for letter in "FRBIW"}, "ring step": "ring step 0", "*": "F0*"}
     assert told == {kind: colors[first.get(kind, kind)] for kind in (*first, "wait", "repair")}
-    draw(Path("a.png"), [Panel("", ["rank 0"], [Bar(0, 0, 1, f"{letter}0") for letter in "bBiI"], "ms")])
+    panels = [
+        Panel("", ["rank 0"], [Bar(0, 0, 1, f"{letter}0") for letter in letters], "ms") for letters in ("bB", "iI")
+    ]
+    draw(Path("a.png"), panels)
     [shown] = drawn[1].legends
     assert {text.get_text().partition(":")[0] for text in shown.get_texts()} == {"B, b", "I, i"}, "of one color"
 

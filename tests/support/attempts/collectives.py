@@ -239,6 +239,12 @@ by_ring(tensor[: share * endpoint.get_world_size()], op, endpoint)""",
             changes={"            combine(data, received, out=data)\n        for": "            pass\n        for"},
             only="butterfly",
         ),
+        Attempt(
+            "ignores-op",
+            "2 ranks, MAX: rank 0 has the sum of rank 0's, rank 1's, and should have the maximum of all",
+            changes={"combine = reduce_function(op, tensor.dtype)": "combine = lambda a, b, out: out.copy_(a + b)"},
+            only="butterfly",
+        ),
         Attempt("deadlock", "rank 0 waits to send to rank 1", changes={"if rank < partner:": "if True:"}),
     ],
 }
