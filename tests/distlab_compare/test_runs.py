@@ -219,16 +219,18 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
         (lambda right, before: right + before, "also contains the gradient of the step before"),
         (lambda right, before: 2 * right + before, "is not a multiple of the other run's"),
         (lambda right, _: 0 * right, "is zero or None: nothing was added to it, or it was cleared"),
+        (lambda right, _: 3 * right, "is 3 times too large: added up over the 3 ranks"),
     ],
 )
 def test_a_wrong_gradient_is_described_without_shares(
     wrong: Callable[[Tensor, Tensor], Tensor], told: str, tmp_path: Path
 ) -> None:
     before, right = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
-    for name, second in (("run", wrong(right, before)), ("one", right)):
-        for step, gradient in enumerate((before, second)):
-            record(tmp_path / name, 0, {"gradient.weight": gradient}, step=step)
-    assert compared(tmp_path).sentences[0].startswith(f"step 1: the gradient of weight on rank 0 {told}")
+    for name, ranks, second in (("run", 3, wrong(right, before)), ("one", 1, right)):
+        for rank, (step, gradient) in itertools.product(range(ranks), enumerate((before, second))):
+            record(tmp_path / name, rank, {"gradient.weight": gradient}, step=step)
+    told = f"step 1: the gradient of weight on all ranks {told}"
+    assert compared(tmp_path, {"dp": 3}, micro_batches=2).sentences[0].startswith(told)
 
 
 def test_a_parameter_whose_gradient_is_rounding_is_none_of_those_that_may_be_wrong(tmp_path: Path) -> None:

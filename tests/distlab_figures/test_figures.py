@@ -328,8 +328,9 @@ def test_the_bytes_per_weight_are_those_of_all_weights(tmp_path: Path, drawn: li
     )
     figures.sharding(tmp_path / "a.png", [f"weights-4={tmp_path}"])
     assert [points for points in curves(drawn[0]) if points[0] == [4]] == [([4], [4.0]), ([4], [6.0])]
-    figures.sharding(tmp_path / "a.png", [f"optimizer-2={tmp_path}"])  # of the same bytes: it holds all of the weights
-    assert [points for points in curves(drawn[1]) if points[0] == [2]] == [([2], [16.0]), ([2], [24.0])]
+    for number, shard in enumerate(("optimizer", "gradients"), 1):  # of the same bytes: it holds all of the weights
+        figures.sharding(tmp_path / "a.png", [f"{shard}-2={tmp_path}"])
+        assert [points for points in curves(drawn[number]) if points[0] == [2]] == [([2], [16.0]), ([2], [24.0])]
     theory = {name.partition(":")[0]: line for name, line in by_name(drawn[0]).items()}
     for name, of_four in {"optimizer": 10, "gradients": 7, "weights": 4}.items():
         ranks, each = theory[name].get_data()

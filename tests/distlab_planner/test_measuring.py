@@ -46,6 +46,21 @@ def test_the_time_of_an_all_reduce_is_without_the_computation_before_it() -> Non
         assert {seconds for one in found for seconds in one.seconds} == {3.0}
 
 
+def test_waking_is_how_much_longer_a_pass_takes_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Passes:
+        """The forward pass takes 1 s, the backward pass 3 s, and each 100 times the pause longer."""
+
+        def __init__(self, *_: object) -> None: ...
+
+        def run(self, _: str, wait: partial[None] | None = None) -> tuple[float, float]:
+            longer = 100 * wait.args[0] if wait else 0.0
+            return 1 + longer, 3 + longer
+
+    monkeypatch.setattr(measuring, "Passes", Passes)
+    for waking in measuring.measure_waking(SIZES):
+        assert waking.seconds == pytest.approx(100 * waking.idle_seconds)
+
+
 def test_the_time_of_a_block_is_its_part_of_what_several_take(monkeypatch: pytest.MonkeyPatch) -> None:
     class Passes:
         """An action takes a number of seconds for each sequence and each block, or the embedding, or the head."""

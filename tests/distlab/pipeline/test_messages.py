@@ -24,7 +24,7 @@ from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.links import group_numbers
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
-from distlab.pipeline.stages import build_stage
+from distlab.pipeline.stages import build_stage, build_stages
 
 
 class CountedSends:
@@ -86,6 +86,15 @@ def test_messages_in_bfloat16_are_half_as_large_and_the_gradients_nearly_the_sam
         assert 2 * half_bytes == whole_bytes > 0
         for name, grad in wanted.items():
             assert (own[name] - grad).norm() < 0.02 * grad.norm(), name
+
+
+def test_what_passes_between_stages_of_one_worker_is_not_rounded() -> None:
+    programs, gradients = all_stages("zb-v", 1, 3), []
+    for dtype in (torch.float32, torch.bfloat16):
+        nets = build_stages(stages_of(programs[0]), (1, 1), VOCAB, **OPTIONS)
+        Pipeline(nets, programs, Grid(0, {}), LOSS, WIDTH, dtype=dtype).step(batch(0, rows=3).chunk(3))
+        gradients.append([grad_of(p) for net in nets.values() for p in net.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_messages_are_let_go_as_soon_as_they_are_known_to_have_arrived() -> None:
