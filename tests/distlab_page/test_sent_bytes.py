@@ -158,8 +158,11 @@ def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: P
         name, *flags = command.replace("ROUTES", f"{tmp_path}/routes").replace("RUN", str(earlier)).split()
         ended = fork_launcher(name, *MODEL, *TRAINING, *flags, "--out", out).finish()
         assert ended.status == 0, ended.err
-        page = contents(read(out))
+        page = contents(run := read(out))
         rows = page["ledger"]["table"]["rows"] if kinds else []  # a rank alone sends nothing
+        of_rank_0 = contents(replace(run, ledger=[]))["ledger"]["table"]["rows"] if kinds else []
+        for kind, _, each, formula, words in of_rank_0:  # as on the page of a run without ledger.json
+            assert not words or each == pytest.approx(formula, rel=1e-4), kind
         lack = {kind for kind, *_, words in rows if not words}
         assert lack <= WITHOUT | ({"broadcast"} if name == "ddp" else set())
         assert {kind for kind, *_ in rows} - lack >= {*filter(None, kinds.split(", "))}
