@@ -14,7 +14,7 @@ import tyro
 from distlab.axes.layout import Layout, layout_flags, layout_size
 from distlab.machine.cores import asked_threads
 from distlab.machine.processes import started_by_torchrun
-from distlab.settings.folders import check_out
+from distlab.settings.folders import check_out, has_folders
 from simplellm import command_line
 from simplellm.errors import FlagError, InputError, as_flag, require, require_text
 
@@ -191,7 +191,7 @@ class ResumableSettings(RunSettings):
 
     def check_folders(self) -> None:
         """Raise `InputError` if the run cannot resume from `--resume`, or `--out` has checkpoints of another run."""
-        if self.resume is None and (self.out is None or not self.out.is_dir()):
+        if self.resume is None and (self.out is None or not has_folders(self.out)):
             return
         from distlab.settings.resuming import check_folders
 

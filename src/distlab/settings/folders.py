@@ -57,6 +57,11 @@ def check_out(folder: Path) -> None:
             raise InputError(f"--out {folder}: has files that are not a run's, such as {name}; give a new folder")
 
 
+def has_folders(folder: Path) -> bool:
+    """Return whether a folder exists and has others in it, as checkpoints are."""
+    return folder.is_dir() and any(entry.is_dir() for entry in os.scandir(folder))
+
+
 class Claim:
     """A lock that keeps all other processes of this computer out of a run's folder, until `release` or exit.
 
