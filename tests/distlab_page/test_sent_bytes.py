@@ -11,6 +11,7 @@ from support.terminals import fork_launcher
 
 from distlab import collectives
 from distlab.collectives.simulation import SimulatedWorld
+from distlab_page.beside_plans import ledger
 from distlab_page.contents import contents
 from distlab_page.planned import costs_of, sent_by
 from distlab_page.records import read
@@ -160,8 +161,9 @@ def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: P
         assert ended.status == 0, ended.err
         page = contents(run := read(out))
         rows = page["ledger"]["table"]["rows"] if kinds else []  # a rank alone sends nothing
-        of_rank_0 = contents(replace(run, ledger=[]))["ledger"]["table"]["rows"] if kinds else []
-        for kind, _, each, formula, words in of_rank_0:  # as on the page of a run without ledger.json
+        of_rank_0 = ledger(replace(run, ledger=[]))  # as on the page of a run without ledger.json
+        assert (of_rank_0 is None) == (not kinds)
+        for kind, _, each, formula, words in of_rank_0["table"]["rows"] if of_rank_0 else ():
             assert not words or each == pytest.approx(formula, rel=1e-4), kind
         lack = {kind for kind, *_, words in rows if not words}
         assert lack <= WITHOUT | ({"broadcast"} if name == "ddp" else set())
