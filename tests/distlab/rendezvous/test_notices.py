@@ -92,7 +92,9 @@ def board_of_rank_1(
     store: dist.Store, is_rank_0s: bool = True, device: str = "cpu", rank: int = 1, ranks: int = 2, own: Any = ()
 ) -> notices.NoticeBoard:
     """A board whose rank waits for the last of `own`, if there is any."""
-    waits = SimpleNamespace(waits_for=lambda _: [None, *own][-1], timeout_seconds=5, timeout_name="timeout=")
+    waits = SimpleNamespace(
+        waits_for=lambda _: [None, *own][-1], timeout_seconds=5, timeout_name="init_process_group's timeout"
+    )
     context = SimpleNamespace(
         rank=rank, world_size=ranks, describe="rank {}".format, waits=waits, begun={}, held_back=dict
     )
@@ -178,7 +180,9 @@ def test_rank_0_keeps_the_store_open_for_a_slow_rank_and_not_for_a_dead_one(
     board = board_of_rank_1(store, rank=0, ranks=ranks)
     found = board.explain(TrafficError("", error, Wait("the sum", "collective", tuple(range(1, ranks)))))
     assert found is not None
-    assert found.sentence.endswith("computing for longer than timeout= 5") == isinstance(error, TimeoutError)
+    assert found.sentence.endswith("computing for longer than init_process_group's timeout 5") == isinstance(
+        error, TimeoutError
+    )
     started = time.monotonic()
     board.keep_store_open()
     assert (time.monotonic() - started > notices.SECONDS_FOR_READERS) == reads
