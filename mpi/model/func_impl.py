@@ -4,12 +4,14 @@ W_o multiplies the output of the attention heads, (batch, seq, in_dim), by a mat
 `mp_size` ranks of a model-parallel group has the output of its own heads, and holds the columns of W_o for its part of
 the output. Every rank needs all inputs for its columns, and all ranks need the whole output:
 
-    forward     x part --gather--> x --times W_o's columns--> out part --gather--> out
-    backward    grad of out --own slice--> times the columns, transposed --sum, own slice--> grad of x part
+    forward     x part --all-gather--> x --times W_o's columns--> out part --all-gather--> out
+    backward    grad of out --own slice--> times the columns, transposed --reduce-scatter--> grad of x part
 
-It is called naive because without gathering, each rank could hold rows of W_o instead: its rows are multiplied only by
-its own part of x, and one all-reduce adds up the outputs. Arrays may have any number of leading axes and any memory
-order; they keep their dtype. The communicators may be mpi4py's or the lab's `Communicator`.
+It is called naive because there is a way without gathering: if each rank holds rows of W_o, it multiplies them only by
+its own part of x, and one all-reduce adds up the outputs. (For "fc_o", `get_info` returns the sizes of that split.)
+
+Arrays may have any number of leading axes and any memory order; they keep their dtype. The communicators may be
+mpi4py's or the lab's `Communicator`.
 """
 
 from typing import Any, Protocol
