@@ -35,6 +35,7 @@ from distlab.rendezvous.survivors import Arbiter, NewsError, Survivor
 from distlab.run.main import main
 from distlab.run.repairable import RepairableRun
 from distlab.run.training import TrainingRun
+from distlab.settings import hybrid
 from distlab.settings.folders import is_claimed
 from distlab.settings.replicas import RepairSettings
 
@@ -168,7 +169,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         survivor.begin = with_wait(survivor.begin, run.out / IS_AWAITED)  # type: ignore[method-assign]
     run.optimizer = optimizer  # type: ignore[method-assign]
     if "CORES" in os.environ:
-        lesson.cores = lambda: int(os.environ["CORES"])
+        hybrid.cores_here = lambda: int(os.environ["CORES"])
     if hasattr(lesson, "Pipeline"):
         run_step = lesson.Pipeline.step
         lesson.Pipeline.step = lambda self, rows, before: run_step(self, rows, with_points(before, after=False))
@@ -181,7 +182,7 @@ def train(run: TrainingRun[RepairSettings]) -> None:
         setattr(place, name, with_points(getattr(place, name)))
     run.steps = steps  # type: ignore[method-assign]
     if "LEAVE_OUT" in os.environ:
-        lesson.assign = lambda _, parts, alive, whole: {rank: [(rank, k) for k in range(parts)] for rank in alive}
+        lesson.assign = lambda _, parts, alive, *__: {rank: range(rank * parts, (rank + 1) * parts) for rank in alive}
         lesson.reroute = lambda programs, count, alive, *_, **__: [side_by_side(programs, count)[w] for w in alive]
 
     def close(close: Callable[[], None] = run.close) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from distlab.axes.grid import Axis
 from distlab.comm.names import named
-from distlab.machine.cores import cores
-from distlab.parallel.flat import GradientRows
+from distlab.parallel.flat import GradientSums
 from distlab.parallel.tensor import shard
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.pipeline.actions import stages_of
@@ -35,25 +34,19 @@ from simplellm.tokenizers import SPTokenizer
 DEFAULTS = HybridRepairSettings(batch_size=3)
 
 
-def add_up(gradients: Tensor, peers: Axis) -> None:
-    """Replace the gradients, (1 or pipelines, elements), by their sum over the ranks with this stage, in the first row.
-
-    With a row for each pipeline, one rank has it and the others have zeros; the rows are added in the order of the
-    pipelines, whoever has computed them: bit for bit the same sum.
-    """
+def add_up(gradients: GradientSums, peers: Axis) -> Tensor:
+    """Add up the gradients over the ranks with this stage; every `parameter.grad` is a view of the result."""
     with named("the gradients of this stage", "gradients"):
-        dist.all_reduce(gradients, group=peers.group)
-    total, *others = gradients
-    for row in others:
-        total += row
+        dist.all_reduce(gradients.flat, group=peers.group)
+    return gradients.total()
 
 
 def train(run: TrainingRun[HybridRepairSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    pipelines, parts, is_exact = args.dp, args.micro_batches, args.repair == "exact"
+    pipelines, micro_batches = args.dp, args.dp * args.micro_batches  # in all pipelines
     programs, split = args.programs(), args.split(tokenizer.vocab_size)
     options = {"padding_idx": tokenizer.pad_id, "without_weights": True, **run.model_options()}
-    slices, peers = run.grid.axis("tp"), run.grid.axis("dp")  # peers: the ranks that are left with this stage
+    slices, peers = run.grid.axis("tp"), run.grid.axis("dp")  # peers: the living ranks that hold this stage
     nets = build_stages(stages_of(programs[run.grid.axis("pp").rank]), split, tokenizer.vocab_size, **options)
     for net in nets.values():
         shard(net, axis=slices)
@@ -61,27 +54,22 @@ def train(run: TrainingRun[HybridRepairSettings]) -> None:
     stories = TinyStories(tokenizer, **{**run.data_options(), "batch_size": pipelines * args.batch_size})
     optimizer = run.optimizer(nets)
     run.track(nets, optimizer, loss, owners=args.owners)
-    sums = pipelines if is_exact else 1  # of gradients, on each rank
-    options = run.pipeline_options() | {"pipelines": pipelines}
-    costs, shared = options["costs"], options["cores"]
-    # With `exact`, the number of threads stays the same: another one would round in another way.
-    options["cores"] = None if is_exact or shared is None else shared * pipelines
-    made_for: Sequence[int] = ()  # the ranks that follow the programs
+    made_for: Sequence[int] = ()  # the ranks that the pipeline was made for
 
     for step, batch in run.steps(stories):
         with run.surviving() as alive:  # if a rank dies in here, the others come back with the same step
             if alive is not made_for:
                 made_for = alive
                 run.grid.make_groups("dp", "tp")
-                workers = sorted({rank // args.tp for rank in alive})
-                detours = reroute(programs, pipelines, workers, costs, whole=is_exact, cores=cores() / args.tp)
-                pipeline = Pipeline(nets, detours, run.grid, loss, **options)
-                gradients = GradientRows(nn.ModuleList(nets.values()), sums, pipelines * parts // sums, peers)
+                workers = sorted({rank // args.tp for rank in alive})  # the slices of a stage are one worker
+                detours = reroute(programs, pipelines, workers, **args.detour_options())
+                pipeline = Pipeline(nets, detours, run.grid, loss, pipelines=pipelines, **run.pipeline_options())
+                gradients = GradientSums(nn.ModuleList(nets.values()), args.gradient_sums, micro_batches, peers)
             gradients.flat.zero_()
-            losses = pipeline.step(batch.chunk(pipelines * parts), before=gradients.use)
-            add_up(gradients.flat, peers)
-            gradients.use(0)
-            gradients.flat[0] /= pipelines
+            # `use`: with --repair exact, the gradients of each pipeline's micro-batches have a sum of their own.
+            losses = pipeline.step(batch.chunk(micro_batches), before=gradients.use)
+            total = add_up(gradients, peers)
+            total /= pipelines
             run.log(step, losses)
             run.clip(optimizer)
             optimizer.step()

@@ -11,12 +11,11 @@ to be rescaled. Compare it with `intro_DP_GA.py`, whose run ends.
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distlab.comm.names import named
-from distlab.parallel.flat import flatten_gradients
+from distlab.parallel.flat import GradientSums
 from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.replicas import RepairSettings
@@ -28,59 +27,51 @@ from simplellm.tokenizers import SPTokenizer
 DEFAULTS = RepairSettings(batch_size=1)
 
 
-def assign(replicas: int, micro_batches: int, alive: Sequence[int], whole: bool) -> dict[int, list[tuple[int, int]]]:
-    """Return, by living rank, the (replica, micro-batch) pairs that it computes: its own first.
+def assign(replicas: int, micro_batches: int, alive: Sequence[int], together: int = 1) -> dict[int, list[int]]:
+    """Return, by living rank, the micro-batches that it computes, numbered across all replicas: its own first.
 
-    Those of the dead go around among the living; with `whole`, all of a replica's to the same rank.
+    The living take turns with those of the dead, `together` of them at a turn.
     """
-    shares = {rank: [(rank, k) for k in range(micro_batches)] for rank in alive}
-    dead = [replica for replica in range(replicas) if replica not in alive]
-    for number, pair in enumerate((replica, k) for replica in dead for k in range(micro_batches)):
-        shares[alive[(number // micro_batches if whole else number) % len(alive)]].append(pair)
+    of_replica = [range(replica * micro_batches, (replica + 1) * micro_batches) for replica in range(replicas)]
+    shares = {rank: list(of_replica[rank]) for rank in alive}
+    of_the_dead = [k for replica in range(replicas) if replica not in alive for k in of_replica[replica]]
+    for number, k in enumerate(of_the_dead):
+        shares[alive[number // together % len(alive)]].append(k)
     return shares
 
 
-def add_up(gradients: Tensor) -> None:
-    """Replace the gradients, (1 or replicas, elements), by their sum over the ranks, in the first row.
-
-    With a row for each replica, one rank has it and the others have zeros; the rows are added in the order of the
-    replicas, whoever has computed them: bit for bit the same sum.
-    """
+def add_up(gradients: GradientSums) -> Tensor:
+    """Add up the gradients over the living ranks; every `parameter.grad` is a view of the result."""
     with named("the gradients", "gradients"):
-        dist.all_reduce(gradients)
-    total, *others = gradients
-    for row in others:
-        total += row
+        dist.all_reduce(gradients.flat)
+    return gradients.total()
 
 
 def train(run: TrainingRun[RepairSettings]) -> None:
-    args, replicas = run.settings, run.world_size
-    tokenizer, is_exact = SPTokenizer(args.tokenizer), args.repair == "exact"
+    args, replicas, tokenizer = run.settings, run.world_size, SPTokenizer(run.settings.tokenizer)
     net = LLama(CausalLLama, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
-    of_all = {**run.data_options(), "batch_size": replicas * args.batch_size}
-    stories = TinyStories(tokenizer, **of_all)
+    stories = TinyStories(tokenizer, **{**run.data_options(), "batch_size": replicas * args.batch_size})
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    made_for: Sequence[int] = ()  # the ranks among which the gradients are added up
+    made_for: Sequence[int] = ()  # the ranks that `own` and `gradients` were made for
 
     for step, batch in run.steps(stories):
         with run.surviving() as alive:  # if a rank dies in here, the others come back with the same step
             if alive is not made_for:
-                made_for, gradients = alive, flatten_gradients(net)  # in memory that these ranks share
-            gradients.zero_()
-            rows = [part.chunk(args.micro_batches) for part in batch.chunk(replicas)]
-            sums = gradients.new_zeros(replicas, len(gradients)) if is_exact else gradients[None]
+                made_for = alive
+                own = assign(replicas, args.micro_batches, alive, args.moved_together)[run.rank]
+                gradients = GradientSums(net, args.gradient_sums, replicas * args.micro_batches)
+            gradients.flat.zero_()
+            micro_batches = batch.chunk(replicas * args.micro_batches)
             losses = []
-            for replica, k in assign(replicas, args.micro_batches, alive, whole=is_exact)[run.rank]:
-                x = rows[replica][k]
+            for k in own:
+                gradients.use(k)  # with --repair exact, each replica's gradients have a sum of their own
+                x = micro_batches[k]
                 loss = causalLLMLoss(net(x), x, tokenizer.vocab_size) / args.micro_batches
                 loss.backward()
                 losses.append(loss)
-                if is_exact and k == args.micro_batches - 1:  # this replica's are complete
-                    sums[replica] = gradients
-                    gradients.zero_()
-            add_up(sums)
-            torch.div(sums[0], replicas, out=gradients)
+            total = add_up(gradients)
+            total /= replicas
             run.log(step, losses)
             run.clip(optimizer)
             optimizer.step()

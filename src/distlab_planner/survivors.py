@@ -15,10 +15,9 @@ def bytes_after_a_death(args: RepairFlag, split: tuple[int, ...]) -> float:
     axes = args.layout
     ranks, workers = layout_size(axes), axes.get(STAGES, 1)
     costs = Costs.in_bytes(args, axes, split)
-    sums = axes["dp"] if args.repair == "exact" else 1
     total = 0.0
     for worker in range(workers):
         one = held(costs, worker)
-        state = 2 * (one.parameters + one.optimizer_state) + sums * one.gradients
+        state = 2 * (one.parameters + one.optimizer_state) + args.gradient_sums * one.gradients
         total += (state + args.growth() * one.activations) * ranks / workers
     return total

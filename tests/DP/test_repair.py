@@ -154,11 +154,9 @@ def test_the_plan_of_a_death(flags: list[str], alive: list[int], cores: int, slo
 
 def test_the_micro_batches_of_the_dead_go_around_among_the_living() -> None:
     assign = runpy.run_path(str(LAB / LESSON))["assign"]
-    own = {0: [(0, 0), (0, 1)], 2: [(2, 0), (2, 1)]}
-    assert assign(3, 2, [0, 2], whole=False) == {0: [*own[0], (1, 0)], 2: [*own[2], (1, 1)]}
-    assert assign(3, 2, [0, 2], whole=True) == {0: [*own[0], (1, 0), (1, 1)], 2: own[2]}
-    of_both = {2: [*own[2], (0, 0), (0, 1)], 3: [(3, 0), (3, 1), (1, 0), (1, 1)]}
-    assert assign(4, 2, [2, 3], whole=True) == of_both
+    assert assign(3, 2, [0, 2]) == {0: [0, 1, 2], 2: [4, 5, 3]}
+    assert assign(3, 2, [0, 2], together=2) == {0: [0, 1, 2, 3], 2: [4, 5]}
+    assert assign(4, 2, [2, 3], together=2) == {2: [4, 5, 0, 1], 3: [6, 7, 2, 3]}
 
 
 def test_the_usual_time_of_a_step_is_one_with_all_ranks(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def cores_of_pipelines(rank: int, flags: list[str]) -> list[int | None]:
     return asked
 
 
-@pytest.mark.parametrize(("repair", "cores"), [("on", 4), ("exact", None)])
+@pytest.mark.parametrize(("repair", "cores"), [("on", 2), ("exact", None)])
 def test_exact_has_the_same_number_of_threads_after_a_death(
     repair: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

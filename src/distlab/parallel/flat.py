@@ -53,27 +53,39 @@ def flatten_weights(model: nn.Module, over: Axis | None = None, *, parts: int = 
     return flat
 
 
-class GradientRows:
-    """Sums of a model's gradients, each over `each` micro-batches in a row: `flat`, (rows, elements), zeros at first.
+class GradientSums:
+    """One or several sums of a model's gradients, each for equally many consecutive micro-batches.
 
-    Each `parameter.grad` is a view of a row. If possible, the ranks along `over` share the memory.
+    They are the rows of `flat`, (sums, elements), zeros at first. Each `parameter.grad` is a view of a row. If
+    possible, the ranks along `over`, by default all ranks, share the memory.
 
     Raises:
         InputError: the ranks' models differ.
     """
 
-    def __init__(self, model: nn.Module, rows: int, each: int, over: Axis) -> None:
-        check_same_model(model, over)
-        self._each, self._used = each, -1
+    def __init__(self, model: nn.Module, sums: int, micro_batches: int, over: Axis | None = None) -> None:
+        axis = over or all_ranks("dp")
+        check_same_model(model, axis)
+        self._each, self._used = micro_batches // sums, -1
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         elements = elements_of(self._parameters)
-        self.flat = empty(rows * elements, self._parameters[0].detach(), over.group).view(rows, elements)
+        self.flat = empty(sums * elements, self._parameters[0].detach(), axis.group).view(sums, elements)
         self._views = [views_of(row, self._parameters) for row in self.flat]
-        self.use(0)
+        self._use_row(0)
 
     def use(self, micro_batch: int) -> None:
-        """Add the gradients of the next backward passes to the row of this micro-batch."""
-        row = micro_batch // self._each
+        """Add the gradients of the next backward passes to the sum that this micro-batch belongs to."""
+        self._use_row(micro_batch // self._each)
+
+    def total(self) -> Tensor:
+        """Add up the sums in their order; return the result, (elements,), of which each `parameter.grad` is a view."""
+        first, *others = self.flat
+        for row in others:
+            first += row
+        self._use_row(0)
+        return first
+
+    def _use_row(self, row: int) -> None:
         if row != self._used:
             self._used = row
             for parameter, view in zip(self._parameters, self._views[row], strict=True):

@@ -34,8 +34,8 @@ class Pipeline:
         grid: this rank's position in the layout; each replica is a separate pipeline.
         loss: (output of the last stage, micro-batch) -> mean loss over the micro-batch's targets.
         width: width of the activations between stages: (batch, seq, `width`), float32.
-        cores: number of cores that this pipeline's workers share: an action also uses the cores of workers that the
-            plan shows idle at the same time. None leaves the number of threads unchanged.
+        cores: number of cores that the workers of one pipeline share: an action also uses the cores of workers that
+            the plan shows idle at the same time. None leaves the number of threads unchanged.
         costs: costs of the actions for that plan (only their ratios matter), and the multiply-adds of a layer, which
             decide how many threads have enough to do. By default all stages cost the same, and threads always pay.
         part_of: the part of a micro-batch that this rank sees, if that is not all of its token ids: where ranks share
@@ -158,7 +158,8 @@ class Pipeline:
         self._plan, self.program, self._recorder.programs = plan, programs[self._worker], programs
         self._recorder.pipelines = self.pipelines
         self._micro_batches = 1 + max(action.micro_batch for action in itertools.chain.from_iterable(programs))
-        self._threads = threads_by_plan(programs, self._cores, self._costs, self.pipelines) if self._cores else {}
+        cores = (self._cores or 0) * self.pipelines
+        self._threads = threads_by_plan(programs, cores, self._costs, self.pipelines) if cores else {}
         self.is_cold = context_of().is_over_nccl
         self.links.close()
         self.links.open(programs, plan)

@@ -181,6 +181,10 @@ class RepairableRun(UndoableRun[RepairFlagT]):
         self.sums_exactly = settings.repair == "exact"
         self.repair = Repair(self.joined, settings.timeout, self.first_step)
 
+    @property
+    def shared_cores(self) -> int | None:
+        return None if self.sums_exactly else super().shared_cores  # other numbers of threads round in other ways
+
     def _join(self, script: Path) -> Joined:
         is_watched = "LAB_LAUNCHER" in os.environ
         require(is_watched, "--repair: only launch.sh notices deaths; start the ranks with it, or with --repair off")

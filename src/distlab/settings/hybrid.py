@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from distlab.axes.layout import Layout, Neighbors, layout_size
 from distlab.checkpoints.format import Checkpoint
+from distlab.machine.cores import cores as cores_here
 from distlab.parallel.options import check_division, check_sharing, padded_length
 from distlab.pipeline.plan import Plan, simulate
 from distlab.pipeline.rerouting import reroute, step_seconds
@@ -91,9 +92,14 @@ class HybridRepairSettings(ThreeAxesSettings, RepairFlag):
 
     def _plan(self, workers: Sequence[int], cores: float = math.inf) -> Plan:
         """Return the plan of these workers of all pipelines, which share cores."""
+        options = self.detour_options(cores)
+        return simulate(reroute(self.programs(), self.dp, workers, **options), options["costs"], holders=self.dp)
+
+    def detour_options(self, cores: float | None = None) -> dict[str, Any]:
+        """Return keyword arguments for `reroute`; `cores` are those that the workers share, by default this host's."""
         costs = self.pass_costs(SPTokenizer(self.tokenizer).vocab_size)
-        programs = reroute(self.programs(), self.dp, workers, costs, self.repair == "exact", cores)
-        return simulate(programs, costs, holders=self.dp)
+        cores = cores_here() / self.tp if cores is None else cores
+        return {"costs": costs, "whole": self.repair == "exact", "cores": cores}
 
     def slowdown(self, alive: Collection[int], cores: int) -> float:
         each = cores / self.tp

@@ -201,6 +201,11 @@ class RepairFlag(TrainSettings):
     def can_repair(self) -> bool:
         return self.repair != "off"
 
+    @property
+    def gradient_sums(self) -> int:
+        """Number of sums of gradients that a rank keeps: with `exact` one for each replica, to be added up in order."""
+        return self.layout["dp"] if self.repair == "exact" else 1
+
     def why_lost(self, alive: Collection[int]) -> str:
         """Return why the run cannot go on with these ranks only; "" if it can."""
         if not alive:
@@ -259,6 +264,11 @@ class RepairSettings(DataParallelSettings, RepairFlag):
     """ranks do not wait for the loss at the end of a step; it is printed a step later"""
 
     lacks: ClassVar[Mapping[str, object]] = {"compress": "none"}
+
+    @property
+    def moved_together(self) -> int:
+        """Number of a dead rank's micro-batches that go to the same rank: with `exact` all, which have one sum."""
+        return self.micro_batches if self.repair == "exact" else 1
 
     def check(self) -> None:
         super().check()

@@ -11,10 +11,9 @@ from support.processes import run_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distlab.axes.grid import all_ranks
 from distlab.comm.context import context_of
 from distlab.parallel.data import MyDP
-from distlab.parallel.flat import GradientRows, flatten_gradients, flatten_weights
+from distlab.parallel.flat import GradientSums, flatten_gradients, flatten_weights
 from distlab.parallel.flat_parameters import shards_of
 from distlab.parallel.same_model import broadcast_weights, check_parameter_closeness
 from distlab.parallel.sharded import ShardedDP
@@ -225,7 +224,7 @@ def wrap_different(rank: int, how: str) -> list[str]:
     said = []
     wraps: list[Callable[[nn.Module], object]] = [MyDP, flatten_weights, flatten_gradients]
     wraps += [lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")]
-    wraps += [lambda net: GradientRows(net, 1, 1, all_ranks("dp"))]
+    wraps += [lambda net: GradientSums(net, 1, 1)]
     for wrap in wraps:
         net = DIFFERENT[how][0]() if rank == 1 else nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
         with pytest.raises(InputError) as refused:
