@@ -75,7 +75,8 @@ def train(run: TrainingRun[ExpertParallelSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
     mixtures = [module for module in net.modules() if isinstance(module, MixtureOfExperts)]
     for mixture in mixtures:
-        mixture.dispatch, mixture.capacity = through_ranks, args.capacity
+        mixture.dispatch = through_ranks
+        mixture.capacity = args.capacity  # no limit, unless --capacity is given: docs/experts.md
         for parameter in mixture.experts.parameters():  # no other rank holds it: for clipping and checkpoints
             place(parameter, Placement(apart=("ep",)))
     optimizer = run.optimizer(net)

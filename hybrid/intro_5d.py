@@ -69,7 +69,8 @@ def train(run: TrainingRun[HybridSettings]) -> None:
     own = own_experts(args.experts, sharing)
     options = {"padding_idx": tokenizer.pad_id, "own_experts": own, "without_weights": True, **run.model_options()}
     nets = build_stages(stages_of(program), split, tokenizer.vocab_size, **options)
-    draws = args.shard != "weights" or args.schedule == "auto"  # which measures passes
+    # With --shard weights, `ShardedDP` draws each rank's shards; but --schedule auto measures passes before that.
+    draws = args.shard != "weights" or args.schedule == "auto"
     for net in nets.values():
         shard(net, axis=slices, draw=draws)
     loss = loss_of_whole = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
@@ -116,8 +117,9 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, replicas)
     run.track(sharded or nets, optimizer, loss_of_whole, owners=pipeline.owners, outer=outer)
 
-    # Otherwise: the stages whose gradients are averaged in each step, and the ranks of the average.
-    averaged, over = ({} if sharded or (outer and args.cp == 1) else nets), (parts if outer else same)
+    # Without --shard, averages of the gradients; with --outer diloco, only over the ranks that share a sequence.
+    over = parts if outer else same
+    averaged = {} if sharded or (outer and over.size == 1) else nets
     parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
 
     def average(bucket: Bucket) -> dist.Work | None:

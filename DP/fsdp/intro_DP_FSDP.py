@@ -26,6 +26,7 @@ def train(run: TrainingRun[ShardedSettings]) -> None:
     tokenizer = SPTokenizer(args.tokenizer)
     options = {"padding_idx": tokenizer.pad_id, "without_weights": args.shard == "weights", **run.model_options()}
     model = LLama(CausalLLama, tokenizer.vocab_size, **options)
+    # `initial` draws the weights of a shard. `rounded`: with --dtype bfloat16, these are gathered in 2 bytes each.
     rounded, initial = model.rounded_parameters(), model.initial
     net = ShardedDP(model, args.shard, backward_passes=args.micro_batches, rounded=rounded, initial=initial)
     stories = TinyStories(tokenizer, **run.data_options(), rank=run.rank, num_replicas=run.world_size)
