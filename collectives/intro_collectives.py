@@ -43,7 +43,7 @@ MORE = "compare_collectives.py"  # measures other ways, too
 
 
 def reduce_scatter(chunks: Sequence[Tensor]) -> None:
-    """Add up the ranks' chunks, in place, so that rank r has the sum of chunk r + 1; others hold partial sums."""
+    """Add up the ranks' chunks, in place: rank r ends with the sum of chunk r + 1, and partial sums of the others."""
     rank, n = dist.get_rank(), dist.get_world_size()
     for k in range(n - 1):  # round k
         sent, added_to = chunks[(rank - k) % n], chunks[(rank - k - 1) % n]
@@ -55,7 +55,7 @@ def reduce_scatter(chunks: Sequence[Tensor]) -> None:
 
 
 def all_gather(chunks: Sequence[Tensor]) -> None:
-    """Give all ranks all chunks, in place, of which rank r has chunk r + 1."""
+    """Give all ranks all the sums, in place; at first, rank r has that of chunk r + 1."""
     rank, n = dist.get_rank(), dist.get_world_size()
     for k in range(n - 1):
         sending = dist.isend(chunks[(rank + 1 - k) % n], (rank + 1) % n)
