@@ -52,7 +52,9 @@ from distlab.comm.transports.transport import (
     ring_bytes,
 )
 from distlab.comm.waits import Wait, group_key
-from distlab.machine.torch_patches import uncompiled
+from distlab.machine.torch_patches import keep_work_of_joins, uncompiled
+
+keep_work_of_joins()
 
 
 @uncompiled

@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 
 T = TypeVar("T")
@@ -92,6 +94,21 @@ def call_after_backward_pass(function: Callable[[], None]) -> bool:
         return False
     torch.autograd.Variable._execution_engine.queue_callback(function)
     return True
+
+
+def keep_work_of_joins() -> None:
+    """Keep the all-reduce by which ranks report in `DistributedDataParallel.join` until the next one.
+
+    With `divide_by_initial_world_size=False`, DDP waits for it in the backward pass, and until then holds only its C++
+    part. When the Python part is gone, which does the work, C++ waits forever.
+    """
+    plain, works = Join.notify_join_context, weakref.WeakKeyDictionary[Joinable, Any]()
+
+    def notify(joinable: Joinable) -> Any:
+        works[joinable] = work = plain(joinable)
+        return work
+
+    Join.notify_join_context = staticmethod(notify)  # type: ignore[method-assign]
 
 
 def group_of_one() -> Any:

@@ -111,6 +111,11 @@ def replicate_in_buckets(rank: int, context: Context, _: Path) -> None:
         train(wrapped, own_rows(rank))
         assert_trained(net)
         assert context.ledger.messages["gradients"] > STEPS
+    net = Net()
+    wrapped = DistributedDataParallel(net)
+    with wrapped.join(divide_by_initial_world_size=False):
+        train(wrapped, own_rows(rank))
+    assert_trained(net)
     for hook in (average_at_once, average_then, average_in_two):
         outside: Any = SimpleNamespace(buffer=lambda: torch.full((1000,), float(rank)))  # of a backward pass
         assert set(hook(None, outside).wait().tolist()) == {0.5}
