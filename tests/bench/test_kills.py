@@ -46,6 +46,6 @@ def test_memory_that_a_process_still_has_is_found(kills: ModuleType) -> None:
 
 
 def test_a_kill_that_leaves_memory_is_not_good(kills: ModuleType) -> None:
-    ended = {"status": 1, "seconds": 0.1, "last_line": "# rank 1 failed: it was terminated by SIGKILL", "goes_on": True}
+    ended = {"status": 1, "seconds": 0.1, "last_line": "# rank 1 was terminated by SIGKILL", "goes_on": True}
     assert kills.Outcome("ddp", "training", 1, **ended, shared=3).is_good
     assert not kills.Outcome("ddp", "training", 1, **ended, shared=3, kept=1).is_good

@@ -125,7 +125,7 @@ if __name__ == "__main__":
     [
         ("raise RuntimeError('the disk is on fire')", 1, "# rank 1 failed: RuntimeError: the disk is on fire"),
         ("assert None", 1, "# rank 1 failed: AssertionError"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "# rank 1 failed: it was terminated by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "# rank 1 was terminated by SIGKILL"),
         ("os._exit(7)", 7, "# rank 1 failed with exit status 7"),
         ("raise InputError('--lr 9: give 1')", 2, "# rank 1 failed: --lr 9: give 1"),
     ],
@@ -154,7 +154,7 @@ def test_a_killed_rank_is_named_whatever_carries_the_messages(topology: str, tmp
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish(30)
     stage = " (stage 1)" * topology.startswith("pp-")
-    assert ended.err.splitlines()[-1] == f"# rank 1{stage} failed: it was terminated by SIGKILL"
+    assert ended.err.splitlines()[-1] == f"# rank 1{stage} was terminated by SIGKILL"
     assert "Traceback" not in ended.err
 
 

@@ -127,13 +127,9 @@ def root_cause(failures: Mapping[int, RankFailure], grid: Grid) -> tuple[int, st
     rank, failure = min(failures.items(), key=lambda item: (is_consequence(item[1]), item[1].timestamp))
     who = grid.describe(rank)
     is_cause = not is_consequence(failure) or failure.status == -signal.SIGTERM
-    sentence = f"{who} failed with exit status {failure.status}"
-    if failure.status < 0:
-        sentence = f"{who} failed: it was {failure.terminated}"
-    elif "status" in failure.record:  # written by distlab.run.failure
-        told = failure.record["message"]
-        is_named = failure.record.get("names_rank") or told.startswith(f"rank {rank} ")
-        sentence = told if is_named else f"{who} failed: {told}"
+    told = str(failure.record.get("message"))
+    is_named = failure.status > 0 and (failure.record.get("names_rank") or told.startswith(f"rank {rank} "))
+    sentence = told if is_named else f"{who} {failure.cause}"
     return max(1, failure.status), sentence, is_cause
 
 

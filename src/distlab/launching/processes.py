@@ -33,19 +33,14 @@ class RankFailure:
     timestamp: int  # seconds since the epoch: of the record, or when the exit of the process was noticed
 
     @property
-    def terminated(self) -> str:
-        """Return in words which signal ended it: "terminated by SIGKILL"; most real-time signals have no name."""
-        names = {known.value: known.name for known in signal.Signals}
-        return f"terminated by {names.get(-self.status, f'signal {-self.status}')}"
-
-    @property
     def cause(self) -> str:
-        """Return it in words that follow the name of the rank."""
+        """Return it in words that follow the name of the rank: "was terminated by SIGKILL"."""
         if self.status < 0:
-            return f"was {self.terminated}"
-        if not self.record:
+            names = {known.value: known.name for known in signal.Signals}  # most real-time signals have none
+            return f"was terminated by {names.get(-self.status, f'signal {-self.status}')}"
+        message = self.record.get("message")
+        if not isinstance(message, str):  # no record, or the one of torch's `record`
             return f"failed with exit status {self.status}"
-        message = str(self.record["message"])
         return f"failed: {message.partition(' failed: ')[2] or message}"
 
     @property

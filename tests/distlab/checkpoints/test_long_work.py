@@ -241,7 +241,7 @@ def test_a_rank_that_dies_as_all_save_ends_the_run_and_takes_nothing_with_it(tmp
     flags = [*MODEL, *TRAINING, "--steps", "6", "--world-size", "3", "--save-every", "2", "--out", out]
     ended = fork_launcher(driver, *flags).finish(45)
     assert ended.status == 1
-    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
+    assert ended.err.splitlines()[-1] == "# rank 1 was terminated by SIGKILL"
     assert "Traceback" not in ended.err
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-00000002", "step-00000004.unfinished"}
     said: list[str] = []

@@ -155,7 +155,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     os.kill(process_of(1, children(launcher.pid)), signal.SIGKILL)
     ended = launcher.finish()
     assert ended.status != 0
-    assert ended.err.splitlines()[-1] == "# rank 1 failed: it was terminated by SIGKILL"
+    assert ended.err.splitlines()[-1] == "# rank 1 was terminated by SIGKILL"
 
 
 def test_a_deadlock_is_told_with_both_lines(tmp_path: Path) -> None:

@@ -228,14 +228,14 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
 @pytest.mark.parametrize(
     ("failures", "sentence"),
     [
-        ({4: failure(-9, 100), 3: LOST}, "rank 4 (stage 1 of replica 1) failed: it was terminated by SIGKILL"),
+        ({4: failure(-9, 100), 3: LOST}, "rank 4 (stage 1 of replica 1) was terminated by SIGKILL"),
         ({4: failure(-9, 106), 3: LOST}, "rank 4 has ended"),  # the launcher killed it, since it was stopped
         ({4: failure(-15, 100), 3: failure(7, 101)}, "rank 3 (stage 0 of replica 1) failed with exit status 7"),
         (
             {4: failure(-15, 100), 3: failure(-15, 100)},
-            "rank 4 (stage 1 of replica 1) failed: it was terminated by SIGTERM",
+            "rank 4 (stage 1 of replica 1) was terminated by SIGTERM",
         ),
-        ({4: failure(-40, 100)}, "rank 4 (stage 1 of replica 1) failed: it was terminated by signal 40"),
+        ({4: failure(-40, 100)}, "rank 4 (stage 1 of replica 1) was terminated by signal 40"),
         ({3: LOST, 4: failure(1, 101, "no disk", status=1)}, "rank 4 (stage 1 of replica 1) failed: no disk"),
         ({4: failure(1, 100, "rank 4 has no disk", status=1)}, "rank 4 has no disk"),
         ({3: failure(1, 100, "rank 4 is odd", status=1)}, "rank 3 (stage 0 of replica 1) failed: rank 4 is odd"),

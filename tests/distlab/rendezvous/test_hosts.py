@@ -126,7 +126,7 @@ def test_a_killed_rank_ends_both_hosts(hosts: tuple[Host, Host], tmp_path: Path)
         there = rank // RANKS_OF_A_HOST
         os.kill(process_of(rank, pids(hosts[there])), signal.SIGKILL)
         sentences, ended = last_lines(nodes)
-        cause = f"rank {rank} (stage 1 of replica {there}) failed: it was terminated by SIGKILL"
+        cause = f"rank {rank} (stage 1 of replica {there}) was terminated by SIGKILL"
         assert sentences[there] == f"# {cause}"
         assert sentences[1 - there] == f"# on another machine, node {there}, {cause}"
         assert all(end.status == 1 for end in ended)
@@ -191,7 +191,7 @@ def test_restarts_that_are_used_up_end_both_hosts(hosts: tuple[Host, Host], tmp_
         os.kill(process_of(0, pids(hosts[0])), signal.SIGKILL)
         sentences, ended = last_lines(nodes)
         assert [end.status for end in ended] == [1, 1]
-        cause = "rank 0 failed: it was terminated by SIGKILL"
+        cause = "rank 0 was terminated by SIGKILL"
         assert sentences == [f"# {cause}", f"# on another machine, node 0, {cause}"]
         assert not any("2 of 1" in end.out for end in ended)
 

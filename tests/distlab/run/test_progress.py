@@ -256,7 +256,7 @@ def test_what_a_killed_rank_leaves_on_a_terminal_is_erased(tmp_path: Path) -> No
     status, written = on_terminal(LAB / "launch.sh", script, *flags)
     assert status not in (0, 2)
     assert "\x1b[K# 3 of 30 steps" in written
-    assert screen(written)[-2:] == ["# rank 0 failed: it was terminated by SIGKILL", ""]
+    assert screen(written)[-2:] == ["# rank 0 was terminated by SIGKILL", ""]
 
 
 @pytest.mark.parametrize("how", ["a dumb terminal", "standard output in a pipe"])

@@ -57,7 +57,7 @@ def test_a_third_start_is_of_a_new_interpreter_if_restarts_are_not_used_up(resta
     assert started == ["start 0 as a fork", "start 1 as a fork", "start 2 "][: restarts + 1]
     assert ended.status == 2 - restarts, ended.err
     if ended.status:
-        assert ended.err.splitlines()[-1] == "# rank 0 failed: it was terminated by SIGKILL"
+        assert ended.err.splitlines()[-1] == "# rank 0 was terminated by SIGKILL"
 
 
 FAILING = """
