@@ -164,7 +164,7 @@ def memory_of(run: Records, costs: Costs, rank: int) -> dict[str, int]:
             outer += plan.parameters * (settings["compress"] != "none")
     return {
         "parameters": plan.parameters,
-        "gradients": plan.gradients,
+        "gradients": plan.gradients * (costs.layout.size("dp") if settings.get("repair") == "exact" else 1),
         "optimizer state": plan.optimizer_state + outer + kept,
         "copy to undo": copied,
         "gathered": plan.gathered,

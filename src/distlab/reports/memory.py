@@ -38,6 +38,7 @@ class MemoryReport:
         self._optimizer, self._sharded, self._has_counted = optimizer, sharded, False
         self._further_bytes = further_bytes
         # Set by runs that have them:
+        self.gradient_sums = 1  # sums of each gradient that the rank keeps
         self.copied_bytes: Callable[[], int] = lambda: 0  # of the "copy to undo"
         self.rows_bytes: Callable[[], int] = lambda: 0  # of the largest pass through this rank's experts
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -58,7 +59,7 @@ class MemoryReport:
         values = [value for state in self._optimizer.state.values() for value in state.values()]
         held = {
             "parameters": sum(parameter.nbytes for parameter in self._parameters),
-            "gradients": sum(gradient.nbytes for gradient in gradients),
+            "gradients": sum(gradient.nbytes for gradient in gradients) * self.gradient_sums,
             "optimizer state": sum(value.nbytes for value in values if torch.is_tensor(value)),
             "copy to undo": self.copied_bytes(),
             "gathered": 0,

@@ -193,6 +193,8 @@ class RepairableRun(UndoableRun[RepairFlagT]):
     def track(self, model: Any, optimizer: Optimizer, *further: Any, **options: Any) -> None:
         super().track(model, optimizer, *further, **options)
         self.repair.copy, self.repair.late = self.copy, self.late
+        assert self.memory is not None
+        self.memory.gradient_sums = self.settings.gradient_sums
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[Sequence[int]]:
