@@ -33,8 +33,10 @@ def _register() -> None:
 def _create(group: Any, options: Any) -> Any:
     from torch.distributed import is_initialized
 
-    is_of_program = options is None and not is_initialized()  # a run of the lab has options, and handles its failures
-    if is_of_program:
+    from distlab.comm.context import is_of_program
+
+    is_programs_first = is_of_program(options) and not is_initialized()
+    if is_programs_first:
         from distlab.launching import programs
 
         programs.explain_failures(group.group_rank)
@@ -46,7 +48,10 @@ def _create(group: Any, options: Any) -> Any:
         from distlab.rendezvous import groups
 
         made = groups.create(group, options)
-    if is_of_program:
+    if is_programs_first:
+        from distlab.run.failure import watch_nccl
+
+        watch_nccl(made.context)
         programs.summarize_at_exit(made.context)
     return made
 

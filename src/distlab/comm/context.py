@@ -39,7 +39,7 @@ class Options:
     timeout_seconds: float | None = None  # of any wait; None: as in `init_process_group`
     timeout_name: str = "init_process_group's timeout"  # in messages: what sets it
     threads: int | None = None  # with which a rank usually computes; None: as many as it has now
-    places: Sequence[Place] | None = None  # by rank, its host and GPUs; None: the ranks exchange them
+    places: Sequence[Place] | None = None  # by rank, its host and GPUs, from a run; None: the ranks exchange them
     describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
     remark: Callable[[str], object] = say
     check: Callable[[], object] | None = None  # called while ranks connect; an exception that it raises ends that
@@ -185,6 +185,14 @@ def require_one_dtype(tensors: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"tensors of one collective have two dtypes, {tensors[0].dtype} and {tensor.dtype}")
 
 
+def is_of_program(options: Options | None) -> bool:
+    """Return whether a program makes its groups without a run, which knows the places of its ranks.
+
+    A run handles its failures by itself, and the keys of its store.
+    """
+    return options is None or options.places is None
+
+
 def first_context(made: Any, options: Options | None) -> Context:
     """Return the context of a default group; without places in `options`, all ranks exchange theirs."""
     asked = replace(options or Options())  # a copy: the caller's options stay as they are
@@ -198,6 +206,10 @@ def first_context(made: Any, options: Options | None) -> Context:
         report_place(made.store, made.group_rank, own)
         asked.places = read_places(made.store, made.group_size)
     library = devices.pick_backend(asked.library, asked.places)
+    if library == "nccl" and devices.ranks_on_one_gpu(asked.places):
+        from distlab.machine.network import let_ranks_share_gpus
+
+        let_ranks_share_gpus(made.group_rank)
     device, hosts = devices.pick_device(asked.places, made.group_rank), [place.host for place in asked.places]
     return Context(made.group_rank, made.group_size, asked, library, hosts, made.store, device)
 

@@ -102,21 +102,25 @@ class Waits:
         self.in_libraries: dict[int, tuple[Wait, float]] = {}  # waits of libraries with their starts, oldest first
         self.of_stream = StreamWaits()
         self.waiting: tuple[Wait, float] | None = None  # of this rank's thread: the innermost wait, and its start
+        self._is_closed = threading.Event()
 
     def watch(self, fail: Callable[[TrafficError], object], device: torch.device) -> None:
-        """Start a thread that calls `fail` if a wait of the stream, or of a thread inside NCCL, passes the deadline."""
+        """Until `close`, call `fail` in a thread if a wait of the stream, or a call of NCCL, passes the deadline."""
 
         def look() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # or its questions about events would open a context on the first GPU
-            while True:
-                time.sleep(min(0.2, self.timeout_seconds / 4))
+            while not self._is_closed.wait(min(0.2, self.timeout_seconds / 4)):
                 wait, started = self._under_way() or (None, 0.0)
                 if wait is not None and wait.peers and time.perf_counter() - started > self.timeout_seconds:
                     fail(self.failed(wait, started, TimeoutError("timed out")))
                     return
 
         threading.Thread(target=look, daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread of `watch`."""
+        self._is_closed.set()
 
     def during(self, name: str | Wait) -> "During":
         """Return a context in which a wait that fails raises a `TrafficError`: which rank waited how long for `name`.

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distlab.comm.context import Context, ContextGroup, Options, first_context
+from distlab.comm.context import Context, ContextGroup, Options, first_context, is_of_program
 from distlab.comm.lab_group import LabGroup
 from distlab.comm.names import line_of_script
 from distlab.comm.waits import TrafficError, Wait, reason
@@ -30,6 +30,7 @@ class WorldGroup(LabGroup):
     def shutdown(self) -> None:
         self.notices.close()
         super().shutdown()
+        self.context.waits.close()
 
 
 def world_group() -> WorldGroup | None:
@@ -52,7 +53,7 @@ def create(made: Any, options: Options | None) -> LabGroup:
             store = _own_keys(made.store, world.number) if isinstance(world, WorldGroup) else made.store
             return LabGroup(context, store, ranks, context.group_timeout, transport)
     try:
-        number = made.store.add(f"worlds/{made.group_rank}", 1) - 1 if options is None else 0
+        number = made.store.add(f"worlds/{made.group_rank}", 1) - 1 if is_of_program(options) else 0
         made.store = _own_keys(made.store, number)
         return WorldGroup(first_context(made, options), made.store, number)
     except TrafficError:

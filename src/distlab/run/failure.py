@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from distlab.comm.context import Context
 from distlab.comm.waits import TrafficError
 from distlab.machine.processes import leave, started_by_torchrun
 from distlab.rendezvous.groups import world_group
@@ -111,6 +112,19 @@ class Failure:
         if not self.cause and started_by_torchrun():  # which ends all ranks when one fails; others also have messages
             time.sleep(1)
         leave(self.status)
+
+
+def watch_nccl(context: Context) -> None:
+    """Over NCCL, end this rank as soon as a wait passes its deadline, whatever its main thread is doing then."""
+
+    def end(error: TrafficError) -> NoReturn:
+        try:
+            Failure.of(error).end()
+        finally:
+            leave(1)
+
+    if context.is_over_nccl and context.world_size > 1:
+        context.waits.watch(end, context.device)
 
 
 def refused_by_gpu(error: BaseException) -> str | None:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,12 +17,11 @@ from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_size
 from distlab.checkpoints.format import checksum
 from distlab.comm.group import connect_nccl
-from distlab.comm.waits import TrafficError
 from distlab.machine import devices, network
-from distlab.machine.processes import leave, started_by_torchrun
+from distlab.machine.processes import started_by_torchrun
 from distlab.rendezvous import ranks as rendezvous
 from distlab.run.commands import LAB
-from distlab.run.failure import Failure
+from distlab.run.failure import watch_nccl
 from distlab.run.starting import Joined, decide, identity, init_group, set_up
 from distlab.settings.common import ResumableSettings, RunSettings, as_flag, as_json
 from distlab.settings.folders import Claim
@@ -63,12 +62,9 @@ def join(settings: RunSettings, script: Path) -> Joined:
     set_up(grid, places, settings)
     is_on_one_host = len(devices.local_ranks(places, rank)) == size
     network.keep_to_interface(address, on_one_host=by_torchrun and is_on_one_host)
-    if decided["backend"] == "nccl" and devices.ranks_on_one_gpu(places):
-        network.let_ranks_share_gpus(rank)
     context = init_group(settings, grid, places, store, decided["backend"])
-    if context.is_over_nccl:
-        context.waits.watch(_end, context.device)
-        connect_nccl(None)
+    watch_nccl(context)
+    connect_nccl(None)
     return Joined(grid, places, decided, claims[0] if claims else None, context, store)
 
 
@@ -145,14 +141,6 @@ def code_of(files: Mapping[str, Path]) -> str:
         with contextlib.suppress(OSError):
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _end(error: TrafficError) -> NoReturn:
-    """End this rank from another thread, whatever its main thread is doing."""
-    try:
-        Failure.of(error).end()
-    finally:
-        leave(1)
 
 
 def check_transport(name: str, places: Sequence[devices.Place]) -> None:

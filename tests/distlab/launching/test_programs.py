@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -41,8 +42,8 @@ dist.destroy_process_group()
 SUM = """
 import torch
 import torch.distributed as dist
-import distlab
-dist.init_process_group("lab")
+from distlab.comm.context import Options
+dist.init_process_group("lab", pg_options=Options(transport="gloo"))
 x = torch.full((3,), 1.0 + dist.get_rank())
 dist.all_reduce(x, group=dist.new_group([0, 1]))
 assert x.tolist() == [3, 3, 3]
@@ -66,6 +67,19 @@ import distlab
 dist.init_process_group("lab")
 dist.all_gather_into_tensor(torch.zeros(dist.get_world_size()), torch.ones(1))
 raise TypeError("a fault")
+"""
+HANGS_IN_NCCL = """
+import time
+import torch
+import torch.distributed as dist
+from distlab.comm.context import Context, Options
+from distlab.comm.waits import Wait
+from distlab.run.failure import watch_nccl
+options = Options(timeout_seconds=0.2)
+context = Context(0, 2, options, "nccl", ["here"] * 2, dist.HashStore(), torch.device("cpu"))
+watch_nccl(context)
+with context.waits.during(Wait("recv", "receive", (1,), line="program.py line 8")):
+    time.sleep(60)
 """
 CTRL_C = "import sys; sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)"
 LATE = """
@@ -110,7 +124,10 @@ def test_the_seconds_that_rank_0_has_waited_are_summed_up(
 
 
 def test_it_runs_under_torchrun(tmp_path: Path) -> None:
-    """Without DDP, whose import takes as long as that of torch; a second group has no summary of its own."""
+    """Without DDP, whose import takes as long as that of torch.
+
+    The summary is there with options of the program's own, and only once, although there are two groups.
+    """
     program = written(tmp_path, SUM)
     ended = fork_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program).finish()
     assert ended.status == 0, ended.err
@@ -164,3 +181,12 @@ def test_a_deadlock_is_told_with_both_lines(tmp_path: Path) -> None:
     assert "#   rank 0  waits in recv (program.py line 8)  -> rank 1" in lines
     assert "#   rank 1  waits in recv (program.py line 10)  -> rank 0" in lines
     assert ended.err.splitlines()[-1] == "# deadlock: rank 0 waits for rank 1, which waits for rank 0"
+
+
+def test_a_thread_that_nccl_does_not_let_go_is_told_at_the_deadline(tmp_path: Path) -> None:
+    ended = fork_python(written(tmp_path, HANGS_IN_NCCL)).finish(20)
+    assert ended.status == 1
+    waited = (
+        r"# rank 0 waited 0\.\d s for recv from rank 1, program.py line 8: no answer \(init_process_group's timeout .*"
+    )
+    assert re.fullmatch(waited, ended.err.rstrip()), ended.err
