@@ -188,7 +188,7 @@ def _check(checkpoint: Checkpoint) -> None:
     for name in ("model", "settings", "files"):
         check(isinstance(record.get(name), dict), name, record.get(name))
     model, files = record["model"], record["files"]
-    for name in LLAMA_SIZES if is_llama else model:
+    for name in LLAMA_SIZES if is_llama else ():  # the settings of a run that resumes say what others may be
         check(is_count(model.get(name), least=1), name, model.get(name))
     for name in ("rope_theta", "norm_eps") if is_llama else ():
         check(isinstance(model.get(name), int | float) and model[name] > 0, name, model.get(name))

@@ -55,7 +55,8 @@ def run(grid: Grid, steps: range, folder: Path, resumed: bool = False) -> tuple[
         norms.append(sum_norm(own.values(), grid, "the norm", torch.device("cpu")).wait())
         clip([p.grad for p in own.values() if p.grad is not None], norms[-1], 0.5)
         optimizer.step()
-    record = {"architecture": "net", "step": steps.stop, "unit": "rows", "rows": 1, "model": {}, "settings": {}}
+    model = {"activation": "tanh", "bias": False, "slope": 0.1}  # not only sizes
+    record = {"architecture": "net", "step": steps.stop, "unit": "rows", "rows": 1, "model": model, "settings": {}}
     saving.save(folder, saving.state_of(own, optimizer, grid.rank, False), record, None, keep=9)
     return norms, [first.detach(), rows.detach()]
 

@@ -242,7 +242,6 @@ def test_no_story_and_no_export_of_a_classifier(saved: Runs, tmp_path: Path) -> 
         lambda record: record.update(inputs="many"),
         lambda record: record.update(unit=[]),
         lambda record: record.update(position={"document": 1, "offset": 2}),
-        lambda record: record["model"].update(d_in="wide"),
         lambda record: record.update(layout={"dp": "many"}),
     ],
 )
@@ -254,11 +253,13 @@ def test_a_record_that_cannot_be(change: Callable[[dict[str, Any]], object], sav
     assert "step-00000010 is damaged: checkpoint.json cannot be read" in said[0]
 
 
-@pytest.mark.parametrize(("name", "value"), [("lr", "fast"), ("lr", None), ("train_size", "all"), ("train_size", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", "fast"), ("lr", None), ("train_size", "all"), ("train_size", True), ("d_in", "wide")]
+)
 def test_a_setting_that_cannot_be(name: str, value: object, saved: Runs, tmp_path: Path) -> None:
     """Only the script knows the types of its settings."""
     own = shutil.copytree(saved("mlp")[0], tmp_path / "run")
-    forge(step(own, STEPS), lambda record: record["settings"].update({name: value}))
+    forge(step(own, STEPS), lambda record: record["model" if name == "d_in" else "settings"].update({name: value}))
     sentence = f"{step(own, STEPS)}: its record has {value!r} for --{name.replace('_', '-')}"
     assert settings_of("mlp", "--resume", own) == sentence
 
