@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 CORRECTION = "e_score_correction_bias"
 
@@ -99,9 +99,11 @@ def kind_of(options: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> str
     """Return the kind of a model of the lab's.
 
     Raises:
-        InputError: transformers has no model with such experts.
+        InputError: the lab exports no such model.
     """
     if not options.get("experts"):
+        told = "normalized queries and keys do not export without experts: transformers would ignore their norms"
+        require(not options.get("qk_norm"), told)
         return "llama"
     is_biased = bool(options.get("attention_bias") or options.get("mlp_bias"))
     is_corrected = any(bool(p.any()) for name, p in parameters.items() if name.endswith(CORRECTION))

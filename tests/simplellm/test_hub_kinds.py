@@ -131,6 +131,8 @@ def test_experts_that_transformers_does_not_have(options: dict[str, Any], furthe
     model = exportable(**options) if options else saved_model(**EXPERTS)
     with pytest.raises(InputError, match=f"^experts with {further} do not export: transformers has softmax scores"):
         export(model, tmp_path / "there")
+    with pytest.raises(InputError, match="normalized queries and keys do not export without experts"):
+        export(saved_model(qk_norm=True), tmp_path / "there")
     assert not (tmp_path / "there").exists()
 
 
