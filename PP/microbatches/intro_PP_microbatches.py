@@ -5,8 +5,7 @@
 
 While stage 1 computes micro-batch 0, stage 0 already computes micro-batch 1. The schedule is the order of a stage's
 forward and backward passes: a list, which a function in distlab.pipeline.schedules returns and `run_program` follows.
-`./launch.sh show-schedule dapple --stages 3 --micro-batches 6` shows it. PP/schedules/intro_PP_schedules.py runs
-schedules with other actions too, on an executor that overlaps; it takes over if a flag asks for that, or for --trace.
+PP/schedules/intro_PP_schedules.py takes over if a flag asks for a schedule with other actions, or for --trace.
 """
 
 from collections.abc import Sequence
@@ -64,8 +63,9 @@ def run_program(
             kept[k] = inputs, outputs
         else:
             inputs, outputs = kept.pop(k)
-            gradient = torch.empty_like(outputs) if stage < last else None  # the last stage starts from the loss
-            if gradient is not None:
+            gradient = None  # not needed on the last stage, where `outputs` is the loss
+            if stage < last:
+                gradient = torch.empty_like(outputs)
                 with named(f"the gradients of micro-batch {k}", "gradients of activations"):
                     dist.recv(gradient, stage + 1, back)
             outputs.backward(gradient)
