@@ -44,13 +44,14 @@ def train(run: TrainingRun[ThreeAxesSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     stages, replicas, slices = (run.grid.axis(name) for name in ("pp", "dp", "tp"))
     run.grid.make_groups("dp", "tp")  # for collectives; the stages of a pipeline only send and receive
-    programs = args.programs()  # the schedule: for each stage, a list of actions
+    programs = args.programs()  # the schedule: for each rank of a pipeline, a list of actions
+    held = stages_of(programs[stages.rank])  # by this rank: one stage in most schedules, two in some
     split = args.split(tokenizer.vocab_size)  # how many layers each stage has
     options = {"padding_idx": tokenizer.pad_id, "without_weights": True, **run.model_options()}
-    nets = build_stages(stages_of(programs[stages.rank]), split, tokenizer.vocab_size, **options)
+    nets = build_stages(held, split, tokenizer.vocab_size, **options)
     for net in nets.values():
         shard(net, axis=slices)  # draws the weights of the slices; with --tp 1, a slice is the whole layer
-    loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)
+    loss = partial(vocabulary_parallel_loss, vocab_size=tokenizer.vocab_size, axis=slices)  # of sliced logits
     # Runs this rank's program: receives, computes, sends.
     pipeline = Pipeline(nets, programs, run.grid, loss, **run.pipeline_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
