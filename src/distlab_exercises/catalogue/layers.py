@@ -15,7 +15,7 @@ EXERCISES = [
         Given: `agree_on_shapes(A, B)` returns the matrices on rank 0, and on other ranks placeholders of the same
         shape; `scatter(matrix, dim, name)` returns this rank's piece of rank 0's matrix along a dimension;
         `gather_rows(rows, count, name)` collects rows on rank 0; `dist.broadcast(tensor, 0)` copies rank 0's tensor to
-        all, in place, and `dist.all_reduce(tensor)` adds up. You need not handle whole numbers of 16 bits.""",
+        all, in place, and `dist.all_reduce(tensor)` adds up.""",
         hints=(
             "Both begin with `A, B = agree_on_shapes(A, B)`, on all ranks.",
             "By row: scatter A along dimension 0, broadcast B (into a contiguous clone, as the placeholder has no "
