@@ -35,7 +35,7 @@ def train(run: TrainingRun[DiLoCoSettings]) -> None:
     optimizer = run.optimizer(net)  # the inner one; its moments stay on this rank
     weights = flatten_weights(net)  # this rank's own; the parameters are views of this buffer
     outer, momentum = weights.clone(), torch.zeros_like(weights)  # the same on all ranks
-    run.track(net, optimizer, outer=OuterState(weights, outer, momentum))
+    run.track(net, optimizer, outer=OuterState(weights, outer, momentum))  # for checkpoints, validation
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
