@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distlab.checkpoints.format import Checkpoint, valid
-from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, tensors_in
+from distlab.checkpoints.saving import OPTIMIZER, is_of_model, read_into, tensors_in
 from distlab_compare import shares
 from distlab_compare.differences import LATER, ROUNDING, and_others, distance, is_unsure
 from simplellm.errors import require
@@ -28,11 +28,12 @@ class Saved:
 
     @cached_property
     def _metadata(self) -> dict[str, Any]:
-        return {name: about for name, about in tensors_in(self.checkpoint.folder).items() if RANDOM not in name}
+        tensors = tensors_in(self.checkpoint.folder).items()
+        return {name: about for name, about in tensors if name.startswith(OPTIMIZER) or is_of_model(name)}
 
     @property
     def parameters(self) -> list[str]:
-        names = [name for name in self._metadata if OPTIMIZER not in name]
+        names = filter(is_of_model, self._metadata)
         return sorted(names, key=lambda name: [part.zfill(9) for part in re.split(r"(\d+)", name)])
 
     def __contains__(self, name: str) -> bool:

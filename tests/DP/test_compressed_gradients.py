@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.chapters import OneProcess, assert_equal, records, train_on
 from torch import Tensor
 
 from distlab.checkpoints.models import read_model
 from distlab.parallel.gradient_compression import Compressor
+from distlab_compare.saved import by_step, first_divergence
 
 SCRIPT = "DP/buckets/intro_DP_buckets.py"
 
@@ -45,15 +47,24 @@ def test_what_was_left_out_is_in_the_checkpoint(compress: str, tmp_path: Path) -
     resume = ["--resume", str(tmp_path / "run" / "checkpoints" / "step-00000003")]
     parameters, _, rest = train_on(2, SCRIPT, tmp_path / "again", *flags, *resume, "--save-every", "3")
     assert rest == losses[3:]
-    saved, again = (read_model(tmp_path / name).parameters for name in ("run", "again"))
+    files = "checkpoints/step-00000006/*.safetensors"
+    saved, again = (
+        {name: tensor for file in (tmp_path / run).glob(files) for name, tensor in load_file(file).items()}
+        for run in ("run", "again")
+    )
     assert all(torch.equal(again[name], saved[name]) for name in saved)
+    model = read_model(tmp_path / "run").build().state_dict()
+    assert any(name.endswith(".error") for name in saved.keys() - model.keys())
     for own, others in zip(parameters, expected, strict=True):
         assert all(torch.equal(own[name], others[name]) for name in others)
 
-    without = [*resume, "--compress", "none"]  # differs, so what was left out does matter
+    without = [*resume, "--compress", "none", "--save-every", "6"]  # differs, so what was left out does matter
     _, _, others_rest = train_on(2, SCRIPT, tmp_path / "without", *flags, *without)
     assert others_rest[0] == losses[3]
     assert others_rest[1:] != losses[4:]
+    left, right = ({6: by_step(tmp_path / name)[6]} for name in ("without", "run"))
+    [sentence] = first_divergence(left, right, [6], 1e-6)
+    assert "the weights" in sentence
 
 
 def test_what_was_left_out_otherwise_is_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

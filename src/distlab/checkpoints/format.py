@@ -8,9 +8,10 @@ can resume from it:
         tokenizer.model     for a model that reads text
         checkpoint.json     the record: step, position in the data, model, settings; size and checksum of all files
 
-The tensors are ``<parameter>``, ``optimizer.<parameter>.<its state>`` and ``random.<rank>.<device>``. A checkpoint is
-written to another folder, which is renamed when it is complete, so a run that ends while it saves never damages an
-earlier checkpoint. Nothing in a checkpoint is unpickled: safetensors and JSON contain only data.
+The tensors are ``<parameter>``, ``optimizer.<parameter>.<its state>`` and ``random.<rank>.<device>``; outer optimizers
+and compression of gradients add theirs (`is_of_model` in `distlab.checkpoints.saving`). A checkpoint is written to
+another folder, which is renamed when it is complete, so a run that ends while it saves never damages an earlier
+checkpoint. Nothing in a checkpoint is unpickled: safetensors and JSON contain only data.
 """
 
 import errno

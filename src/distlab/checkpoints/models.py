@@ -9,7 +9,7 @@ import torch
 
 from distlab.checkpoints import LLAMA
 from distlab.checkpoints.format import UNFINISHED, latest_valid, place_of
-from distlab.checkpoints.saving import OPTIMIZER, RANDOM, read_into, root_of, save, tensors_in
+from distlab.checkpoints.saving import is_of_model, read_into, root_of, save, tensors_in
 from simplellm.errors import InputError, require
 from simplellm.saved_model import SavedModel
 
@@ -22,7 +22,7 @@ def read_model(run: Path, say: Callable[[str], None] = lambda _: None) -> SavedM
     parameters = {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
         for name, tensor in tensors_in(checkpoint.folder).items()
-        if RANDOM not in name and OPTIMIZER not in name
+        if is_of_model(name)
     }
     read_into(parameters, checkpoint)
     record = checkpoint.record

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -38,6 +39,8 @@ from simplellm.errors import InputError, require
 
 SUPERSEDED = "superseded"  # folder for later checkpoints when a run resumes from an earlier step
 OPTIMIZER, RANDOM = "optimizer.", "random."
+# In the names of tensors that are not the model's: also those of one rank, and those that PowerSGD's ranks share.
+NOT_OF_MODEL = re.compile(rf"{re.escape(OPTIMIZER)}|{re.escape(RANDOM)}|^rank\d+\.|^powersgd\d+\.")
 Parameters = Mapping[str, nn.Parameter]  # of a rank, by their names in the whole model
 
 
@@ -232,6 +235,11 @@ def tensors_in(folder: Path) -> dict[str, Any]:
         return dict(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
     except (SafetensorError, OSError, ValueError, LookupError) as error:
         raise InputError(f"{folder}: its tensors cannot be read ({root_of(error)})") from error
+
+
+def is_of_model(name: str) -> bool:
+    """Return whether a checkpoint's tensor of this name is the model's."""
+    return NOT_OF_MODEL.search(name) is None
 
 
 def read_into(tensors: dict[str, Any], checkpoint: Checkpoint) -> None:
