@@ -36,8 +36,8 @@ from distlab_planner.machine import Machine, read_machine
 from distlab_planner.traffic import RanksOnHosts
 from simplellm import command_line
 from simplellm.dataloaders import TinyStories
+from simplellm.experts import mixtures_in
 from simplellm.export import export
-from simplellm.feed_forward import mixtures_in
 from simplellm.llama import CausalLLama, LLama
 from simplellm.saved_model import SavedModel
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer

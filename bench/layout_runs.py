@@ -45,7 +45,7 @@ from distlab_planner.model import Sizes
 from simplellm.compiler import Compiler
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import require
-from simplellm.feed_forward import equal_loads
+from simplellm.experts import equal_loads
 from simplellm.llama import LLamaStage
 from simplellm.tokenizers import SPTokenizer
 

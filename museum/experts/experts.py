@@ -18,7 +18,7 @@ from distlab.run.main import main
 from distlab.run.training import TrainingRun
 from distlab.settings.experts import ExpertParallelSettings
 from simplellm.dataloaders import TinyStories
-from simplellm.feed_forward import MixtureOfExperts
+from simplellm.experts import MixtureOfExperts
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer

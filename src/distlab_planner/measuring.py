@@ -25,7 +25,7 @@ from distlab_planner.machine import AllReduce, Measured, MeasuredTransport, Pass
 from distlab_planner.model import PARTS, ModelPart, Sizes
 from simplellm.blocks import Attention
 from simplellm.compiler import Compiler
-from simplellm.feed_forward import equal_loads
+from simplellm.experts import equal_loads
 from simplellm.layers import MLP
 from simplellm.llama import LLama, LLamaFirstStage, LLamaLastStage, LLamaPart, LLamaStage
 from simplellm.losses import causalLLMLoss

@@ -2,7 +2,7 @@
 
 The model is from Touvron et al. (arXiv 2302.13971): pre-norm blocks with RMSNorm, rotary positions, causal
 attention (optionally grouped-query) and SwiGLU, usually without biases, and with an untied head. In place of a SwiGLU,
-a block may have a mixture of experts (`simplellm.feed_forward`). Parameters have the names of Hugging Face's
+a block may have a mixture of experts (`simplellm.experts`). Parameters have the names of Hugging Face's
 ``LlamaForCausalLM``. A stage's parameters have the same names as in the whole model: state dicts load in both
 directions, and the state dicts of all stages together make up the whole model's.
 
@@ -317,7 +317,7 @@ def LLama(model_class: type[PartT], vocab_size: int, **options: Any) -> PartT:
 
 
 def _experts(dmodel: int, hidden_dim: int, mixture: Mixture) -> nn.Module:
-    from simplellm.feed_forward import MixtureOfExperts
+    from simplellm.experts import MixtureOfExperts
 
     return MixtureOfExperts(dmodel, hidden_dim, mixture)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplellm.feed_forward import MixtureOfExperts
+from simplellm.experts import MixtureOfExperts
 from simplellm.initial_weights import initialize
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import Mixture, Recompute

@@ -25,7 +25,7 @@ from distlab.comm.names import named
 from distlab.parallel.context_parallel import positions_of
 from distlab.parallel.options import CPOrder
 from distlab.parallel.tp_group import linear_map
-from simplellm.feed_forward import inverse_of, mixtures_in
+from simplellm.experts import inverse_of, mixtures_in
 from simplellm.recomputation import once
 
 

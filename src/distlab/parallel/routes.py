@@ -23,7 +23,7 @@ from distlab.comm.group import device_of
 from distlab.comm.names import named
 from distlab.parallel.expert_parallel import ChoicesOfSequences
 from simplellm.errors import InputError, require
-from simplellm.feed_forward import MixtureOfExperts
+from simplellm.experts import MixtureOfExperts
 
 SIZES, BYTES = "routes.json", 2
 

@@ -21,7 +21,7 @@ from distlab.parallel.tp_group import BACKWARD, EXPERTS, LAYERS, NORMS, SEQUENCE
 from distlab.parallel.vocabulary import VocabularyParallelEmbedding
 from simplellm.blocks import Attention
 from simplellm.errors import InputError, require
-from simplellm.feed_forward import MixtureOfExperts
+from simplellm.experts import MixtureOfExperts
 from simplellm.layers import MLP, Linear
 from simplellm.llama import LLamaPart
 

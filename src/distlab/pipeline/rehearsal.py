@@ -10,7 +10,7 @@ from distlab.axes.shards import ReplicaShards
 from distlab.comm.names import CONTROL, counted_as
 from distlab.pipeline.actions import Action
 from distlab.pipeline.activations import MicroBatch, PartOf, Stage
-from simplellm.feed_forward import equal_loads
+from simplellm.experts import equal_loads
 
 
 def rehearse(

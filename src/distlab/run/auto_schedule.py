@@ -18,7 +18,7 @@ from distlab.pipeline.schedules import all_stages
 from distlab.run.terminal import say
 from distlab.run.training import TrainingRun
 from distlab.settings.stages import ScheduleSettings
-from simplellm.feed_forward import equal_loads
+from simplellm.experts import equal_loads
 from simplellm.saved_activations import SavedActivations
 
 REHEARSALS = 3  # measured; the fastest is the time of an undisturbed pass

@@ -17,7 +17,7 @@ EXERCISES = [
             "Row order[i] went to place i. So where must place order[i] of the result be read from?",
             "inverse[order[i]] = i, for all i at once: torch.arange has the numbers i.",
         ),
-        takes=("simplellm.feed_forward:inverse_of",),
+        takes=("simplellm.experts:inverse_of",),
         functions="permutation",
     ),
     Exercise(

@@ -15,7 +15,7 @@ from distlab.comm.context import context_of
 from distlab.parallel.expert_parallel import ChoicesOfSequences, LoadBalance, own_experts, share_experts
 from distlab.parallel.routes import Routes
 from simplellm.errors import InputError
-from simplellm.feed_forward import MixtureOfExperts, equal_loads
+from simplellm.experts import MixtureOfExperts, equal_loads
 from simplellm.initial_weights import initialize
 from simplellm.options import Mixture
 

@@ -18,7 +18,7 @@ from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.model import build_optimizer
 from simplellm.blocks import Attention, Block
 from simplellm.errors import InputError
-from simplellm.feed_forward import MixtureOfExperts
+from simplellm.experts import MixtureOfExperts
 from simplellm.initial_weights import initialize
 from simplellm.layers import MLP, Linear, RMSNorm, rotary_tables
 from simplellm.llama import CausalLLama, LLama, LLamaFirstStage

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distlab.pipeline.actions import Backward, Forward
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.rehearsal import warm_up
-from simplellm.feed_forward import mixtures_in
+from simplellm.experts import mixtures_in
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.saved_activations import SavedActivations

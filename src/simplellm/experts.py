@@ -1,4 +1,4 @@
-"""The feed-forward part of a block as a mixture of experts.
+"""A mixture of experts: what a block may have in place of its feed-forward network (`simplellm.layers.MLP`).
 
 A router sends each token to a few of many networks, the experts, so that a model can have many more
 weights than it multiplies for a token (Shazeer et al., arXiv 1701.06538; Mixtral: arXiv 2401.04088). The names of its
