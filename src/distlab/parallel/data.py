@@ -213,6 +213,7 @@ class MyDP(nn.Module):
             return dist.all_reduce(bucket.flat, ReduceOp.AVG, bucket.axis.group, async_op=True)
 
     def _finish_after_this_pass(self, _: Tensor) -> None:
+        """At the first gradient of a backward pass, ask autograd to call `_finish` at the end of the pass."""
         if not self._in_backward_pass:
             self._in_backward_pass = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
