@@ -108,4 +108,5 @@ def test_each_sequence_ignores_its_own_positions() -> None:
     expected = F.cross_entropy(logits[~ignored], next_tokens[~ignored], reduction="sum") / 3.5
     own = next_token_loss(logits, next_tokens, ignored, 3.5)
     torch.testing.assert_close(own, expected)
+    torch.testing.assert_close(next_token_loss(logits, next_tokens, ignored), expected * 3.5 / 6)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (own, expected)))
