@@ -75,7 +75,7 @@ def train(run: TrainingRun[EqualPartsSettings]) -> None:
     everywhere = torch.arange(args.seq_len, device=run.device)
     own = everywhere.chunk(run.world_size)[run.rank]  # this rank's positions
     mask = (everywhere <= own.unsqueeze(-1)).view(1, 1, len(own), -1)  # which keys each query attends to
-    part = SequencePart(own, partial(attend_to_all_ranks, mask=mask))
+    part = SequencePart(own, partial(attend_to_all_ranks, mask=mask))  # for the model: positions, and how to attend
 
     for step, batch in run.steps(stories):
         gradients.zero_()

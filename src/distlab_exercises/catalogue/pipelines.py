@@ -136,15 +136,15 @@ EXERCISES = [
     Exercise(
         name="hybrid",
         title="pipelines that average their gradients",
-        minutes=30,
+        minutes=15,
         chapter="hybrid/README.md, chapter 13",
         task="""Several pipelines work side by side, each with its own sequences. The ranks that hold the same stage of
         different pipelines must update it with the same gradient, the mean over the pipelines. Write `average`, which
         is called after the last backward pass of a step, and leaves that mean in `gradients`.
 
         Given: `gradients`, a flat tensor with the gradients of this rank's stages; every `parameter.grad` is a view of
-        it. `dist.all_reduce(tensor, ReduceOp.AVG, replicas.group)` takes the mean over the ranks that hold the same
-        stage, in place.""",
+        it. `dist.all_reduce(tensor, op, group)` combines the tensors of a group's ranks, in place; op is ReduceOp.SUM
+        or ReduceOp.AVG, and an axis of the layout, such as `replicas`, has a `size` and a `group`.""",
         hints=(
             "Over which ranks? Those of one pipeline hold different parameters; an average over all ranks would mix "
             "them.",
