@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from distlab.machine.supervision import ResultT, open_sockets, shut_down, within
+from distlab.machine.processes import open_sockets, shut_down
+from distlab.machine.time_limits import ResultT, within
 
 SECONDS_BETWEEN_LOOKS = 0.005  # while ranks connect that can be abandoned
 SECONDS_TO_CONNECT = 2.0  # usually less, when all ranks have come

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from distlab.machine.supervision import name_process, open_descriptors
+from distlab.machine.processes import name_process, open_descriptors
 
 FIRST_OTHER_DESCRIPTOR = 3  # after stdin, stdout and stderr
 SECONDS_BETWEEN_LOOKS = 0.01

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.launching.forks import Forked, ForkedRank, handlers_later
-from distlab.machine.processes import NEWCOMER
-from distlab.machine.supervision import is_stopped
+from distlab.machine.processes import NEWCOMER, is_stopped
 from simplellm.errors import InputError
 from simplellm.exit_status import TOO_MANY_PROCESSES
 

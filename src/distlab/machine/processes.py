@@ -1,17 +1,22 @@
-"""How a process of the lab was started, and how it exits."""
+"""A process of the lab: how it was started, its name, its limits, its open files and connections, and its exit."""
 
 import contextlib
 import ctypes
 import os
 import resource
 import signal
+import socket
+import stat
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from simplellm.errors import require
 
 NEWCOMER = "LAB_NEWCOMER"  # variable of a process that takes the place of a dead rank: its number, from 1
 LEAST_ADDRESS_SPACE = 750_000_000  # bytes, on a CPU
+MOST_DESCRIPTORS = 65536  # checked one by one; the limit may be a thousand million
 LEAST_OPEN_FILES = 64  # six ranks of hybrid need about 40 each
 
 
@@ -23,6 +28,19 @@ def started_by_torchrun() -> bool:
 def is_store_in_launcher() -> bool:
     """Return whether torchrun's agent, or the launcher of node 0, holds the ranks' store; otherwise rank 0 does."""
     return started_by_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def name_process(name: str) -> None:
+    """Name this process for `ps -o comm`, `top` and `py-spy` on Linux; call it in the main thread."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(15, name.encode())  # PR_SET_NAME; /proc may be missing or read-only
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP; False where /proc is missing."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def leave(status: int) -> NoReturn:
@@ -63,3 +81,45 @@ def require_open_files() -> None:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = most == resource.RLIM_INFINITY or most >= LEAST_OPEN_FILES
     require(enough, f"a process may have {most} open files, and a rank needs {LEAST_OPEN_FILES}; raise it (ulimit -n)")
+
+
+def open_descriptors() -> list[int]:
+    """Return the numbers of this process's open files; where the system does not list them, of those below the limit.
+
+    A repair needs them on every system: a rank that waits for another survivor leaves its wait only when that one
+    shuts down its sockets.
+    """
+    try:
+        return [int(name) for name in os.listdir("/dev/fd")]
+    except OSError:  # on Linux a link into /proc, which may be missing
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return [number for number in range(min(most % 2**64, MOST_DESCRIPTORS)) if _is_open(number)]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def open_sockets() -> set[tuple[int, int]]:
+    """Return this process's sockets: descriptor, and inode, by which a later use of the same number is recognized."""
+    found = set()
+    for descriptor in open_descriptors():
+        with contextlib.suppress(OSError):  # that of the list itself
+            status = os.fstat(descriptor)
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((descriptor, status.st_ino))
+    return found
+
+
+def shut_down(sockets: Iterable[tuple[int, int]]) -> None:
+    """End the connections of `open_sockets` that are still open, at both ends. Their owner has yet to close them."""
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            if os.fstat(each[0]).st_ino == each[1]:
+                with socket.socket(fileno=os.dup(each[0])) as connection:
+                    connection.getpeername()  # gloo would end the process if its listener were shut down
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from distlab.comm.waits import TrafficError
-from distlab.machine.supervision import SECONDS_OF_A_CALL, within
+from distlab.machine.time_limits import SECONDS_OF_A_CALL, within
 from distlab.rendezvous.addresses import is_loopback, resolve
 from simplellm.errors import InputError, say
 

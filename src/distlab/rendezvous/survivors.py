@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from distlab.comm.waits import TrafficError, list_ranks
-from distlab.machine.processes import NEWCOMER
-from distlab.machine.supervision import name_process
+from distlab.machine.processes import NEWCOMER, name_process
 from distlab.rendezvous.store import SECONDS_BETWEEN_LOOKS, SharedStore
 
 NEWS, READY, PLACE = "repair/news", "repair/ready", "repair/place"

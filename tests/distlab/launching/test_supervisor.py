@@ -17,8 +17,7 @@ from distlab.launching.forks import fork_ranks
 from distlab.launching.nodes import ElsewhereError, NodeRendezvous
 from distlab.launching.processes import RankFailure
 from distlab.launching.supervisor import TerminatedError, raise_signal, supervise
-from distlab.machine.processes import NEWCOMER
-from distlab.machine.supervision import is_stopped
+from distlab.machine.processes import NEWCOMER, is_stopped
 
 
 class Rounds:

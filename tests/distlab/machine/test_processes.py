@@ -1,4 +1,4 @@
-"""Processes whose threads sit in calls into torch: not waited for, and no reason to abort at the end."""
+"""How processes leave, end with their parents, shut down connections, and refuse limits that are too low."""
 
 import contextlib
 import os
@@ -6,15 +6,12 @@ import resource
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from support.processes import run
 
-from distlab.machine.processes import LEAST_OPEN_FILES, require_open_files
-from distlab.machine.supervision import open_sockets, shut_down, within
+from distlab.machine.processes import LEAST_OPEN_FILES, open_sockets, require_open_files, shut_down
 from simplellm.errors import InputError
 
 # Threads that are always about to come back from torch. With `sys.exit`, ten of twelve such processes aborted: so
@@ -47,35 +44,6 @@ leave(3)
 def test_a_process_leaves_while_threads_are_inside_of_torch() -> None:
     ended = subprocess.run([sys.executable, "-c", ASKS_WITHOUT_END], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "goodbye\n3\n" * 3, "")
-
-
-def test_a_call_that_does_not_return_is_left_behind() -> None:
-    began, released = time.monotonic(), threading.Event()
-    try:
-        assert not within(0.2, lambda: released.wait(30)).done()
-        assert time.monotonic() - began < 5
-    finally:
-        released.set()
-
-
-def test_what_is_found_meanwhile_ends_the_wait() -> None:
-    began, released = time.monotonic(), threading.Event()
-
-    def look() -> None:
-        raise ConnectionRefusedError
-
-    try:
-        with pytest.raises(ConnectionRefusedError):
-            within(30, lambda: released.wait(30), meanwhile=look)
-        assert time.monotonic() - began < 10
-    finally:
-        released.set()
-
-
-def test_a_call_in_time_gives_its_answer_or_its_error() -> None:
-    assert within(5, lambda: "answer").result() == "answer"
-    with pytest.raises(KeyError):
-        within(5, lambda: dict[str, int]()["missing"]).result()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the processes of a parent that was killed")
