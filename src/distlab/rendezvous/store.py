@@ -6,7 +6,6 @@ return or raise within a time limit.
 """
 
 import contextlib
-import errno
 import math
 import os
 import socket
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from distlab.comm.waits import TrafficError
 from distlab.machine.time_limits import SECONDS_OF_A_CALL, within
-from distlab.rendezvous.addresses import is_loopback, resolve
+from distlab.rendezvous.addresses import is_loopback, listen_at, listens, resolve
 from simplellm.errors import InputError, say
 
 ResultT = TypeVar("ResultT")
@@ -184,34 +183,6 @@ def open_bound_store(address: str, port: int, timeout_seconds: float) -> tuple[d
         raise InputError(f"--master-port {port}: the store of the ranks cannot be opened there ({told})") from error
     store.set(OWNER, str(os.getuid()))
     return store, port
-
-
-def listen_at(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at one address of this machine; port 0 asks for a free port.
-
-    Raises:
-        InputError: the port is in use, or the address is not this machine's.
-    """
-    family, where = resolve(address, port)
-    try:
-        return socket.create_server(where, family=family, backlog=1024)
-    except OSError as error:
-        sentence = f"--master-addr {address}: this machine does not have that address; start rank 0 on the one that has"
-        if error.errno != errno.EADDRNOTAVAIL:
-            sentence = (
-                f"--master-port {port}: cannot listen at {address}:{port} ({os.strerror(error.errno or 0)}); another "
-                "run probably uses this port: give all ranks another one"
-            )
-        raise InputError(sentence) from error
-
-
-def listens(address: str, port: int, unless_refused: bool = False) -> bool:
-    """Return whether a process listens there; with `unless_refused`, also if this is unknown (a packet was lost)."""
-    try:
-        socket.create_connection((address, port), timeout=1).close()
-    except OSError as error:
-        return unless_refused and not isinstance(error, ConnectionRefusedError)
-    return True
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -26,8 +26,9 @@ from distlab.launching.nodes import SECONDS_FOR_READERS, ElsewhereError, NodeRen
 from distlab.launching.processes import RankFailure
 from distlab.machine.devices import Place
 from distlab.machine.network import interface_of, own_address
+from distlab.rendezvous.addresses import listen_at, listens
 from distlab.rendezvous.ranks import say_hosts
-from distlab.rendezvous.store import StoreError, listen_at, listens
+from distlab.rendezvous.store import StoreError
 from distlab.settings.common import RunSettings
 from simplellm.errors import InputError
 

@@ -20,7 +20,8 @@ from distlab.machine.torch_patches import (
 LOSES_A_STORE = """
 import multiprocessing, sys, torch.distributed as dist
 from distlab.machine.torch_patches import silence_torch_warnings
-from distlab.rendezvous.store import listen_at, open_bound_store
+from distlab.rendezvous.addresses import listen_at
+from distlab.rendezvous.store import open_bound_store
 
 def hold(port):
     held = open_bound_store("127.0.0.1", port, 5)

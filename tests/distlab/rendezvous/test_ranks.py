@@ -18,8 +18,9 @@ from support.processes import free_port, run_ranks, start
 
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
+from distlab.rendezvous.addresses import listen_at
 from distlab.rendezvous.ranks import agree, open_store, ranks_store, read_places
-from distlab.rendezvous.store import BUSY, SharedStore, StoreError, listen_at
+from distlab.rendezvous.store import BUSY, SharedStore, StoreError
 from simplellm.errors import InputError
 
 Settings = dict[str, Any]
