@@ -7,7 +7,6 @@ Both runs may have any layout. They are compared by the gradients and weights th
 by their checkpoints. RUN_B counts as right. The exit status is 0 if the runs are equal, 1 if they diverge.
 """
 
-import json
 import os
 import subprocess
 import tempfile
@@ -26,7 +25,8 @@ from distlab.run.commands import LAB
 from distlab.run.steps import STOP_AFTER
 from distlab.settings.common import RunSettings, as_flag, as_json, shown_as
 from distlab.settings.experts import ExpertSettings
-from distlab.settings.folders import CONFIG, is_run
+from distlab.settings.folders import is_run
+from distlab.settings.recorded import read_config
 from distlab.settings.resume_policy import OF_TRAINING, marked
 from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
@@ -64,7 +64,7 @@ class RecordedRun:
     def __init__(self, folder: Path) -> None:
         there = f"{folder}: there is no such folder" if not folder.exists() else f"{folder}: is not the folder of a run"
         require(is_run(folder), f"{there}; give the folder that a run's last lines name")
-        self.folder, self.config = folder, json.loads((folder / CONFIG).read_text())
+        self.folder, self.config = folder, read_config(folder)
         self.settings: dict[str, Any] = self.config["settings"]
         self.records = Recordings(folder, self.config)
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -11,12 +11,17 @@ from distlab.axes.layout import Layout, describe_rank, layout_size
 from distlab.reports.records import newest_run, read_steps
 from distlab.reports.trace import Trace, read_chrome
 from distlab.settings.folders import CONFIG, is_claimed, is_run
+from distlab.settings.recorded import read_config
+from distlab.settings.resuming import fits
 from simplellm.errors import InputError, require
 
 NOT_COMPLETE = "this is not a complete record of a run; remove it, or wait until the run has written it"
 GOES_ON = re.compile(r"ranks? (\d[\d, and]*) goe?s? on with step (\d+)")  # after a repair, in the log of each rank
 FAILED = re.compile(r"rank (\d+)(?: \(.*?\))? (?:failed|has exited|was terminated)")
-ACCOUNT = {"name", "rank", "steps", "seconds", "waited_seconds", "collective_seconds", "sent"}  # each of ledger.json
+# Types of the values of each rank in ledger.json, and of each entry of what the rank sent.
+ACCOUNT = {"name": str, "rank": int, "steps": int, "sent": list}
+ACCOUNT |= dict.fromkeys(("seconds", "waited_seconds", "collective_seconds"), float)
+SENT = {"kind": str, "way": str, "peers": list, "bytes": int, "messages": int}
 
 
 @dataclass(frozen=True)
@@ -121,11 +126,14 @@ def read(folder: Path, has_ended: bool = False) -> Records:
     """
     folder = newest_run(folder)
     require(is_run(folder), f"{folder}: this is not a run's folder; give one that has a {CONFIG}, such as runs/intro")
-    config, events = _read_json(folder / CONFIG), folder / "trace.json"
+    config, events = read_config(folder), folder / "trace.json"
     trace = read_chrome(events) if events.exists() else None  # without steps, after a repair in the last one
-    ledger, memory = (_of_ranks(folder / name, keys) for name, keys in (("ledger.json", ACCOUNT), ("memory.json", ())))
+    ledger, memory = _of_ranks(folder / "ledger.json", ACCOUNT), _of_ranks(folder / "memory.json", {})
     ranks = [*range(layout_size(config["layout"]))]
-    is_of_all = not ledger or [account["rank"] for account in ledger] == ranks
+    for account in ledger:
+        _check(folder / "ledger.json", account["sent"], SENT)
+    are_known = all(peer in ranks for account in ledger for sent in account["sent"] for peer in sent["peers"])
+    is_of_all = not ledger or ([account["rank"] for account in ledger] == ranks and are_known)
     require(is_of_all, f"{folder / 'ledger.json'}: {NOT_COMPLETE} (it is not of ranks 0 to {ranks[-1]})")
     return Records(
         folder=folder,
@@ -149,12 +157,18 @@ def _read_json(path: Path) -> Any:
         raise InputError(f"{path}: {NOT_COMPLETE} ({error})") from error
 
 
-def _of_ranks(path: Path, keys: Collection[str]) -> list[dict[str, Any]]:
+def _of_ranks(path: Path, kinds: Mapping[str, type]) -> list[dict[str, Any]]:
     """Return a list with an object for each rank; [] if there is no such file."""
     records = _read_json(path) if path.exists() else []
-    are_right = isinstance(records, list) and all(isinstance(r, dict) and r.keys() >= {*keys} for r in records)
-    require(are_right, f"{path}: {NOT_COMPLETE}")
+    _check(path, records, kinds)
     return cast(list[dict[str, Any]], records)
+
+
+def _check(path: Path, records: Any, kinds: Mapping[str, type]) -> None:
+    """Raise `InputError` unless these records are a list of objects, each with values of these types."""
+    require(isinstance(records, list) and all(isinstance(r, dict) for r in records), f"{path}: {NOT_COMPLETE}")
+    wrong = [name for record in records for name, kind in kinds.items() if not fits(record.get(name), kind)]
+    require(not wrong, f"{path}: {NOT_COMPLETE} (see {', '.join(wrong[:1])})")
 
 
 def _remarks(path: Path) -> list[str]:

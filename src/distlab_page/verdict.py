@@ -121,5 +121,5 @@ def _in_effect(run: Records) -> dict[str, Any]:
 
 def _per_step(run: Records) -> int | None:
     """Return the size of the global batch."""
-    counts = [record[run.unit] for record in run.metrics[:2] if run.unit in record]
+    counts = [record[run.unit] for record in run.metrics[:2] if isinstance(record.get(run.unit), int)]
     return counts[1] - counts[0] if len(counts) == 2 else None

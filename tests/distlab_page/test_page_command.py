@@ -57,9 +57,14 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) ->
         with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
             command(list(map(str, args)))
     (tmp_path / "config.json").write_text((alone / "config.json").read_text())
-    accounts = json.loads((alone / "ledger.json").read_text())
+    [account] = json.loads((alone / "ledger.json").read_text())
+    sent = {"kind": "loss", "way": "send", "peers": [1], "bytes": 8, "messages": 1}
     for name, text, sentence in (
-        ("ledger.json", json.dumps(2 * accounts), "this is not a complete record of a run"),
+        ("ledger.json", json.dumps(2 * [account]), "this is not a complete record of a run"),
+        ("ledger.json", json.dumps([account | {"steps": None}]), r"this is not a .* \(see steps\)"),
+        ("ledger.json", json.dumps([account | {"sent": "8"}]), r"this is not a .* \(see sent\)"),
+        ("ledger.json", json.dumps([account | {"sent": [sent | {"bytes": "8"}]}]), r"this is not a .* \(see bytes\)"),
+        ("ledger.json", json.dumps([account | {"sent": [sent]}]), r"this is not a .* \(it is not of ranks 0 to 0\)"),
         ("memory.json", '[{"parameters"', "this is not a complete record of a run"),
         ("metrics.jsonl", '{"step"\n', "these are not the metrics of a run"),
         ("metrics.jsonl", '{"step": "0", "loss": 2.5, "seconds": 1}\n', "these are not the metrics of a run"),
@@ -68,6 +73,15 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) ->
         with pytest.raises(InputError, match=rf"{name}: {sentence}"):
             read(tmp_path)
         (tmp_path / name).unlink()
+    config = json.loads((alone / "config.json").read_text())
+    for name, value, right in (
+        ("batch_size", None, "must be a whole number"),
+        ("hidden_dim", "8", "must be a whole number or null"),
+        ("compile", 1, "must be true or false"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"settings": config["settings"] | {name: value}}))
+        with pytest.raises(InputError, match=rf"config.json: its setting {name} is {json.dumps(value)}, and {right}"):
+            read(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with pytest.raises(InputError, match=f"--port {port}: cannot listen there .*; give another one"):

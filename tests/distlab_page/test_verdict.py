@@ -43,6 +43,8 @@ def test_a_run_is_the_same_as_one_process_or_says_what_differs(hybrid: Path, alo
     page = contents(read(killed), read(alone))["verdict"]
     assert page["is_same"] is None
     assert "tokens in a step 48 and 96" in page["text"]
+    edited = replace(read(killed), metrics=[record | {"tokens": None} for record in read(killed).metrics])
+    assert "tokens in a step" not in verdict(edited, read(alone))["text"], "it is not known"
     one = read(hybrid)
     unused = replace(one, config=one.config | {"settings": one.settings | {"sync_every": 4, "outer": "none"}})
     assert contents(unused, read(alone))["verdict"] == contents(one, read(alone))["verdict"]

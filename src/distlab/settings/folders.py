@@ -26,7 +26,7 @@ def is_run(folder: Path) -> bool:
     try:
         config = json.loads(path.read_text()) if path.is_file() else {}
         are_there = all(isinstance(config[name], dict) for name in ("settings", "layout"))
-        return are_there and all(isinstance(size, int) for size in config["layout"].values())
+        return are_there and all(isinstance(size, int) and size >= 1 for size in config["layout"].values())
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
