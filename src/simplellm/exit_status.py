@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -46,6 +47,17 @@ def about_system(error: BaseException) -> str | None:
     return _LIMITS.get(error.errno or 0)
 
 
+def lost_reader(error: BaseException) -> bool:
+    """Return whether an error came about because the reader of the output has exited, as `head` does.
+
+    A program may also write into other pipes.
+    """
+    output = select.poll()
+    for stream in (1, 2):
+        output.register(stream, 0)  # reports only errors, such as a pipe without a reader
+    return isinstance(error, BrokenPipeError) and bool(output.poll(0))
+
+
 def status_of(command: Callable[[], int | None]) -> int:
     """Run a command, and return its exit status: its result, 0 if it is None, or the status of the error that ended it.
 
@@ -65,7 +77,7 @@ def status_of(command: Callable[[], int | None]) -> int:
         return 130
     except (OSError, RuntimeError) as error:
         told = about_system(error)
-        if told is None and not isinstance(error, BrokenPipeError):
+        if told is None and not lost_reader(error):
             raise
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
     if told is None:

@@ -22,7 +22,7 @@ from distlab.run.logs import human_bytes
 from distlab.run.steps import NotFiniteError
 from distlab.run.terminal import RankOutput, say
 from simplellm.errors import InputError, tell
-from simplellm.exit_status import READER_HAS_EXITED, about_system
+from simplellm.exit_status import READER_HAS_EXITED, about_system, lost_reader
 
 if TYPE_CHECKING:
     from distlab.rendezvous.notices import NoticeBoard
@@ -50,7 +50,7 @@ class Failure:
             return cls(error.with_flags(), status=2, cause=error.with_flags(), recurs_on_restart=True)
         if isinstance(error, KeyboardInterrupt):
             return cls("interrupted", status=130, cause="interrupted")
-        if isinstance(error, BrokenPipeError):  # as with `| head`
+        if lost_reader(error):
             why = "the reader of the output has exited"
             return cls(why, status=READER_HAS_EXITED, cause=why, names_rank=True, recurs_on_restart=True)
         if isinstance(error, NotFiniteError):  # all ranks raise it

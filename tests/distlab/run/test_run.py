@@ -282,6 +282,7 @@ def test_a_full_disk_is_told_in_one_sentence(name: str, tmp_path: Path) -> None:
         (ValueError(), "ValueError"),
         (ValueError("a shape\nof two lines"), "ValueError: a shape"),
         (BUSY, refused_by_gpu(BUSY)),
+        (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),  # of a pipe of the user's own
     ],
 )
 def test_an_error_is_told_in_one_line_with_the_rank(error: Exception, told: str) -> None:
