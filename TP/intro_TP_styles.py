@@ -13,10 +13,10 @@ from functools import partial
 
 import torch
 
+from distlab.axes.layout import equal_parts
 from distlab.comm.context import context_of
 from distlab.parallel.options import Style, check_division
 from distlab.parallel.tensor import shard
-from distlab.parallel.tp_group import shard_sizes
 from distlab.parallel.vocabulary import vocabulary_parallel_loss
 from distlab.run.main import main
 from distlab.run.terminal import say
@@ -92,7 +92,7 @@ def bytes_per_layer(args: StylesSettings) -> tuple[int, int]:
         return 2 * (ranks - 1) * rows * seq * width * number_bytes // ranks
 
     def gather_or_scatter(length: int, others: int) -> int:  # slices are sent as long as the longest
-        return (ranks - 1) * shard_sizes(length, ranks)[0] * others * number_bytes
+        return (ranks - 1) * equal_parts(length, ranks)[0] * others * number_bytes
 
     if args.tp_style == "naive":  # q, k, v, o, gate, up, down: outputs are gathered, gradients of inputs added up
         widths = [(dmodel, dmodel), *2 * [(dmodel, keys)], (dmodel, dmodel), *2 * [(dmodel, hidden)], (hidden, dmodel)]

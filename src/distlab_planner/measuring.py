@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distlab.axes.layout import equal_parts
 from distlab.comm.context import Group, Options
 from distlab.comm.group import empty, open_queues, shares
 from distlab.comm.link import Link
 from distlab.comm.names import CONTROL, named
-from distlab.parallel.tp_group import shard_sizes
 from distlab.pipeline.actions import ACTION_KINDS
 from distlab.pipeline.activations import MicroBatch, Stage
 from distlab.pipeline.rehearsal import now, rehearse
@@ -101,7 +101,7 @@ class Passes:
 
 def build(kind: type[LLamaPart], sizes: Sizes, n_layers: int, tp: int, device: torch.device) -> LLamaPart:
     """Build a part of the model as on one of `tp` ranks, without collectives."""
-    vocab_size = shard_sizes(sizes.vocab_size, tp)[0]
+    vocab_size = equal_parts(sizes.vocab_size, tp)[0]
     names = "dmodel", "num_heads", "num_kv_heads", "hidden_dim"
     options = {name: getattr(sizes, name) for name in names} | {"ctx_size": sizes.seq_len, "device": device}
     options["dtype"] = getattr(torch, sizes.dtype)
@@ -142,7 +142,7 @@ def measure_passes(
     nets = {(kind, part): build(net, sizes, blocks, kind.tp, device) for kind in kinds for part, net, blocks in NETS}
     passes: dict[PassesKey, Passes] = {}
     for ((kind, part), net), count in itertools.product(nets.items(), rows):
-        vocab_size = shard_sizes(sizes.vocab_size, kind.tp)[0]
+        vocab_size = equal_parts(sizes.vocab_size, kind.tp)[0]
         passes[kind, part, count] = Passes(net, sizes, count, vocab_size, compiler)
     with equal_loads(nets.values()):
         turns = take_turns(passes, seconds)

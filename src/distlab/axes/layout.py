@@ -21,6 +21,11 @@ def layout_size(layout: Layout) -> int:
     return math.prod(layout.values())
 
 
+def equal_parts(total: int, parts: int) -> list[int]:
+    """Return the sizes of the parts of `total`, as in `torch.tensor_split`: the first ones may have one more."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
 def stride(layout: Layout, axis: str) -> int:
     """Difference between the numbers of ranks that are neighbors along an axis."""
     names = [*layout]

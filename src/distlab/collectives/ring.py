@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from distlab.axes.layout import equal_parts
 from distlab.collectives.buffers import Op, in_place, reduce_function, scratch_buffer
 from distlab.comm.endpoint import Endpoint
 
@@ -99,9 +100,9 @@ def _route(
     rank always sends what it received one chunk earlier. If there are fewer elements than ranks, some segments are
     empty, and are sent like the others.
     """
-    chunks = _sizes_of_parts(elements, size)
+    chunks = equal_parts(elements, size)
     in_chunk = max(1, min(chunks[0], round(chunks[0] * element_bytes / segment_bytes)))
-    sizes = tuple(part for chunk in chunks for part in _sizes_of_parts(chunk, in_chunk))
+    sizes = tuple(part for chunk in chunks for part in equal_parts(chunk, in_chunk))
     passing = [
         (rank - step * away) % size * in_chunk + number for away in range(2 * size - 1) for number in range(in_chunk)
     ]
@@ -112,8 +113,3 @@ def _route(
         sent_now = outgoing[turn + ahead - 1 if turn else 0 : turn + ahead]
         turns.append(Turn(tuple(sent_now), number, is_combined=turn < (size - 1) * in_chunk))
     return sizes, tuple(turns)
-
-
-def _sizes_of_parts(elements: int, parts: int) -> list[int]:
-    """Return the sizes of `parts` parts, as equal as possible, the larger ones first."""
-    return [elements // parts + (part < elements % parts) for part in range(parts)]

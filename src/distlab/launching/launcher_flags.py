@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distlab.axes.layout import Layout, layout_flags, layout_size
+from distlab.axes.layout import Layout, equal_parts, layout_flags, layout_size
 from distlab.rendezvous.addresses import is_loopback
 from simplellm.errors import InputError, require
 
@@ -84,7 +84,7 @@ def assign_ranks(flags: argparse.Namespace, layout: Layout, master_addr: str) ->
 def _share(given: str | None, count: int, layout: Layout) -> tuple[int, ...]:
     ranks, flags = layout_size(layout), layout_flags(layout)
     if given is None:
-        even = tuple(ranks // count + (node < ranks % count) for node in range(count))
+        even = tuple(equal_parts(ranks, count))
         example = f"; or give --ranks-per-node, as in {','.join(map(str, even))}" if ranks > count else ""
         sentence = f"{flags} with --nnodes {count}: {ranks} ranks do not divide among {count} machines"
         require(ranks % count == 0, f"{sentence}; change one of the two numbers{example}")

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Axis, all_ranks
+from distlab.axes.layout import equal_parts
 from distlab.axes.placement import DimSlice, place, placement_of
 from distlab.comm.group import all_gather_single, reduce_scatter_single
 from distlab.comm.names import named
@@ -33,18 +34,13 @@ FORWARD, BACKWARD = "activations", "gradients"  # the tensors sent; the kinds in
 SEQUENCE = 1  # the dimension of activations (batch, seq, dmodel)
 
 
-def shard_sizes(total: int, ranks: int) -> list[int]:
-    """Return the rows of each rank's shard of `total`, as in `torch.tensor_split`: the first may have one more."""
-    return [total // ranks + (r < total % ranks) for r in range(ranks)]
-
-
 def place_slice(own: nn.Parameter, whole: Tensor, dim: int, axis: Axis | None = None) -> nn.Parameter:
     """Mark a parameter as this rank's slice of `whole` along `dim`, divided as by `torch.tensor_split`; return it.
 
     Checkpoints, clipping and averages then know which part it is.
     """
     axis, length = axis or all_ranks("tp"), whole.shape[dim]
-    start = sum(shard_sizes(length, axis.size)[: axis.rank])
+    start = sum(equal_parts(length, axis.size)[: axis.rank])
     where = DimSlice(dim, start, length, axis.names)
     place(own, replace(placement_of(whole), slices=(*placement_of(whole).slices, where)))
     return own
@@ -60,7 +56,7 @@ class TPGroup:
 
     def own_range(self, length: int) -> tuple[int, int]:
         """Return this rank's shard of `length` rows: its first row, and the row after its last."""
-        sizes = shard_sizes(length, self.axis.size)
+        sizes = equal_parts(length, self.axis.size)
         first = sum(sizes[: self.axis.rank])
         return first, first + sizes[self.axis.rank]
 
@@ -72,8 +68,8 @@ class TPGroup:
         return combined
 
     def all_gather(self, x: Tensor, what: str, dim: int, length: int) -> Tensor:
-        """Return the ranks' shards, of `shard_sizes(length, size)` along `dim`, concatenated."""
-        sizes = shard_sizes(length, self.axis.size)
+        """Return the ranks' shards, of `equal_parts(length, size)` along `dim`, concatenated."""
+        sizes = equal_parts(length, self.axis.size)
         parts = self._parts_like(x, dim, sizes[0])
         own = parts[self.axis.rank]
         own.narrow(dim, 0, x.shape[dim]).copy_(x)
@@ -83,7 +79,7 @@ class TPGroup:
 
     def reduce_scatter(self, x: Tensor, what: str, dim: int) -> Tensor:
         """Return this rank's shard along `dim` of the sum of the ranks' `x`."""
-        sizes = shard_sizes(x.shape[dim], self.axis.size)
+        sizes = equal_parts(x.shape[dim], self.axis.size)
         parts = self._parts_like(x, dim, sizes[0])
         for part, shard in zip(parts, x.split(sizes, dim), strict=True):
             part.narrow(dim, 0, shard.shape[dim]).copy_(shard)

@@ -84,10 +84,10 @@ def decide(settings: RunSettings, script: Path) -> tuple[dict[str, Any], Claim]:
     if isinstance(settings, ResumableSettings):
         settings.check_folders()  # again: the run that had the folder may have left checkpoints
         if settings.has_checkpoints:
-            from distlab.run.checkpointer import prepare_checkpoints
+            from distlab.run.checkpointer import CANDIDATES, prepare_checkpoints
 
             decided |= prepare_checkpoints(settings, out)
-            resumed = decided.get("candidates", [])[:1]
+            resumed = decided.get(CANDIDATES, [])[:1]
             has_earlier = has_earlier and not any(out.resolve() in Path(each).resolve().parents for each in resumed)
     if has_earlier:
         shutil.rmtree(out / RECORDED, ignore_errors=True)

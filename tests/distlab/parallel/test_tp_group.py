@@ -7,6 +7,7 @@ import torch
 from support.processes import run_group
 from torch import Tensor
 
+from distlab.axes.layout import equal_parts
 from distlab.comm.context import TransportName, context_of
 from distlab.parallel.tp_group import (
     LAYERS,
@@ -16,7 +17,6 @@ from distlab.parallel.tp_group import (
     gather_to,
     reduce_from,
     reduce_scatter,
-    shard_sizes,
 )
 
 pytestmark = pytest.mark.quick
@@ -27,7 +27,7 @@ TRANSPORTS: list[TransportName] = ["gloo", "shared"]
 def test_shares_are_those_of_tensor_split() -> None:
     for total in (0, 1, 5, 4096):
         for ranks in (1, 2, 3, 6, 7):
-            assert shard_sizes(total, ranks) == [len(part) for part in torch.arange(total).tensor_split(ranks)]
+            assert equal_parts(total, ranks) == [len(part) for part in torch.arange(total).tensor_split(ranks)]
 
 
 def exchange(rank: int, ranks: int, transport: TransportName) -> tuple[list[Tensor], dict[str, int]]:
