@@ -137,10 +137,11 @@ class Answering(BaseHTTPRequestHandler):
         pass
 
 
-def chosen(tmp_path: Path, **environment: str) -> tuple[str, str, float]:
+def chosen(tmp_path: Path, limit: float = hub.SECONDS, **environment: str) -> tuple[str, str, float]:
     """What "auto" chooses in a fresh process, why, and in how many seconds; it must not import datasets for that."""
     code = (
-        "import time, sys, json; from simplellm.sources import choose_source; started = time.perf_counter();"
+        "import time, sys, json; from simplellm.sources import choose_source, hub; started = time.perf_counter();"
+        f"hub.SECONDS = {limit};"
         "answer = choose_source('auto'); seconds = time.perf_counter() - started;"
         "assert 'datasets' not in sys.modules; print(json.dumps([*answer, seconds]))"
     )
@@ -162,7 +163,7 @@ def chosen(tmp_path: Path, **environment: str) -> tuple[str, str, float]:
 def test_auto_takes_the_hub_if_it_answers(tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), Answering)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    source, why, _ = chosen(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
+    source, why, _ = chosen(tmp_path, 20, HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}")
     server.shutdown()
     assert (source, why) == ("tinystories", "the hub's TinyStories: the hub answers")
 

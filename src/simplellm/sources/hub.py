@@ -119,18 +119,18 @@ def hub_revision() -> str | None:
 def ask_hub() -> tuple[str | None, str | None]:
     """Return why the hub cannot be reached, and its newest revision of TinyStories; one of them is None.
 
-    Takes at most `SECONDS`.
+    The hub has `SECONDS` to answer.
     """
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set", None
+    from huggingface_hub import HfApi  # may take seconds, which are not the hub's
+
     answer: queue.SimpleQueue[tuple[str | None, str | None]] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            from huggingface_hub import HfApi
-
             answer.put((None, HfApi().dataset_info(HUB_REPOSITORY, timeout=SECONDS).sha))
         except Exception as error:
             answer.put((first_line(error), None))
