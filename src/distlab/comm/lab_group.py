@@ -110,8 +110,8 @@ class LabGroup(ContextGroup):
 
     # Collectives
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Pending:
-        [tensor] = tensors
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Pending:
+        [tensor] = [tensors] if isinstance(tensors, Tensor) else tensors  # `DistributedDataParallel.join` gives one
         op = kind_of((opts or dist.AllreduceOptions()).reduceOp, tensor)
         if tensor.is_sparse:  # gloo gathers indices and values
             own_bytes = tensor._indices().nbytes + tensor._values().nbytes
