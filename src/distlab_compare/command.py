@@ -30,13 +30,14 @@ from distlab.settings.recorded import read_config
 from distlab.settings.resume_policy import OF_TRAINING, marked
 from distlab.settings.scripts import read_script
 from distlab.settings.training import TrainSettings
+from distlab_compare.mistakes import TOLERANCE
 from distlab_compare.records import Recordings
 from distlab_compare.runs import Pair
 from distlab_compare.saved import Saved, by_step, first_divergence
 from simplellm import command_line
 from simplellm.errors import require
 
-TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # relative errors of a right tensor; sums are rounded in other orders
+TOLERANCES = {"float32": TOLERANCE, "bfloat16": 2e-2}  # by `--dtype`
 RECORD = "--record-gradients 3"  # to suggest
 ONE_PROCESS = "one-process"  # folder, in that of the run
 AXES = "world_size", "dp", "pp", "cp", "ep", "tp"

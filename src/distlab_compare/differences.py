@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distlab_compare.shares import Mistake
+from distlab_compare.mistakes import Mistake
 
 # Share of the norm of all gradients up to which a gradient counts as rounding: the bias of an attention's keys, which
 # changes nothing, has a gradient of zero in theory, and of rounding errors in practice.

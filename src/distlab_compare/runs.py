@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from distlab.axes.layout import replica_of
-from distlab_compare import shares
+from distlab_compare import mistakes
 from distlab_compare.differences import LATER, ROUNDING, Difference, distance, is_unsure, tell
+from distlab_compare.mistakes import Mistake
 from distlab_compare.records import Recordings, TensorPart
-from distlab_compare.shares import Mistake
 
 BEGINNINGS = {  # of sentences, by what differs
     "start": "before step {}: the weights",
@@ -103,7 +103,7 @@ class Pair:
         own, right = (losses.get(step) for losses in self._losses)
         if own is None or right is None or abs(own - right) <= max(self.tolerance, 1e-5) * abs(right):
             return []
-        mistake = shares.name_loss(own, right, self.run.replicas, self.micro_batches)
+        mistake = mistakes.name_loss(own, right, self.run.replicas, self.micro_batches)
         return [f"step {step}: the loss {mistake.sentence} ({own:.6f} instead of {right:.6f})"]
 
     def _differing(self, kind: str, step: int) -> list[Difference]:
@@ -137,7 +137,7 @@ class Pair:
         tolerance = self.tolerance_at(step)
         # A few elements may be small, where the others of their tensor were larger in the sums that round them.
         usual = float(whole.norm()) * (right.numel() / max(1, whole.numel())) ** 0.5
-        if shares.differs(own, right, tolerance, max(floor, tolerance * usual)):
+        if mistakes.differs(own, right, tolerance, max(floor, tolerance * usual)):
             return True
         error, norm = float((own - right).norm()), float(right.norm())
         self.largest = max(self.largest, error / max(norm, usual) if error > floor else 0.0)
@@ -163,17 +163,17 @@ class Pair:
         before = None
         if step - 1 in self.steps:
             before = part.of(self.other.whole(step - 1, "gradient", name))
-        factor = shares.fit(part.flat, [right])
+        factor = mistakes.fit(part.flat, [right])
         shown = f" (factor {factor[0]:.4g})" if factor else ""
         if parts := self.shares_of(step, name, part):
-            mistake = shares.name_gradient(
+            mistake = mistakes.name_gradient(
                 part.flat, parts, before, self.replica_of("gradient", step, rank, name, part)
             )
         elif float(part.flat.norm()) < 1e-9 * float(right.norm()):
             mistake, shown = Mistake("zero", "is zero or None: nothing was added to it, or it was cleared"), ""
         elif factor:
-            mistake = shares.name_ratios([[factor[0]] * m] * n, -1)
-        elif before is not None and (found := shares.fit(part.flat, [right, before])) and abs(found[0] - 1) < 0.05:
+            mistake = mistakes.name_ratios([[factor[0]] * m] * n, -1)
+        elif before is not None and (found := mistakes.fit(part.flat, [right, before])) and abs(found[0] - 1) < 0.05:
             mistake = Mistake("not-cleared", "also contains the gradient of the step before")
         else:
             mistake = Mistake("other", "is not a multiple of the other run's")
@@ -189,7 +189,7 @@ class Pair:
             return []
         flat = [part.of(self.other.whole(step, f"share.{k}", name)) for k in range(n * m)]
         right = part.of(self.other.whole(step, "gradient", name))
-        scale = shares.fit(right, [torch.stack(flat).mean(0)])  # less than n * m where gradients are clipped
+        scale = mistakes.fit(right, [torch.stack(flat).mean(0)])  # less than n * m where gradients are clipped
         if scale is None or self.other.names(step, f"share.{n * m}"):
             return []
         flat = [scale[0] * share for share in flat]
@@ -198,7 +198,7 @@ class Pair:
     def replica_of(self, kind: str, step: int, rank: int, name: str, part: TensorPart) -> int:
         """Return the number of a rank's replica; -1 if all copies of this part, at least two, have the same values."""
         copies = [other.flat for _, other in self.run.parts(step, kind, name) if other.blocks == part.blocks]
-        are_same = all(not shares.differs(copy, part.flat) for copy in copies)
+        are_same = all(not mistakes.differs(copy, part.flat) for copy in copies)
         is_one_of_many = len(copies) > 1 and self.run.replicas > 1
         return -1 if is_one_of_many and are_same else replica_of(self.run.layout, rank)
 
@@ -207,11 +207,11 @@ class Pair:
         if step - 1 in self.run.steps and step - 1 in self.other.steps:
             before = self.run.ranks(step - 1)[rank].part("weights", name).flat
             right_before = part.of(self.other.whole(step - 1, "weights", name))
-            if not shares.differs(part.flat, before):
+            if not mistakes.differs(part.flat, before):
                 return Mistake("not-updated", "are those before the update", away)
-            if (scale := shares.scale_of(part.flat - before, right - right_before)) is not None:
+            if (scale := mistakes.scale_of(part.flat - before, right - right_before)) is not None:
                 return Mistake("update-scaled", f"have changed by {scale:.3g} times as much as they should", away)
-        if (scale := shares.scale_of(part.flat, right)) is not None:
+        if (scale := mistakes.scale_of(part.flat, right)) is not None:
             return Mistake("weights-scaled", f"are {scale:.4g} times what they should be", away)
         return Mistake("other", "differ", away)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distlab.checkpoints.format import Checkpoint, valid
 from distlab.checkpoints.saving import OPTIMIZER, is_of_model, read_into, tensors_in
-from distlab_compare import shares
+from distlab_compare import mistakes
 from distlab_compare.differences import LATER, ROUNDING, and_others, distance, is_unsure
 from simplellm.errors import require
 
@@ -91,13 +91,13 @@ def first_divergence(
         moments = {name: key for name, key in moments.items() if key in mine and key in others}
         loose = tolerance * (LATER if moments else 1)
         floor = ROUNDING * sum(float(others[key].norm()) ** 2 for key in moments.values()) ** 0.5
-        wrong = [name for name, key in moments.items() if shares.differs(mine[key], others[key], loose, floor)]
+        wrong = [name for name, key in moments.items() if mistakes.differs(mine[key], others[key], loose, floor)]
         if wrong:
             return [_sentence(step, "the mean gradients of", wrong, moments, mine, others)]
         for name, key in moments.items():
             now = is_unsure(mine[key], others[key], tolerance)
             unsure[name] = now | unsure.get(name, torch.zeros_like(now))
-        wrong = [name for name in names if shares.differs(*_sure(mine[name], others[name], unsure.get(name)), loose)]
+        wrong = [name for name in names if mistakes.differs(*_sure(mine[name], others[name], unsure.get(name)), loose)]
         if wrong:
             changed = "" if before is None else _changed(wrong[0], mine, others, own[before], right[before])
             return [_sentence(step, "the weights", wrong, {}, mine, others) + changed]
@@ -117,7 +117,7 @@ def _sentence(step: int, what: str, wrong: Sequence[str], keys: Mapping[str, str
     are_wrong = error > 1e-3 * away * others.abs().max() if math.isfinite(away) else ~error.isfinite()
     parts = own.writers(key, are_wrong)
     ranks = f", as rank {' and '.join(map(str, parts))} wrote them," if parts else ""
-    scale = shares.scale_of(mine, others)
+    scale = mistakes.scale_of(mine, others)
     told = "differ" if scale is None else f"are {scale:.4g} times what they should be"
     told += f" ({100 * away:.3g} % away)" if math.isfinite(away) else ": there, not all of them are finite"
     return f"after {step} steps: {what} {wrong[0]}{and_others(len(wrong) - 1)}{ranks} {told}"
@@ -125,7 +125,7 @@ def _sentence(step: int, what: str, wrong: Sequence[str], keys: Mapping[str, str
 
 def _changed(name: str, own: Saved, right: Saved, own_before: Saved, right_before: Saved) -> str:
     """Return the end of a sentence: by how much too much a weight has changed since the checkpoint before."""
-    scale = shares.scale_of(own[name] - own_before[name], right[name] - right_before[name])
+    scale = mistakes.scale_of(own[name] - own_before[name], right[name] - right_before[name])
     if scale is None:
         return ""
     since = f"since step {own_before.checkpoint.step}"

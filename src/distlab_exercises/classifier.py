@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distlab_compare.shares import differs, name_gradient
+from distlab_compare.mistakes import differs, name_gradient
 from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect
 

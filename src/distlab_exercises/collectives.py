@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.collectives.simulation import Deadlock, HalfMessage, Link, SimulatedEndpoint, SimulatedWorld
-from distlab_compare.shares import fit
+from distlab_compare.mistakes import fit
 from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect, where
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from distlab.axes.layout import replica_of
-from distlab_compare import shares
+from distlab_compare import mistakes
+from distlab_compare.mistakes import Mistake
 from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.runs import Pair
-from distlab_compare.shares import Mistake
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.ranks import Facts, Report
 from distlab_exercises.verdict import Wrong, expect
@@ -30,7 +30,7 @@ class Comparison(Pair):
     def __init__(
         self, trial: Trial, run: Recordings, one: Recordings, facts: Facts, lr: float, reports: list[Report]
     ) -> None:
-        super().__init__(run, one, shares.TOLERANCE, micro_batches=trial.micro_batches)
+        super().__init__(run, one, mistakes.TOLERANCE, micro_batches=trial.micro_batches)
         self.trial, self.facts, self.lr, self.reports = trial, facts, lr, reports
         self.describe, self.count = run.describe, len(facts["losses"])  # of steps
         self.member = "pipeline" if trial.layout.get("pp", 1) > 1 else "replica"
@@ -99,7 +99,7 @@ class Comparison(Pair):
         told = f"step {step}: no rank gave run.log a loss: put that of each micro-batch into `losses`"
         expect(given > 0, "no-loss", told)
         if abs(losses[step] - expected) > 1e-4 * abs(expected):
-            mistake = shares.name_loss(losses[step], expected, n, m)
+            mistake = mistakes.name_loss(losses[step], expected, n, m)
             told = f"{losses[step]:.6f} instead of {expected:.6f}"
             sentence = mistake.sentence
             if not self.divergence("gradient", step):
@@ -115,7 +115,7 @@ class Comparison(Pair):
     def name_gradient(self, step: int, rank: int, name: str, part: TensorPart, right: Tensor) -> Mistake:
         before = part.of(self.other.whole(step - 1, "gradient", name)) if step else None
         replica = self.replica_of("gradient", step, rank, name, part)
-        found = shares.name_gradient(part.flat, self.shares_of(step, name, part), before, replica, self.member)
+        found = mistakes.name_gradient(part.flat, self.shares_of(step, name, part), before, replica, self.member)
         if found.name != "other":
             return found
         mine = replica_of(self.trial.layout, rank)
@@ -124,12 +124,12 @@ class Comparison(Pair):
             for holder, other in self.run.parts(step, "gradient", name)
             if part.is_whole and other.is_whole and replica_of(self.trial.layout, holder) == mine
         ]
-        if len(copies) > 1 and not shares.differs(torch.stack(copies).sum(0), right):
+        if len(copies) > 1 and not mistakes.differs(torch.stack(copies).sum(0), right):
             told = f"is a part of the gradient: only the sum over the {len(copies)} ranks that hold copies is right"
             return Mistake("part", told)
         ratio = float(part.flat.norm() / right.norm().clamp_min(1e-30))
         detail = f"; its norm is {ratio:.2f} times that of the right one"
-        if any(shares.differs(copy, part.flat) for copy in copies):
+        if any(mistakes.differs(copy, part.flat) for copy in copies):
             detail += ", and ranks that hold copies have different ones"
         return Mistake(found.name, found.sentence, detail)
 
@@ -141,7 +141,7 @@ class Comparison(Pair):
             told = "are those before the update, or some of them are: what another rank has updated did not arrive"
             return Mistake("not-gathered", told)
         replica = self.replica_of("weights", step, rank, name, part)
-        return shares.name_weights(
+        return mistakes.name_weights(
             part.flat, before, self.shares_of(step - 1, name, part), self.lr, replica, self.member
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distlab.run.commands import LAB
 from distlab.settings.slices import SlicesPerRank
-from distlab_compare.shares import differs
+from distlab_compare.mistakes import differs
 from distlab_exercises.loading import Solution
 from distlab_exercises.verdict import Wrong, expect, where
 

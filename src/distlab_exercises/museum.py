@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from distlab.settings.folders import RECORDED
-from distlab_compare import shares
+from distlab_compare import mistakes
 from distlab_compare.records import Recordings
 from distlab_exercises.comparison import Comparison
 from distlab_exercises.exhibits import Exhibit
@@ -65,7 +65,7 @@ def initial_weights(records: Recordings, folder: Path) -> Path:
             ranks = f"of {name} on {describe(other)} and {describe(rank)}"
             if part.is_whole:
                 told = f"the copies {ranks} differ; no rank has a part of its own of this parameter"
-                expect(not shares.differs(part.flat, earlier.flat), "copies-differ", f"before step 0: {told}")
+                expect(not mistakes.differs(part.flat, earlier.flat), "copies-differ", f"before step 0: {told}")
             elif abs(float(torch.cosine_similarity(part.flat, earlier.flat, dim=0))) > ALIKE:
                 same = "equal" if torch.equal(part.flat, earlier.flat) else "the same but for their scale"
                 told = f"the slices {ranks} are {same}: the model has one of them twice"

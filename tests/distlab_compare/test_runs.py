@@ -22,10 +22,10 @@ from distlab.run.recording import file_of
 from distlab.run.steps import STOP_AFTER
 from distlab_compare.command import RecordedRun, Request, compare, one_process_flags
 from distlab_compare.differences import Difference, tell
+from distlab_compare.mistakes import Mistake
 from distlab_compare.records import Recordings, TensorPart
 from distlab_compare.runs import Divergence, Pair
 from distlab_compare.saved import by_step
-from distlab_compare.shares import Mistake
 from simplellm.errors import InputError
 
 

@@ -1,4 +1,4 @@
-"""Finds the parts of a wrong gradient, and names the mistake.
+"""Names the mistake behind a wrong gradient, from the parts that it is made of.
 
 The gradient of the global batch is the mean of shares, one for each replica and micro-batch. A wrong gradient is often
 a different combination of the same shares. A least-squares fit finds its coefficients, which show the mistake: all are
@@ -15,7 +15,7 @@ from torch import Tensor
 
 EXPLAINED = 1e-2  # relative error of a fit that counts as an explanation
 LOOKS = "looks as if "  # the beginning of a sentence about a wrong gradient
-TOLERANCE = 1e-4  # relative error of a right result; float32 in other orders gives about 1e-6
+TOLERANCE = 1e-4  # relative error of a right result in float32; sums in other orders give about 1e-6
 
 
 @dataclass(frozen=True)

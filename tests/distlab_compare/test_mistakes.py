@@ -10,7 +10,7 @@ import torch
 from support.written_records import SHAPE, record
 
 from distlab_compare.command import Request, compare
-from distlab_compare.shares import name_loss, name_ratios, name_weights
+from distlab_compare.mistakes import name_loss, name_ratios, name_weights
 
 pytestmark = pytest.mark.quick
 
