@@ -31,9 +31,9 @@ from distlab.comm.group import empty
 from distlab.machine.heap import set_up_heap
 from distlab.parallel.expert_parallel import LoadBalance, own_experts, share_experts
 from distlab.parallel.flat import views_of
+from distlab_planner.communication_seconds import RanksOnHosts
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine
-from distlab_planner.traffic import RanksOnHosts
 from simplellm import command_line
 from simplellm.dataloaders import TinyStories
 from simplellm.experts import mixtures_in

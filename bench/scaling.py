@@ -12,12 +12,12 @@ from pathlib import Path
 from lab_runs import LAB
 from tables import print_head, print_row
 
+from distlab_planner.communication_seconds import RankGroup
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.model import NUMBER_BYTES, Model, Sizes
 from distlab_planner.step import LOSS_BYTES, predict
-from distlab_planner.traffic import RankGroup
 from simplellm import command_line
 
 MACHINES = LAB / "docs/machines"

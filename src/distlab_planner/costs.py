@@ -12,11 +12,11 @@ from distlab.parallel.options import SHARDED_BUCKET_BYTES
 from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab_planner.activations import Activations
+from distlab_planner.communication_seconds import RankGroup, RanksOnHosts
 from distlab_planner.exchanges import Exchange, in_pass
 from distlab_planner.layouts import RunLayout
 from distlab_planner.machine import KIND_OF, Device, Machine, Measured, PassKind, interpolate
 from distlab_planner.model import NUMBER_BYTES, Model, ModelPart, share
-from distlab_planner.traffic import RankGroup, RanksOnHosts
 
 SHARE_OF = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward pass's multiply-adds
 

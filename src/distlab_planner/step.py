@@ -11,13 +11,13 @@ from distlab.parallel.options import BUCKET_BYTES
 from distlab.pipeline.actions import Action, Programs, stages_of
 from distlab.pipeline.engine import Engine
 from distlab.pipeline.plan import most_threads, share_of_cores, threads_by_plan
+from distlab_planner.communication_seconds import CollectiveSeconds, RankGroup, one_after_another
 from distlab_planner.costs import Costs
 from distlab_planner.graph import AfterPasses, BeforePasses, graph_of
 from distlab_planner.hosts import SharedHosts
 from distlab_planner.machine import KIND_OF
 from distlab_planner.model import NUMBER_BYTES
 from distlab_planner.sent import LOSS_BYTES, sent_bytes
-from distlab_planner.traffic import CollectiveSeconds, RankGroup, one_after_another
 
 WARM_UP = 3  # steps at the beginning of a run that do not count where it is compared with a prediction
 

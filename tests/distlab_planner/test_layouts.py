@@ -9,13 +9,13 @@ from support.planner_machines import MODEL, cluster
 from distlab.axes.layout import neighbors_of, replicas_in
 from distlab.comm.link import Link
 from distlab.settings.hybrid import HybridSettings
+from distlab_planner.communication_seconds import RanksOnHosts
 from distlab_planner.layouts import Choices, RunLayout, default_split, layouts
 from distlab_planner.model import Model, Sizes
 from distlab_planner.prediction import layout_of
 from distlab_planner.search import find_layouts
 from distlab_planner.step import Step
 from distlab_planner.table import HEADS, Row, table
-from distlab_planner.traffic import RanksOnHosts
 from simplellm.errors import InputError
 from simplellm.tokenizers import SPTokenizer
 

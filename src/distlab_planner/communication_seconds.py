@@ -1,4 +1,4 @@
-"""The costs of messages and collectives between ranks on a machine, by closed formula or as measured.
+"""The seconds of messages and collectives between ranks on a machine, by closed formula or as measured.
 
 A collective is a ring (Patarasuk and Yuan, 2009): an all-reduce among n ranks is 2 (n - 1) messages in a row of an n-th
 of the tensor. On its way, a number passes the links of the ring one after another, and each link carries 2 (n - 1)

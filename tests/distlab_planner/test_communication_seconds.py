@@ -13,9 +13,7 @@ from distlab.collectives.simulation import SimulatedWorld
 from distlab.comm import context
 from distlab.comm.link import Link
 from distlab_planner.collective_model import CostModel, predict_collective
-from distlab_planner.layouts import RunLayout
-from distlab_planner.machine import AllReduce
-from distlab_planner.traffic import (
+from distlab_planner.communication_seconds import (
     SMALLEST_OF_HOSTS_BYTES,
     SMALLEST_SHARED_BYTES,
     CollectiveSeconds,
@@ -24,6 +22,8 @@ from distlab_planner.traffic import (
     Spread,
     one_after_another,
 )
+from distlab_planner.layouts import RunLayout
+from distlab_planner.machine import AllReduce
 
 near: Any = pytest.approx
 SLOW, FAST = Link(5e-5, 1e9), Link(1e-6, 1e11)
