@@ -12,8 +12,8 @@ from support.chapters import validation_losses as validation
 from support.processes import run_ranks
 from torch import Tensor, nn
 
-from distlab.parallel.compression import decode, encode
 from distlab.parallel.options import Compression, encoded_bytes
+from distlab.parallel.quantization import decode, encode
 from distlab.run.model import build_optimizer
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings

@@ -40,6 +40,6 @@ def check_sharing(seq_len: int, heads: int, ranks: int, kind: CPKind, flag: str 
 
 
 def encoded_bytes(kind: Compression, elements: int) -> int:
-    """Return the size of the message that `distlab.parallel.compression.encode` makes of `elements` values."""
+    """Return the size of the message that `distlab.parallel.quantization.encode` makes of `elements` values."""
     values = {"none": 4 * elements, "bf16": 2 * elements, "int8": elements, "int4": (elements + 1) // 2}[kind]
     return values + (4 * -(-elements // BLOCK) if kind in LARGEST else 0)

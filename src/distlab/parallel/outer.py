@@ -20,8 +20,8 @@ from distlab.comm.group import empty
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.comm.transports.transport import overlapping
-from distlab.parallel.compression import start_mean
 from distlab.parallel.options import Compression
+from distlab.parallel.quantization import start_mean
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Vectors in fewer bytes: bfloat16, or integers of eight or four bits in blocks, each with a scale.
+"""Quantized vectors, which take fewer bytes: bfloat16, or integers of eight or four bits in blocks, each with a scale.
 
 A block of integers has one float32 scale, its largest magnitude divided by the largest integer (block-wise
 quantization: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861). The rounding error is
@@ -48,7 +48,7 @@ def start_mean(result: Tensor, values: Tensor, kind: Compression, residual: Tens
 
     Each rank sends its message to all others (an all-gather), and adds up the decoded vectors in float32 and in the
     order of ranks. So all ranks have the same mean to the last bit, and nothing is rounded twice. A rank sends
-    (ranks - 1) * `division.encoded_bytes`. Without compression, an all-reduce averages the vectors.
+    (ranks - 1) * `options.encoded_bytes`. Without compression, an all-reduce averages the vectors.
 
     Args:
         result: (elements,), float32; holds the mean after the wait for the returned handle.
