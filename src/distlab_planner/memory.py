@@ -3,12 +3,17 @@
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from distlab.axes.layout import STAGES, layout_size
 from distlab_planner.costs import Costs
 from distlab_planner.gathered import gathered_bytes
 from distlab_planner.graph import graph_of
 from distlab_planner.machine import Machine
 from distlab_planner.model import ID_BYTES, NUMBER_BYTES, share
+
+if TYPE_CHECKING:
+    from distlab.settings.replicas import RepairFlag
 
 MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
 # Freed memory that an allocator keeps, for each byte that is held: fitted to bench/planner.py, on CPUs only. glibc
@@ -70,6 +75,23 @@ def held_between_steps(costs: Costs, worker: int) -> RankMemory:
         gradients=own if layout.shard in ("gradients", "weights") else weights,
         optimizer_state=own * MOMENTS[costs.optimizer],
     )
+
+
+def bytes_after_a_death(args: "RepairFlag", split: tuple[int, ...]) -> float:
+    """Return the bytes that all ranks of a run hold together, after the death that costs most, with `--repair`.
+
+    `split` are the layers of each stage. The ranks keep a copy of the state before an update, and, to add up gradients
+    exactly, the gradients of each replica.
+    """
+    axes = args.layout
+    ranks, workers = layout_size(axes), axes.get(STAGES, 1)
+    costs = Costs.in_bytes(args, axes, split)
+    total = 0.0
+    for worker in range(workers):
+        one = held(costs, worker)
+        state = 2 * (one.parameters + one.optimizer_state) + args.gradient_sums * one.gradients
+        total += (state + args.growth() * one.activations) * ranks / workers
+    return total
 
 
 def process_bytes(costs: Costs, worker: int, holds: RankMemory) -> float:

@@ -20,10 +20,9 @@ from distlab_planner.activations import Activations
 from distlab_planner.costs import Costs
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, RunLayout, default_split
 from distlab_planner.measuring import build
-from distlab_planner.memory import held, process_bytes
+from distlab_planner.memory import bytes_after_a_death, held, process_bytes
 from distlab_planner.model import Dtype
 from distlab_planner.sequences import SharedAttention
-from distlab_planner.survivors import bytes_after_a_death
 from simplellm.llama import LLamaStage
 from simplellm.losses import causalLLMLoss
 from simplellm.saved_activations import SavedActivations

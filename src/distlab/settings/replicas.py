@@ -229,7 +229,7 @@ class RepairFlag(TrainSettings):
         Without the planner, nothing is checked.
         """
         try:
-            planner = importlib.import_module("distlab_planner.survivors")
+            planner = importlib.import_module("distlab_planner.memory")
         except ModuleNotFoundError:
             return
         split = self.decide().get("layers_per_stage", [self.n_layers])
