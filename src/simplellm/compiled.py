@@ -1,4 +1,4 @@
-"""Parts of a model that `torch.compile` translates, if a compiler is applied (`simplellm.compiler`)."""
+"""Where a model's parts go through a compiler, if one is applied (`simplellm.compiler`)."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The output and records of a run: a line per step, `metrics.jsonl`, each rank's log, the summary at the end."""
+"""The records of a run: `metrics.jsonl`, TensorBoard, a rank's part of `ledger.json`, the summary at the end."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""`--repair`: a rank dies, and the others go on, in the same step of the same run.
+"""A rank's part of `--repair`: when another one dies, it agrees with the rest on where they go on.
 
 What a survivor does when one of its waits has failed:
 

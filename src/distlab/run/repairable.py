@@ -1,6 +1,6 @@
-"""`--repair`: a run that goes on when a rank dies.
+"""The run and its steps with `--repair`, which call `distlab.run.repair` when a rank dies.
 
-Its steps are divided into phases, each of which may fail when a rank dies and is then done again.
+The steps are divided into phases, each of which may fail when a rank dies and is then done again.
 """
 
 import contextlib
