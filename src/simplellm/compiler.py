@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from simplellm.blocks import Attention, Block, logits
 from simplellm.compiled import PartToCompile, applied
@@ -37,6 +38,7 @@ class Compiler:
         self._tell = tell
         self._functions: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
         self._known: set[Hashable] = set()
+        keep_device_guard()
 
     def applied(self) -> AbstractContextManager[None]:
         """Inside, compile what is called through `through_compiler`."""
@@ -73,6 +75,15 @@ def keep_distutils() -> None:
     if sys.version_info < (3, 12):
         warnings.filterwarnings("ignore", "Reliance on distutils from stdlib", UserWarning)
         os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
+
+
+def keep_device_guard() -> None:
+    """Let this thread, which outlives those that compile, make torch's stand-in for a GPU that is not there.
+
+    In torch 2.11 built with CUDA, it ends with the thread that has made it, and crashes the next one that compiles.
+    """
+    with FakeTensorMode():
+        pass
 
 
 def can_compile(function: Callable[..., Tensor], *arguments: Any) -> bool:
