@@ -322,7 +322,7 @@ def test_a_machine_is_measured_and_a_plan_verified(
     """The memory that a run counts is what was predicted; the time is, within the mood of a machine that runs tests."""
     file = tmp_path / "machine.json"
     flags = [*MODEL, "--world-size", "2", "--seconds", "0.1", "--device", "cpu"]
-    ended = fork_python("-m", "distlab.calibrate", file, *flags).finish(deadline=120)
+    ended = fork_python("-m", "distlab.calibrate", file, *flags).finish(deadline=200)
     assert ended.status == 0, ended.err
     machine = read_machine(file)
     assert (machine.device, machine.hosts, machine.ranks_per_host) == ("cpu", 1, 2)
