@@ -164,7 +164,7 @@ class Pair:
         if step - 1 in self.steps:
             before = part.of(self.other.whole(step - 1, "gradient", name))
         factor = mistakes.fit(part.flat, [right])
-        shown = f" (factor {factor[0]:.4g})" if factor else ""
+        shown = f" (factor {factor[0]:.4g})" if factor and factor[0] else ""
         if parts := self.shares_of(step, name, part):
             mistake = mistakes.name_gradient(
                 part.flat, parts, before, self.replica_of("gradient", step, rank, name, part)

@@ -54,6 +54,10 @@ def test_replicas_that_hold_the_same_slices_agree_although_slices_differ(tmp_pat
     of_loss, told = compared(tmp_path, {"dp": 2, "tp": 2}, micro_batches=2, losses=({0: 2.0}, {0: 1.0})).sentences
     assert of_loss.startswith("step 0: the loss is 2 times too large")
     assert told.startswith("step 0: the gradient of weight on all ranks is that of this rank's own sequences: it was")
+    for rank in range(4):
+        record(tmp_path / "run", rank, {"gradient.weight": torch.zeros(SHAPE)}, start=2 * (rank % 2), rows=2)
+    told = compared(tmp_path, {"dp": 2, "tp": 2}, micro_batches=2).sentences[0]
+    assert told.endswith("or it was cleared before the update (100 % away)")
 
 
 def test_shares_of_other_parts_of_the_batch_name_no_mistake(tmp_path: Path) -> None:
