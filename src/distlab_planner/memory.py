@@ -3,19 +3,16 @@
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from distlab.axes.layout import STAGES, layout_size
+from distlab.settings.optimizers import MOMENTS
+from distlab.settings.replicas import RepairFlag
 from distlab_planner.costs import Costs
 from distlab_planner.gathered import gathered_bytes
 from distlab_planner.graph import graph_of
 from distlab_planner.machine import Machine
 from distlab_planner.model import ID_BYTES, NUMBER_BYTES, share
 
-if TYPE_CHECKING:
-    from distlab.settings.replicas import RepairFlag
-
-MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors of the optimizer for each weight
 # Freed memory that an allocator keeps, for each byte that is held: fitted to bench/planner.py, on CPUs only. glibc
 # does not merge freed tensors whose neighbors in memory are small objects that live on.
 KEPT_OF_FREED = {"cpu": 0.3, "cuda": 0.0}
@@ -77,7 +74,7 @@ def held_between_steps(costs: Costs, worker: int) -> RankMemory:
     )
 
 
-def bytes_after_a_death(args: "RepairFlag", split: tuple[int, ...]) -> float:
+def bytes_after_a_death(args: RepairFlag, split: tuple[int, ...]) -> float:
     """Return the bytes that all ranks of a run hold together, after the death that costs most, with `--repair`.
 
     `split` are the layers of each stage. The ranks keep a copy of the state before an update, and, to add up gradients

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from distlab.launching.command import lab_command
 from distlab.machine.cores import asked_threads
@@ -20,6 +20,7 @@ from distlab.reports.records import read_largest, read_steps
 from distlab.run.commands import launcher
 from distlab.run.terminal import StatusLine, can_erase, counted
 from distlab.settings.common import as_flag, require_positive, shown_as
+from distlab.settings.optimizers import OptimizerName
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, Choices, Shard
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.memory import share_of_rank
@@ -62,7 +63,7 @@ class PlanRequest(ModelFlags, RanksToPlan):  # `--help` lists the flags of the l
 
     n_layers: int = 6
     """transformer layers"""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer: OptimizerName = "adam"
     """update rule"""
     dp: Annotated[tuple[int, ...], shown_as("INT ...", ALL)] = ()
     """replicas to choose from"""

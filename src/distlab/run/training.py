@@ -82,7 +82,7 @@ class TrainingRun(Run[TrainSettingsT]):
             for parameter in ([part] if isinstance(part, nn.Parameter) else own_parameters(part).values())
         ]
         args = self.settings
-        betas = None if args.optimizer == "sgd" else args.betas
+        betas = args.betas if args.has_moments else None
         return build_optimizer(args.optimizer, parameters, args.lr, args.weight_decay, betas)
 
     def track(

@@ -159,7 +159,7 @@ class HybridSettings(ThreeAxes, SharedSequences, ExpertSettings, OuterSettings, 
 
     @property
     def per_rank_optimizer_state(self) -> bool:
-        return self.outer == "diloco" and self.optimizer != "sgd" and self.dp > 1
+        return self.outer == "diloco" and self.has_moments and self.dp > 1
 
     def check(self) -> None:
         require(self.ep > 0 and self.dp % self.ep == 0, f"--ep {self.ep} with --dp {self.dp}: give a divisor of --dp")

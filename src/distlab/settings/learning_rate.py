@@ -25,14 +25,13 @@ def learning_rate(
         return lr * (step + 1) / warmup_steps
     if schedule == "constant":
         return lr
-    _, left = CURVES[schedule]
-    return min_lr + (lr - min_lr) * left((step - warmup_steps) / max(1, steps - warmup_steps))
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return min_lr + (lr - min_lr) * CURVES[schedule][1](done)
 
 
 def lr_remarks(steps: int, lr: float, warmup_steps: int, schedule: LRSchedule, min_lr: float) -> list[str]:
     """Return lines to print about a learning rate that changes."""
     parts = [f"rises to {lr:g} over {warmup_steps:,} steps"] if warmup_steps else []
     if schedule != "constant":
-        curve, _ = CURVES[schedule]
-        parts.append(f"falls from {lr:g} to {min_lr:g} along {curve}, until step {steps:,}")
+        parts.append(f"falls from {lr:g} to {min_lr:g} along {CURVES[schedule][0]}, until step {steps:,}")
     return [f"the learning rate {' and then '.join(parts)}"] if parts else []

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from distlab.axes.layout import STAGES, coordinate, layout_size, name_stages
 from distlab.parallel.options import Compression, RepairMode, Sharded
 from distlab.settings.common import WorldSize, require_positive
+from distlab.settings.optimizers import MOMENTS
 from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.training import TrainSettings
 from simplellm.errors import FlagError, InputError, require
@@ -53,7 +54,7 @@ class LocalStepsSettings(DataParallelSettings):
 
     @property
     def per_rank_optimizer_state(self) -> bool:
-        return self.optimizer != "sgd" and self.world_size > 1
+        return self.has_moments and self.world_size > 1
 
     def check(self) -> None:
         super().check()
@@ -78,7 +79,7 @@ class WeightAverageSettings(LocalStepsSettings):
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
         own = f"only weights are averaged: each rank keeps {self.optimizer}'s moments of its own gradients"
-        return [*super().remarks(decided), *([own] if self.optimizer != "sgd" else [])]
+        return [*super().remarks(decided), *([own] if self.has_moments else [])]
 
 
 @dataclass
@@ -103,7 +104,7 @@ class OuterStepSettings:
 
     def remarks_on_exchanges(self, steps: int, optimizer: str) -> list[str]:
         """Return the lines to print at the start of such a run."""
-        own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if optimizer != "sgd" else []
+        own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if MOMENTS[optimizer] else []
         rest = steps % self.sync_every
         late = f"the model will lack some of what the last {rest} steps learn; --steps {steps - rest} avoids it"
         return [*own, *([late] if rest else [])]

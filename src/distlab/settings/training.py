@@ -17,6 +17,7 @@ import tyro
 from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
 from distlab.settings.learning_rate import LRSchedule, learning_rate, lr_remarks
+from distlab.settings.optimizers import MOMENTS, OptimizerName
 from distlab.settings.resume_policy import ResumePolicy
 from simplellm.errors import require, require_package
 from simplellm.options import Recompute, check_heads
@@ -58,7 +59,7 @@ class TrainSettings(ResumableSettings):
     """transformer layers"""
     lr: Annotated[float, ResumePolicy.DEFAULT] = 8e-4
     """learning rate"""
-    optimizer: Annotated[Literal["adam", "adamw", "sgd"], ResumePolicy.FIXED] = "adam"
+    optimizer: Annotated[OptimizerName, ResumePolicy.FIXED] = "adam"
     """update rule"""
     clip_norm: Annotated[float | None, ResumePolicy.DEFAULT, shown_as("FLOAT", "default: no clipping")] = None
     """largest norm of all gradients together; if it is larger, all of them are scaled down"""
@@ -116,6 +117,11 @@ class TrainSettings(ResumableSettings):
         from distlab.settings.resuming import file_identity
 
         return file_identity(self.data)
+
+    @property
+    def has_moments(self) -> bool:
+        """True if the optimizer keeps moving averages of the gradients."""
+        return MOMENTS[self.optimizer] > 0
 
     @property
     def positions(self) -> int:
@@ -208,8 +214,8 @@ class TrainSettings(ResumableSettings):
         require(decay is None or 0 <= decay < math.inf, f"--weight-decay {decay}: give 0 or more")
         are_shares = all(0 <= beta < 1 for beta in self.betas)
         require(are_shares, f"--betas {betas}: give two numbers from 0 to less than 1")
-        has_moments = self.optimizer != "sgd" or self.betas == BETAS
-        require(has_moments, f"--betas {betas} with --optimizer sgd: only adam and adamw have moments")
+        given = f"--betas {betas} with --optimizer {self.optimizer}"
+        require(self.has_moments or self.betas == BETAS, f"{given}: only adam and adamw have moments")
         warmup, given = self.warmup_steps, f"--warmup-steps {self.warmup_steps}"
         require(warmup >= 0, f"{given}: give 0 or more")
         require(warmup <= self.steps, f"{given} with --steps {self.steps}: the warm-up must end within the run")
