@@ -1,4 +1,4 @@
-"""The wait graph: one search for cycles, used for schedules before they run and for ranks that are blocked.
+"""The wait graph: one search for cycles, for schedules (`distlab.pipeline.plan`) and ranks (`rendezvous.diagnosis`).
 
 Nodes are ranks or workers; an edge leads from a waiting node to one that it waits for. A cycle is a deadlock (Holt,
 "Some deadlock properties of computer systems", 1972).

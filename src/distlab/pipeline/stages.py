@@ -1,4 +1,4 @@
-"""Building the stages of a pipeline."""
+"""Builds the models of a pipeline's stages; `Stage` in `distlab.pipeline.activations` is such a model in training."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`--clip-norm`: the gradients of a step are scaled down if the norm of all of them together is larger.
+"""A run with `--clip-norm`: when it adds up the loss and the norm; `distlab.parallel.clipping` has the arithmetic.
 
 The ranks wait for the loss and the norm together, and a GPU gets the work for both before the host waits for either.
 """
