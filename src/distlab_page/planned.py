@@ -12,7 +12,7 @@ from distlab_page.records import Records
 from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Size
 from distlab_planner.machine import Device
-from distlab_planner.memory import held
+from distlab_planner.memory import MOMENTS, held
 from distlab_planner.model import NUMBER_BYTES, Model, share
 from distlab_planner.sent import Formulas, sent_in_step
 from simplellm.errors import InputError
@@ -56,7 +56,8 @@ def counts_memory(run: Records, costs: Costs) -> bool:
     if layout.shard == "weights" and "W" in layout.outline.letters:
         return False  # nor blocks that wait for their weights' gradients
     shares_vocabulary = run.layout.get("tp", 1) == 1 or "tp" in settings or "tp_style" in settings
-    return shares_vocabulary and settings.get("schedule") != AUTO and not settings.get("capacity")
+    is_known = settings.get("schedule") != AUTO and settings["optimizer"] in MOMENTS  # a script may have another one
+    return shares_vocabulary and is_known and not settings.get("capacity")
 
 
 def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:

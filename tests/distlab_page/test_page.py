@@ -251,6 +251,13 @@ def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None
     assert [rank["stages"] for rank in layout(recorded)["ranks"]] == [[0, 3], [1, 4], [2, 5]] * 2
 
 
+def test_a_run_with_an_optimizer_of_the_users_own_has_a_page_without_a_plan_of_its_memory(hybrid: Path) -> None:
+    run = read(hybrid)
+    page = contents(replace(run, config=run.config | {"settings": run.settings | {"optimizer": "lion"}}))
+    assert page["memory"] == contents(run)["memory"] | {"plan": None, "table": page["memory"]["table"]}
+    assert page["ledger"] == contents(run)["ledger"], "which has formulas"
+
+
 def test_a_worker_holds_as_many_stages_as_the_run_gives_it(hybrid: Path) -> None:
     run, rows = read(hybrid), list[tuple[float, ...]]()
     for chunks in (2, 3):
