@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from distlab.axes.layout import coordinate
 from distlab.parallel.options import encoded_bytes
 from distlab.pipeline.schedules import AUTO
+from distlab.settings.optimizers import MOMENTS
 from distlab_page.records import Records
 from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Size
 from distlab_planner.machine import Device
-from distlab_planner.memory import MOMENTS, held
+from distlab_planner.memory import held
 from distlab_planner.model import NUMBER_BYTES, Model, share
 from distlab_planner.sent import Formulas, sent_in_step
 from simplellm.errors import InputError

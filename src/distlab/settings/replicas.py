@@ -104,7 +104,7 @@ class OuterStepSettings:
 
     def remarks_on_exchanges(self, steps: int, optimizer: str) -> list[str]:
         """Return the lines to print at the start of such a run."""
-        own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if MOMENTS[optimizer] else []
+        own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if MOMENTS.get(optimizer) != 0 else []
         rest = steps % self.sync_every
         late = f"the model will lack some of what the last {rest} steps learn; --steps {steps - rest} avoids it"
         return [*own, *([late] if rest else [])]

@@ -120,8 +120,8 @@ class TrainSettings(ResumableSettings):
 
     @property
     def has_moments(self) -> bool:
-        """True if the optimizer keeps moving averages of the gradients."""
-        return MOMENTS[self.optimizer] > 0
+        """True if the optimizer keeps moving averages of the gradients, as a script's own one may."""
+        return MOMENTS.get(self.optimizer) != 0
 
     @property
     def positions(self) -> int:
