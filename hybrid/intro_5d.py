@@ -117,7 +117,7 @@ def train(run: TrainingRun[HybridSettings]) -> None:
         outer = OuterOptimizer(weights, rounds, args.outer_lr, momentum, alpha, args.compress, replicas)
     run.track(sharded or nets, optimizer, loss_of_whole, owners=pipeline.owners, outer=outer)
 
-    # Without --shard, averages of the gradients; with --outer diloco, only over the ranks that share a sequence.
+    # Without --shard, gradients are averaged here; with --outer diloco, only over the ranks that share a sequence.
     over = parts if outer else same
     averaged = {} if sharded or (outer and over.size == 1) else nets
     parameters = [parameter for net in averaged.values() for parameter in net.parameters()]
