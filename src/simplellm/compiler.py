@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from simplellm.blocks import Attention, Block, logits
 from simplellm.compiled import PartToCompile, applied
@@ -82,8 +81,7 @@ def keep_device_guard() -> None:
 
     In torch 2.11 built with CUDA, it ends with the thread that has made it, and crashes the next one that compiles.
     """
-    with FakeTensorMode():
-        pass
+    torch._C._ensureCUDADeviceGuardSet()
 
 
 def can_compile(function: Callable[..., Tensor], *arguments: Any) -> bool:
