@@ -40,7 +40,8 @@ class RankFailure:
         message = self.record.get("message")
         if not isinstance(message, str):  # no record, or the one of torch's `record`
             return f"failed with exit status {self.status}"
-        return f"failed: {message.partition(' failed: ')[2] or message}"
+        after_name = message.partition(" failed: ")[2] if self.record.get("names_rank") else ""
+        return f"failed: {after_name or message}"
 
     @property
     def cannot_be_repaired(self) -> bool:

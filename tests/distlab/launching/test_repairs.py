@@ -199,7 +199,7 @@ def test_a_spare_is_ended_whose_partner_has_exited_and_is_not_replaced() -> None
 def test_a_spare_that_exits_while_it_waits_for_a_death_is_given_no_place(capfd: pytest.CaptureFixture[str]) -> None:
     ranks, store = FakeRanks(), Store()
     repairs = after_a_death(ranks, store, spares=3)
-    failure = RankFailure(1, {"message": "rank -1 failed: no memory"}, 0)
+    failure = RankFailure(1, {"message": "rank -1 failed: no memory", "names_rank": True}, 0)
     ranks.exited_spares = lambda: {1: failure}  # type: ignore[method-assign]
     repairs.look()
     assert capfd.readouterr().err == "# a spare failed: no memory; the run goes on without it\n"
@@ -221,7 +221,8 @@ if "{NEWCOMER}" in os.environ:
     what = "weight"
 elif os.environ["RANK"] == "1":
     time.sleep(60)
-json.dump({{"message": f"rank 0 failed: a bad {{what}}"}}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+record = {{"message": f"rank 0 failed: a bad {{what}}", "names_rank": True}}
+json.dump(record, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
 sys.exit(1)
 """
 

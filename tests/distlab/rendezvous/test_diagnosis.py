@@ -236,7 +236,10 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
             "rank 4 (stage 1 of replica 1) was terminated by SIGTERM",
         ),
         ({4: failure(-40, 100)}, "rank 4 (stage 1 of replica 1) was terminated by signal 40"),
-        ({3: LOST, 4: failure(1, 101, "no disk", status=1)}, "rank 4 (stage 1 of replica 1) failed: no disk"),
+        (
+            {3: LOST, 4: failure(1, 101, "the copy failed: no disk", status=1)},
+            "rank 4 (stage 1 of replica 1) failed: the copy failed: no disk",
+        ),
         ({4: failure(1, 100, "rank 4 has no disk", status=1)}, "rank 4 has no disk"),
         ({3: failure(1, 100, "rank 4 is odd", status=1)}, "rank 3 (stage 0 of replica 1) failed: rank 4 is odd"),
     ],
