@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.chapters import losses, prepared, records, train, train_on
 from support.processes import free_port, run_ranks
 from support.repairs import DIES_IN, SHAPE, STEPS, Death, run_dying, run_with
+from torch import Tensor
 
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.plan import simulate
@@ -97,28 +99,33 @@ def test_exact_is_bit_for_bit_the_same_run(one_process: Path, tmp_path: Path) ->
     assert min(norms(tmp_path / "run")) < most < max(norms(tmp_path / "run"))
 
 
-def cores_of_pipelines(rank: int, flags: list[str]) -> list[int | None]:
-    """The cores by which a rank's pipelines choose threads, where each of the host's has two."""
-    module, asked = prepared(LESSON, tuple(flags))[0], list[int | None]()
+def threads_of_losses(rank: int, flags: list[str]) -> list[int]:
+    """The threads with which a rank computes its losses, where each of the host's pipelines has two cores."""
+    module, seen = prepared(LESSON, tuple(flags))[0], list[int]()
 
-    def pipeline(*args: Any, cores: int | None, **options: Any) -> Pipeline:
-        asked.append(cores)
-        return Pipeline(*args, cores=cores, **options)
+    def pipeline(nets: Any, programs: Any, grid: Any, loss: Any, **options: Any) -> Pipeline:
+        def watched(*given: Any) -> Tensor:
+            seen.append(torch.get_num_threads())
+            computed: Tensor = loss(*given)
+            return computed
+
+        # Without costs, threads always pay.
+        return Pipeline(nets, programs, grid, watched, **{**options, "costs": None})
 
     module.Pipeline = pipeline  # type: ignore[attr-defined]
     setattr(Run, "shared_cores", 2)  # noqa: B010  # only in this fork
     train(rank, LESSON, flags)
-    return asked
+    return seen
 
 
-@pytest.mark.parametrize(("repair", "cores"), [("on", 2), ("exact", None)])
+@pytest.mark.parametrize(("repair", "threads"), [("on", 2), ("exact", 1)])
 def test_exact_has_the_same_number_of_threads_after_a_death(
-    repair: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repair: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAB_LAUNCHER", str(os.getpid()))  # which would notice a death
     flags = f"--dp 2 --pp 1 --batch-size 1 --micro-batches 1 --n-layers 1 --steps 2 --repair {repair}".split()
     flags += ["--out", str(tmp_path), "--master-port", str(free_port())]
-    assert run_ranks(2, cores_of_pipelines, flags) == [[cores]] * 2
+    assert run_ranks(2, threads_of_losses, flags) == [[threads] * 2] * 2
 
 
 @pytest.mark.parametrize(("layout", "dead"), [("--dp 2 --pp 3", [4]), ("--dp 3 --pp 4 --tp 2", [2, 3, 12, 13])])
