@@ -30,7 +30,7 @@ DEFAULTS = RepairSettings(batch_size=1)
 def assign(replicas: int, micro_batches: int, alive: Sequence[int], together: int = 1) -> dict[int, list[int]]:
     """Return, by living rank, the micro-batches that it computes, numbered across all replicas: its own first.
 
-    The living take turns with those of the dead, `together` of them at a turn.
+    The living take turns with the micro-batches of the dead, and each turn has `together` of them.
     """
     of_replica = [range(replica * micro_batches, (replica + 1) * micro_batches) for replica in range(replicas)]
     shares = {rank: list(of_replica[rank]) for rank in alive}

@@ -5,7 +5,7 @@
 
 While stage 1 computes micro-batch 0, stage 0 already computes micro-batch 1. The schedule is the order of a stage's
 forward and backward passes: a list, which a function in distlab.pipeline.schedules returns and `run_program` follows.
-PP/schedules/intro_PP_schedules.py takes over if a flag asks for a schedule with other actions, or for --trace.
+PP/schedules/intro_PP_schedules.py takes over with --trace, and if --schedule has other actions.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,7 @@
 Every rank has the full input and the full output of each layer, and computes in between with its own shard of the
 weights (Megatron-LM: Shoeybi et al., arXiv 1909.08053, figure 3). Shard r of n is the r-th of n equal slices of the
 matrix that one process draws from the same seed. So if all ranks of a group have the same seed, the group starts from
-the same weights as one process. Building a layer leaves torch's random generator as it was, on every rank
-(`unmoved_generator`, in drawing.py).
+the same weights as one process. drawing.py draws them, and leaves torch's random generator as it was.
 """
 
 import model
