@@ -26,7 +26,7 @@ from distlab.run.steps import STOP_AFTER
 from distlab.settings.common import RunSettings, as_flag, as_json, shown_as
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.folders import is_run
-from distlab.settings.optimizers import MOMENTS
+from distlab.settings.optimizers import moments_of
 from distlab.settings.recorded import read_config
 from distlab.settings.resume_policy import OF_TRAINING, marked
 from distlab.settings.scripts import read_script
@@ -113,7 +113,7 @@ def compare(request: Request) -> int:
 def _compare_recordings(own: RecordedRun, right: RecordedRun, tolerance: float) -> tuple[int, list[str]]:
     """Return the exit status, and lines about the first difference of recorded gradients and weights."""
     names = _names(own, right)
-    has_moments = MOMENTS.get(own.settings.get("optimizer", "sgd")) != 0
+    has_moments = moments_of(own.settings.get("optimizer", "sgd")) > 0
     micro_batches = int(own.settings.get("micro_batches", 1))
     pair = Pair(own.records, right.records, tolerance, (own.losses, right.losses), micro_batches, has_moments)
     both = f"{own.folder} has recorded {_shown(own.records.steps)}, {right.folder} {_shown(right.records.steps)}"

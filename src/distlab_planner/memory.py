@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 from distlab.axes.layout import STAGES, layout_size
-from distlab.settings.optimizers import MOMENTS
+from distlab.settings.optimizers import moments_of
 from distlab.settings.replicas import RepairFlag
 from distlab_planner.costs import Costs
 from distlab_planner.gathered import gathered_bytes
@@ -70,7 +70,7 @@ def held_between_steps(costs: Costs, worker: int) -> RankMemory:
     return RankMemory(
         parameters=parameters + corrections,
         gradients=own if layout.shard in ("gradients", "weights") else weights,
-        optimizer_state=own * MOMENTS[costs.optimizer],
+        optimizer_state=own * moments_of(costs.optimizer),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from distlab.axes.layout import STAGES, coordinate, layout_size, name_stages
 from distlab.parallel.options import Compression, RepairMode, Sharded
 from distlab.settings.common import WorldSize, require_positive
-from distlab.settings.optimizers import MOMENTS
+from distlab.settings.optimizers import moments_of
 from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.training import TrainSettings
 from simplellm.errors import FlagError, InputError, require
@@ -104,7 +104,7 @@ class OuterStepSettings:
 
     def remarks_on_exchanges(self, steps: int, optimizer: str) -> list[str]:
         """Return the lines to print at the start of such a run."""
-        own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if MOMENTS.get(optimizer) != 0 else []
+        own = [f"each rank keeps {optimizer}'s moments of its own gradients"] if moments_of(optimizer) else []
         rest = steps % self.sync_every
         late = f"the model will lack some of what the last {rest} steps learn; --steps {steps - rest} avoids it"
         return [*own, *([late] if rest else [])]

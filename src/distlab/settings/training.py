@@ -17,7 +17,7 @@ import tyro
 from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
 from distlab.settings.learning_rate import LRSchedule, learning_rate, lr_remarks
-from distlab.settings.optimizers import MOMENTS, OptimizerName
+from distlab.settings.optimizers import OptimizerName, moments_of
 from distlab.settings.resume_policy import ResumePolicy
 from simplellm.errors import require, require_package
 from simplellm.options import Recompute, check_heads
@@ -120,8 +120,8 @@ class TrainSettings(ResumableSettings):
 
     @property
     def has_moments(self) -> bool:
-        """True if the optimizer keeps moving averages of the gradients, as a script's own one may."""
-        return MOMENTS.get(self.optimizer) != 0
+        """True if the optimizer keeps moving averages of the gradients."""
+        return moments_of(self.optimizer) > 0
 
     @property
     def positions(self) -> int:
