@@ -40,9 +40,10 @@ def test_it_is_made_at_once_and_small_or_with_a_second_run(
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) -> None:
-    (tmp_path / "config.json").write_text('{"settings": {}, "layout": {"dp": null}}')
-    with pytest.raises(InputError, match="this is not a run's folder"):
-        read(tmp_path)
+    for size in ("null", "0"):
+        (tmp_path / "config.json").write_text(f'{{"settings": {{}}, "layout": {{"dp": {size}}}}}')
+        with pytest.raises(InputError, match="this is not a run's folder"):
+            read(tmp_path)
     (tmp_path / "config.json").write_text('{"settings": null, "layout": {}}')
     ended = run(*LAUNCH, "page", tmp_path)
     assert (ended.status, ended.out) == (2, "")

@@ -113,7 +113,8 @@ def test_the_options_of_a_group_stay_as_they_are() -> None:
 
 def sum_in_new_groups(store: dist.Store, rank: int, value: float) -> float:
     """Make the groups of a program of two ranks, add up two tensors, close the groups; return an element of the sum."""
-    dist.init_process_group("lab", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    options, limit = Options() if rank else None, timedelta(seconds=10)
+    dist.init_process_group("lab", store=store, rank=rank, world_size=2, timeout=limit, pg_options=options)
     assert context_of().waits.timeout_seconds == 10
     tensor = torch.full((1000,), value)
     dist.all_reduce(tensor, group=dist.new_group([0, 1]))
