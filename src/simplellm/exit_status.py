@@ -48,14 +48,13 @@ def about_system(error: BaseException) -> str | None:
 
 
 def lost_reader(error: BaseException) -> bool:
-    """Return whether an error came about because the reader of the output has exited, as `head` does.
-
-    A program may also write into other pipes.
-    """
-    output = select.poll()
+    """Return whether an error came about because the reader of the output has exited, as `head` does."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    output = select.poll()  # a program may also write into other pipes
     for stream in (1, 2):
         output.register(stream, 0)  # reports only errors, such as a pipe without a reader
-    return isinstance(error, BrokenPipeError) and bool(output.poll(0))
+    return bool(output.poll(0))
 
 
 def status_of(command: Callable[[], int | None]) -> int:

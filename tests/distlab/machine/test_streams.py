@@ -226,8 +226,13 @@ def test_the_watch_ends_a_wait_of_the_thread_inside_of_nccl() -> None:
     with waits.during(Wait("its own disk", "other")):  # no other rank takes part in it
         time.sleep(0.5)
     assert failures == []
-    with waits.during(Wait("the checkpoint of step 3", "other", (1,))):
+    closed, of_closed, wait = waits_of_rank_0(), list[TrafficError](), Wait("the checkpoint of step 3", "other", (1,))
+    closed.timeout_seconds = 0.1
+    closed.watch(of_closed.append, torch.device("cpu"))
+    closed.close()
+    with waits.during(wait), closed.during(wait):
         assert wait_for(lambda: bool(failures))
+    assert of_closed == []
     assert "s for the checkpoint of step 3: no answer" in str(failures[0])
 
 
