@@ -139,6 +139,9 @@ def test_one_process_records_the_steps_whose_gradients_the_run_has_recorded(
     (tmp_path / "run/config.json").write_text(json.dumps(config | {"script": "gone.py", "settings": {"save_every": 2}}))
     with pytest.raises(InputError, match=r"its script gone\.py is not there; give --script$"):
         compare(Request(tmp_path / "run", with_one_process=True))
+    (tmp_path / "run/config.json").write_text(json.dumps(config | {"settings": {"lr": None}}))
+    with pytest.raises(InputError, match=r"run/config\.json: its setting lr is null, and must be a number$"):
+        compare(Request(tmp_path / "run", with_one_process=True))
 
 
 ABOUT: dict[str, Any] = {"architecture": "mlp", "tokens": 0, "model": {}, "settings": {}}  # of a checkpoint
