@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
@@ -122,6 +123,18 @@ def test_choices_that_need_no_thought() -> None:
     assert choose_source("sample") == ("sample", "the generator")
     assert choose_source("tinystories") == ("tinystories", "the hub's TinyStories")
     assert choose_source("no/such.txt") == ("no/such.txt", "no/such.txt")
+
+
+def test_a_library_of_the_hub_that_cannot_be_imported_is_a_reason_for_the_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.delitem(vars(huggingface_hub), "HfApi", raising=False)  # imported at its first use
+    monkeypatch.setitem(sys.modules, "huggingface_hub.hf_api", None)
+    why, revision = hub.ask_hub()
+    assert why is not None
+    assert "huggingface_hub.hf_api" in why
+    assert revision is None
 
 
 class Answering(BaseHTTPRequestHandler):

@@ -125,7 +125,10 @@ def ask_hub() -> tuple[str | None, str | None]:
 
     if HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set", None
-    from huggingface_hub import HfApi  # may take seconds, which are not the hub's
+    try:
+        from huggingface_hub import HfApi  # may take seconds, which are not the hub's
+    except ImportError as error:  # of a package that it needs
+        return first_line(error), None
 
     answer: queue.SimpleQueue[tuple[str | None, str | None]] = queue.SimpleQueue()
 
