@@ -74,7 +74,7 @@ def test_ranks_have_numbers_and_sessions_and_finish_when_all_machines_have(
 
 FAILS = """
 if os.environ["RANK"] == "4":
-    record = {{"message": "rank 4 failed: nan", "timestamp": 5, "recurs_on_restart": {recurs}}}
+    record = {{"message": "rank 4 failed: nan", "timestamp": 5, "names_rank": True, "recurs_on_restart": {recurs}}}
     pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))
     sys.exit(7)
 time.sleep(60)
