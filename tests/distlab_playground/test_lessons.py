@@ -62,8 +62,9 @@ def outcome(folder: Path, losses: list[float], scale: int) -> Outcome:
         for step, loss in enumerate(losses)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(steps) + "\n")
-    ways = [{"kind": "gradients", "bytes": 50 * scale, "messages": 1, "peers": [1]}] * 2  # of two groups
-    other = {"kind": "loss", "bytes": 1, "messages": 1, "peers": [1]}
+    to = {"way": "send", "peers": [1], "messages": 1}
+    ways = [{"kind": "gradients", "bytes": 50 * scale, **to}] * 2  # of two groups
+    other = {"kind": "loss", "bytes": 1, **to}
     more = {"steps": 2, "seconds": 1.0, "waited_seconds": 0.0, "collective_seconds": 0.0}
     accounts = [{"name": f"rank {r}", "rank": r, **more, "sent": [*ways, other][: 3 - r]} for r in (0, 1)]
     (folder / "ledger.json").write_text(json.dumps(accounts))
