@@ -26,11 +26,10 @@ from distlab.run.steps import STOP_AFTER
 from distlab.settings.common import RunSettings, as_flag, as_json, shown_as
 from distlab.settings.experts import ExpertSettings
 from distlab.settings.folders import is_run
-from distlab.settings.optimizers import moments_of
 from distlab.settings.recorded import read_config
 from distlab.settings.resume_policy import OF_TRAINING, marked
 from distlab.settings.scripts import read_script
-from distlab.settings.training import TrainSettings
+from distlab.settings.training import TrainSettings, moments_of
 from distlab_compare.mistakes import TOLERANCE
 from distlab_compare.records import Recordings
 from distlab_compare.runs import Pair

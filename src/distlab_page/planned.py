@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from distlab.axes.layout import coordinate
 from distlab.parallel.options import encoded_bytes
 from distlab.pipeline.schedules import AUTO
-from distlab.settings.optimizers import MOMENTS
+from distlab.settings.training import MOMENTS
 from distlab_page.records import Records
 from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Size

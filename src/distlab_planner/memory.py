@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass, replace
 
 from distlab.axes.layout import STAGES, layout_size
-from distlab.settings.optimizers import moments_of
 from distlab.settings.replicas import RepairFlag
+from distlab.settings.training import moments_of
 from distlab_planner.costs import Costs
 from distlab_planner.gathered import gathered_bytes
 from distlab_planner.graph import graph_of

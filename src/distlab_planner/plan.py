@@ -20,7 +20,7 @@ from distlab.reports.records import read_largest, read_steps
 from distlab.run.commands import launcher
 from distlab.run.terminal import StatusLine, can_erase, counted
 from distlab.settings.common import as_flag, require_positive, shown_as
-from distlab.settings.optimizers import OptimizerName
+from distlab.settings.training import OptimizerName
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, Choices, Shard
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.memory import share_of_rank

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from distlab.axes.layout import STAGES, coordinate, layout_size, name_stages
 from distlab.parallel.options import Compression, RepairMode, Sharded
 from distlab.settings.common import WorldSize, require_positive
-from distlab.settings.optimizers import moments_of
 from distlab.settings.resume_policy import ResumePolicy
-from distlab.settings.training import TrainSettings
+from distlab.settings.training import TrainSettings, moments_of
 from simplellm.errors import FlagError, InputError, require
 
 NO_COPY = "no other rank has the shard of a dead one"

@@ -16,8 +16,6 @@ import tyro
 
 from distlab.checkpoints import LLAMA
 from distlab.settings.common import ResumableSettings, require_positive, shown_as
-from distlab.settings.learning_rate import LRSchedule, learning_rate, lr_remarks
-from distlab.settings.optimizers import OptimizerName, moments_of
 from distlab.settings.resume_policy import ResumePolicy
 from simplellm.errors import require, require_package
 from simplellm.options import Recompute, check_heads
@@ -27,6 +25,9 @@ from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
 if TYPE_CHECKING:
     from distlab.comm.recorder import StepTime
 
+LRSchedule = Literal["constant", "cosine", "linear"]
+OptimizerName = Literal["adam", "adamw", "sgd"]  # their classes are in `distlab.run.model`
+MOMENTS: dict[str, int] = {"adam": 2, "adamw": 2, "sgd": 0}  # tensors that the optimizer keeps for each weight
 BETAS = (0.9, 0.999)  # torch's default
 MOST_LAYERS, MOST_TOKENS = 1000, 2**24  # larger numbers are taken for typing errors, as with `MOST_RANKS`
 
@@ -146,8 +147,7 @@ class TrainSettings(ResumableSettings):
 
     def remarks(self, decided: dict[str, Any]) -> list[str]:
         predicted = [self.prediction.sentence] if self.prediction else []
-        rate = lr_remarks(self.steps, self.lr, self.warmup_steps, self.lr_schedule, self.min_lr)
-        return [f"stories from {decided['data_because']}", *rate, *predicted]
+        return [f"stories from {decided['data_because']}", *self._lr_remarks(), *predicted]
 
     def remarks_at_the_end(self, times: "Sequence[StepTime]") -> list[str]:
         return list(self.prediction.beside(times)) if self.prediction and times else []
@@ -165,6 +165,14 @@ class TrainSettings(ResumableSettings):
         from distlab.settings.optional_packages import planner_prediction
 
         return planner_prediction().of(self, self.machine)
+
+    def _lr_remarks(self) -> list[str]:
+        """Return lines to print about a learning rate that changes."""
+        parts = [f"rises to {self.lr:g} over {self.warmup_steps:,} steps"] if self.warmup_steps else []
+        if self.lr_schedule != "constant":
+            curve = "half a cosine" if self.lr_schedule == "cosine" else "a line"
+            parts.append(f"falls from {self.lr:g} to {self.min_lr:g} along {curve}, until step {self.steps:,}")
+        return [f"the learning rate {' and then '.join(parts)}"] if parts else []
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -221,3 +229,25 @@ class TrainSettings(ResumableSettings):
         require(warmup <= self.steps, f"{given} with --steps {self.steps}: the warm-up must end within the run")
         given = f"--min-lr {self.min_lr:g}"
         require(0 <= self.min_lr <= self.lr, f"{given} with --lr {self.lr:g}: give 0 or more, and at most --lr")
+
+
+def learning_rate(
+    step: int, steps: int, lr: float, warmup_steps: int = 0, schedule: LRSchedule = "constant", min_lr: float = 0.0
+) -> float:
+    """Return the learning rate of a step. It depends only on the arguments, so it continues in a resumed run.
+
+    It rises linearly to `lr` over the first `warmup_steps` steps. Then it falls from `lr` towards `min_lr`, along half
+    a cosine (Loshchilov and Hutter, arXiv 1608.03983) or a line; it would reach `min_lr` right after the last step.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return lr
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+    return min_lr + (lr - min_lr) * left
+
+
+def moments_of(optimizer: str) -> int:
+    """Return the number of tensors that an optimizer keeps for each weight; one of a script's own counts like Adam."""
+    return MOMENTS.get(optimizer, MOMENTS["adam"])

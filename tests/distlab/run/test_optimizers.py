@@ -15,8 +15,7 @@ from distlab.run.model import OPTIMIZERS, build_optimizer
 from distlab.run.training import TrainingRun
 from distlab.settings.common import parse
 from distlab.settings.hybrid import HybridSettings
-from distlab.settings.learning_rate import LRSchedule, learning_rate
-from distlab.settings.training import TrainSettings
+from distlab.settings.training import LRSchedule, TrainSettings, learning_rate
 from simplellm.tokenizers import SPTokenizer
 
 pytestmark = pytest.mark.quick

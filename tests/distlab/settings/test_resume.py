@@ -17,10 +17,9 @@ from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
 from distlab.settings.common import parse
-from distlab.settings.learning_rate import learning_rate
 from distlab.settings.replicas import DataParallelSettings
 from distlab.settings.resuming import remarks
-from distlab.settings.training import TrainSettings
+from distlab.settings.training import TrainSettings, learning_rate
 from simplellm.errors import InputError
 
 HALF, STEPS = 2, 4
