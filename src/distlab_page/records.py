@@ -167,8 +167,9 @@ def _of_ranks(path: Path, kinds: Mapping[str, type]) -> list[dict[str, Any]]:
 def _check(path: Path, records: Any, kinds: Mapping[str, type]) -> None:
     """Raise `InputError` unless these records are a list of objects, each with values of these types."""
     require(isinstance(records, list) and all(isinstance(r, dict) for r in records), f"{path}: {NOT_COMPLETE}")
-    wrong = [name for record in records for name, kind in kinds.items() if not fits(record.get(name), kind)]
-    require(not wrong, f"{path}: {NOT_COMPLETE} (see {', '.join(wrong[:1])})")
+    for record in records:
+        for name, kind in kinds.items():
+            require(fits(record.get(name), kind), f"{path}: {NOT_COMPLETE} (see {name})")
 
 
 def _remarks(path: Path) -> list[str]:
