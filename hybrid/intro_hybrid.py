@@ -56,7 +56,7 @@ def train(run: TrainingRun[ThreeAxesSettings]) -> None:
     pipeline = Pipeline(nets, programs, run.grid, loss, **run.pipeline_options())
     stories = TinyStories(tokenizer, **run.data_options(), rank=replicas.rank, num_replicas=replicas.size)
     optimizer = run.optimizer(nets)
-    run.track(nets, optimizer, loss, owners=pipeline.owners)
+    run.track(nets, optimizer, loss, owners=pipeline.owners)  # owners: which rank holds each stage
     gradients = flatten_gradients(nn.ModuleList(nets.values()), replicas)  # every parameter.grad is a view of it
 
     for step, batch in run.steps(stories):

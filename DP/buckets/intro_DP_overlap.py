@@ -23,7 +23,7 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = GradientAverageSettings(batch_size=1)
-MORE = "intro_DP_buckets.py"  # sends them compressed
+MORE = "intro_DP_buckets.py"  # can compress the gradients
 BUCKET_BYTES = 25_000_000
 
 

@@ -19,7 +19,7 @@ from simplellm.losses import causalLLMLoss
 from simplellm.tokenizers import SPTokenizer
 
 DEFAULTS = GradientAverageSettings(batch_size=1)
-MORE = "../buckets/intro_DP_buckets.py"  # sends them compressed, or in buckets
+MORE = "../buckets/intro_DP_buckets.py"  # sends gradients in buckets, or compressed
 
 
 def train(run: TrainingRun[TrainSettings]) -> None:

@@ -86,7 +86,7 @@ def train(run: TrainingRun[PlainPipelineSettings]) -> None:
     stories = TinyStories(tokenizer, **run.data_options())  # the same on all ranks
     optimizer = run.optimizer(net)
     run.track(net, optimizer)
-    groups = dist.new_group(), dist.new_group()  # NCCL sends a group's messages in order, whatever their direction
+    groups = dist.new_group(), dist.new_group()  # one for each direction: NCCL sends a group's messages in order
 
     for step, batch in run.steps(stories):
         optimizer.zero_grad()
