@@ -69,7 +69,7 @@ def pass_through(net: nn.Module, x: Tensor, width: int, share: float) -> list[Te
 
 def train(run: TrainingRun[PipelineSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    split = args.split(tokenizer.vocab_size)
+    split = args.split(tokenizer.vocab_size)  # how many layers each stage has
     net = build_stage(run.rank, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # inputs of the first stage, targets of the last
     optimizer = run.optimizer(net)

@@ -80,8 +80,8 @@ def run_program(
 
 def train(run: TrainingRun[PlainPipelineSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
-    program = args.programs()[run.rank]
-    split = args.split(tokenizer.vocab_size)
+    program = args.programs()[run.rank]  # this stage's list of actions
+    split = args.split(tokenizer.vocab_size)  # how many layers each stage has
     net = build_stage(run.rank, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
     stories = TinyStories(tokenizer, **run.data_options())  # the same on all ranks
     optimizer = run.optimizer(net)
