@@ -12,9 +12,8 @@ from pathlib import Path
 from lab_runs import LAB
 from tables import print_head, print_row
 
-from distlab_planner.communication_seconds import RankGroup
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import RunLayout
+from distlab_planner.layouts import SAME_WEIGHTS, RunLayout
 from distlab_planner.machine import Machine, read_machine
 from distlab_planner.model import NUMBER_BYTES, Model, Sizes
 from distlab_planner.step import LOSS_BYTES, predict
@@ -88,8 +87,8 @@ def local_sgd(bandwidth: float) -> Curve:
     machine = replace(machine, between=link, hosts=2, ranks_per_host=8)
     alone, costs = step_seconds(machine, 1, 8, ROWS), costs_of(machine, 2, 8, ROWS)
     on_hosts, weights_bytes = costs.on_hosts, costs.weights(0) * NUMBER_BYTES
-    average = on_hosts.all_reduce(on_hosts.replicas, weights_bytes).seconds
-    loss = on_hosts.all_reduce(RankGroup(costs.layout.ranks, 1), LOSS_BYTES).seconds
+    average = on_hosts.all_reduce(SAME_WEIGHTS, weights_bytes).seconds
+    loss = on_hosts.all_reduce(tuple(costs.layout.axes), LOSS_BYTES).seconds
     found = [alone / (alone + (average + loss) / every) for every in EVERY]
     return Curve(f"{bandwidth * 8 / 1e9:g} Gbit/s", EVERY, found)
 

@@ -69,7 +69,7 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
     formulas, settings, layout, model = sent_in_step(costs, rank), run.settings, costs.layout, costs.model
     replicas, parts, compress = layout.size("dp"), layout.micro_batches, settings.get("compress", "none")
     own = costs.weights_by_holders(*layout.stages_of(coordinate(layout.axes, rank, "pp")))[0]
-    weights, holders = own.count, own.holders
+    weights, copies = own.count, own.ranks
     if (settings.get("report_every") or 1) > 1:
         reported = sum(record["loss"] is not None for record in run.metrics[-steps:])
         formulas.scale("loss", Fraction(reported, steps), f"{reported} of {steps} steps")
@@ -85,14 +85,14 @@ def sent_by(run: Records, costs: Costs, rank: int, steps: int) -> Formulas:
         formulas.add_ring("gradients", layout.size("cp"), 1, 2, Size(weights, f"{weights:,} weights"))
         _add_exchanges(formulas, run, weights, replicas, steps)
     elif by_hand:
-        count = _sent_by_hand(topology, rank, holders.size)
+        count = _sent_by_hand(topology, rank, copies)
         formulas.add("gradients", None, count, f"{count} messages", Size(weights, f"{weights:,} weights"))
     elif compress == "powersgd":
         factors = _factors(model, settings["powersgd_rank"])
-        formulas.add_ring("gradients", holders.size, 1, 2, Size(factors, f"{factors:,} factors"))
+        formulas.add_ring("gradients", copies, 1, 2, Size(factors, f"{factors:,} factors"))
     elif compress == "topk":
         most = Size(int(settings["topk_share"] * weights), f"{settings['topk_share']:g} {TIMES} {weights:,} weights", 8)
-        formulas.add("gradients", None, holders.size - 1, f"({holders.size} - 1)", most)
+        formulas.add("gradients", None, copies - 1, f"({copies} - 1)", most)
     if settings.get("sequence_parallel"):
         gains = Size(model.sizes.dmodel, f"{model.sizes.dmodel} gains")
         formulas.add_ring("norm gradients", layout.size("tp"), parts * (2 * model.n_layers + 1), 2, gains)

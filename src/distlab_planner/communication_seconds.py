@@ -8,14 +8,13 @@ hosts (`distlab.comm.context.Hosts`).
 """
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distlab.axes.layout import coordinate, pipelines_on_host, ranks_along, stride
+from distlab.axes.layout import coordinate, pipelines_on_host, ranks_along
 from distlab.comm.link import Link
-from distlab_planner.layouts import RunLayout
+from distlab_planner.layouts import Axes, RunLayout
 from distlab_planner.machine import Machine, MeasuredTransport, interpolate
 
 SMALLEST_SHARED_BYTES = 1_000  # as in `distlab.comm.context`, which imports torch
@@ -23,31 +22,8 @@ SMALLEST_OF_HOSTS_BYTES = 250_000
 
 
 @dataclass(frozen=True)
-class RankGroup:
-    """The ranks of a collective: `rows` rows, `apart` from each other, with ranks that are `stride` apart.
-
-    All other groups of this kind have theirs at the same time.
-    """
-
-    size: int  # of the group
-    stride: int
-    rows: int = 1
-    apart: int = 1
-
-    @property
-    def length(self) -> int:
-        """Consecutive ranks that hold whole groups."""
-        return self.rows * self.apart if self.rows > 1 else self.size * self.stride
-
-    def first(self, rank: int) -> int:
-        """Return the first rank of the group of a rank."""
-        in_row, row = rank // self.stride % (self.size // self.rows), rank // self.apart % self.rows
-        return rank - in_row * self.stride - row * self.apart
-
-
-@dataclass(frozen=True)
 class Spread:
-    """The distribution of consecutive groups on hosts; some may begin on one host and end on the next."""
+    """The distribution of groups of ranks on hosts; some may begin on one host and end on the next."""
 
     on_host: int  # ranks of a group on one host, at most
     hosts: int  # of a group, at most
@@ -71,7 +47,10 @@ def one_after_another(collectives: Sequence[CollectiveSeconds]) -> CollectiveSec
 
 @dataclass(frozen=True)
 class RanksOnHosts:
-    """A layout's ranks on a machine's hosts, in order, as many on each as it has room for."""
+    """A layout's ranks on a machine's hosts, in order, as many on each as it has room for.
+
+    The ranks of a collective are those along some axes; all groups of such ranks have theirs at the same time.
+    """
 
     machine: Machine
     layout: RunLayout
@@ -80,35 +59,6 @@ class RanksOnHosts:
     def per_host(self) -> int:
         """Ranks on a host."""
         return min(self.layout.ranks, self.machine.ranks_per_host)
-
-    @functools.cached_property
-    def replicas(self) -> RankGroup:
-        """The ranks with the same weights, which see different sequences or parts of them."""
-        near = self.layout.size("ep") * self.layout.size("cp")  # whose ranks are neighbors, apart from slices
-        return self._with_replicas(RankGroup(near, self.layout.size("tp")))
-
-    @functools.cached_property
-    def expert_holders(self) -> RankGroup:
-        """The ranks with the same experts."""
-        return self._with_replicas(self.parts)
-
-    def _with_replicas(self, near: RankGroup) -> RankGroup:
-        dp = self.layout.size("dp")
-        return RankGroup(dp * near.size, near.stride, dp, stride(self.layout.axes, "dp"))
-
-    @functools.cached_property
-    def sharing_experts(self) -> RankGroup:
-        """The ranks that share the experts of each layer."""
-        return RankGroup(self.layout.size("ep"), stride(self.layout.axes, "ep"))
-
-    @functools.cached_property
-    def parts(self) -> RankGroup:
-        """The ranks that share sequences."""
-        return RankGroup(self.layout.size("cp"), stride(self.layout.axes, "cp"))
-
-    @functools.cached_property
-    def slices(self) -> RankGroup:
-        return RankGroup(self.layout.size("tp"), 1)
 
     def host_of(self, worker: int) -> int:
         """Return the host of a worker of the first replica: that of its first rank."""
@@ -145,110 +95,108 @@ class RanksOnHosts:
     def _leaving(self, sender: int, receiver: int) -> int:
         return most_leaving(tuple(self.layout.axes.items()), self.per_host, sender, receiver)
 
-    def message_in_ring(self, group: RankGroup, size_bytes: float) -> float:
+    def message_in_ring(self, axes: Axes, size_bytes: float) -> float:
         """Return the seconds of a message from each rank of a group to the next, and of those that handle it."""
-        machine, spread = self.machine, self.spread(group)
+        machine, spread = self.machine, self.spread(axes)
         inside = machine.inside_of(self.per_host).seconds(size_bytes)
         across = machine.between.seconds(size_bytes * spread.leaving) if spread.hosts > 1 else 0.0
         return max(inside, across) + 2 * machine.message_seconds
 
-    def spread(self, group: RankGroup) -> Spread:
-        return spread_of(self.layout.ranks, self.per_host, group)
+    def spread(self, axes: Axes) -> Spread:
+        return spread_of(tuple(self.layout.axes.items()), self.per_host, axes)
 
-    def is_inside(self, group: RankGroup) -> bool:
-        """Return whether each group of this kind is on one host."""
-        return self.spread(group).hosts == 1
+    def is_inside(self, axes: Axes) -> bool:
+        """Return whether the ranks along these axes are on one host, in each group of them."""
+        return self.spread(axes).hosts == 1
 
-    def all_reduce(
-        self, group: RankGroup, size_bytes: float, transport: MeasuredTransport = "gloo"
-    ) -> CollectiveSeconds:
+    def all_reduce(self, axes: Axes, size_bytes: float, transport: MeasuredTransport = "gloo") -> CollectiveSeconds:
         """Return the seconds of an all-reduce of `size_bytes`; "shared" is used where the ranks can share memory."""
-        if group.size == 1:
+        ranks = self.layout.size(*axes)
+        if ranks == 1:
             return CollectiveSeconds(0.0, 0.0, True)
-        if self.is_inside(group):
+        if self.is_inside(axes):
             asked = transport if size_bytes >= SMALLEST_SHARED_BYTES else "gloo"
             for kind in dict.fromkeys((asked, "gloo")):
-                seconds = measured_all_reduce(self.machine, group.size, size_bytes, kind)
+                seconds = measured_all_reduce(self.machine, ranks, size_bytes, kind)
                 if seconds is not None:
                     # Measured while all of the group's ranks were busy with it.
-                    alone = seconds / self.machine.slowdown_of(group.size)
+                    alone = seconds / self.machine.slowdown_of(ranks)
                     return CollectiveSeconds(seconds, alone, overlaps=kind == "gloo")
-        by_host = self._host_by_host(group, size_bytes) if transport == "shared" else None
-        seconds = self._ring(group, size_bytes, rounds=2) if by_host is None else by_host
+        by_host = self._host_by_host(axes, size_bytes) if transport == "shared" else None
+        seconds = self._ring(axes, size_bytes, rounds=2) if by_host is None else by_host
         return CollectiveSeconds(seconds, seconds, overlaps=True)
 
-    def half(self, group: RankGroup, size_bytes: float, transport: MeasuredTransport = "gloo") -> CollectiveSeconds:
+    def half(self, axes: Axes, size_bytes: float, transport: MeasuredTransport = "gloo") -> CollectiveSeconds:
         """Return the seconds of a reduce-scatter or an all-gather of a tensor of `size_bytes`.
 
         In a ring it is half of an all-reduce. In shared memory it carries half as much, but its ranks meet as often.
         """
-        if not self.is_inside(group):
-            seconds = self._ring(group, size_bytes, rounds=1)
+        if not self.is_inside(axes):
+            seconds = self._ring(axes, size_bytes, rounds=1)
             return CollectiveSeconds(seconds, seconds, overlaps=True)
-        whole = self.all_reduce(group, size_bytes, transport)
+        whole = self.all_reduce(axes, size_bytes, transport)
         if whole.overlaps:
             return CollectiveSeconds(whole.seconds / 2, whole.alone / 2, overlaps=True)
-        meeting = self.all_reduce(group, SMALLEST_SHARED_BYTES, transport)
+        meeting = self.all_reduce(axes, SMALLEST_SHARED_BYTES, transport)
         return CollectiveSeconds((whole.seconds + meeting.seconds) / 2, (whole.alone + meeting.alone) / 2, False)
 
-    def all_to_all(self, group: RankGroup, size_bytes: float) -> CollectiveSeconds:
+    def all_to_all(self, axes: Axes, size_bytes: float) -> CollectiveSeconds:
         """Return the seconds in which each rank of a group sends parts of its `size_bytes` to all others.
 
         In messages, it sends as much as in a reduce-scatter. In shared memory, it copies all of its parts there, and
         those for it from there, as many bytes as in an all-reduce. Between hosts, all ranks of a host send at once.
         """
-        if self.is_inside(group):
-            whole = self.all_reduce(group, size_bytes, "shared")
-            return self.half(group, size_bytes, "shared") if whole.overlaps else whole
-        part, on_host = size_bytes / group.size, self.spread(group).on_host
+        if self.is_inside(axes):
+            whole = self.all_reduce(axes, size_bytes, "shared")
+            return self.half(axes, size_bytes, "shared") if whole.overlaps else whole
+        ranks, on_host = self.layout.size(*axes), self.spread(axes).on_host
+        part = size_bytes / ranks
         inside = (on_host - 1) * self.machine.inside.seconds(part)
-        seconds = inside + (group.size - on_host) * self.machine.between.seconds(part * self.per_host)
+        seconds = inside + (ranks - on_host) * self.machine.between.seconds(part * self.per_host)
         return CollectiveSeconds(seconds, seconds, False)
 
-    def _host_by_host(self, group: RankGroup, size_bytes: float) -> float | None:
+    def _host_by_host(self, axes: Axes, size_bytes: float) -> float | None:
         """Return the seconds of an all-reduce in each host's memory, with a ring of the hosts' first ranks in between.
 
         None where a run would not do it: for small tensors, or where ranks do not share memory.
         """
         if size_bytes < SMALLEST_OF_HOSTS_BYTES:
             return None
-        spread = self.spread(group)
+        spread = self.spread(axes)
         inside = measured_all_reduce(self.machine, spread.on_host, size_bytes, "shared")
         if inside is None:
             return None
         across = self.machine.between.seconds(size_bytes / spread.hosts * spread.leaving)
         return inside + 2 * (spread.hosts - 1) * across
 
-    def _ring(self, group: RankGroup, size_bytes: float, rounds: int) -> float:
-        messages, part = rounds * (group.size - 1), size_bytes / group.size
-        inside, between, spread = self.machine.inside, self.machine.between, self.spread(group)
+    def _ring(self, axes: Axes, size_bytes: float, rounds: int) -> float:
+        ranks = self.layout.size(*axes)
+        messages, part = rounds * (ranks - 1), size_bytes / ranks
+        inside, between, spread = self.machine.inside, self.machine.between, self.spread(axes)
         if spread.hosts == 1:
             return messages * inside.seconds(part)
         across = between.seconds(part * spread.leaving)
-        passing = messages * (spread.hosts * across + (group.size - spread.hosts) * inside.seconds(part)) / group.size
+        passing = messages * (spread.hosts * across + (ranks - spread.hosts) * inside.seconds(part)) / ranks
         carrying = between.latency_seconds + messages * part * spread.leaving / between.bytes_per_second
         return max(passing, carrying)
 
 
 @functools.lru_cache(maxsize=4096)
-def spread_of(ranks: int, per_host: int, group: RankGroup) -> Spread:
-    """Return the distribution of groups of ranks on hosts; a group's ranks, and its ring, are in ascending order."""
-    group_hosts, on_host = 1, 1
+def spread_of(layout: tuple[tuple[str, int], ...], per_host: int, axes: Axes) -> Spread:
+    """Return the distribution on hosts of the groups of ranks along some axes; a group's ring is in ascending order."""
+    hosts, on_host = 1, 1
     rings: Counter[int] = Counter()  # by host, the rings that leave it
-    repeats = math.lcm(per_host, group.length)  # then the first ranks of a group and of a host meet again
-    by_group: dict[int, Counter[int]] = {}  # by the first rank, its ranks on each host
-    for rank in range(min(ranks, repeats)):
-        by_group.setdefault(group.first(rank), Counter())[rank // per_host] += 1
-    for members in by_group.values():
-        group_hosts, on_host = max(group_hosts, len(members)), max(on_host, *members.values())
+    for ranks in ranks_along(dict(layout), axes):
+        members = Counter(rank // per_host for rank in ranks)
+        hosts, on_host = max(hosts, len(members)), max(on_host, *members.values())
         rings.update(members.keys() if len(members) > 1 else ())
-    return Spread(on_host, group_hosts, max(rings.values(), default=0))
+    return Spread(on_host, hosts, max(rings.values(), default=0))
 
 
 @functools.lru_cache(maxsize=65536)
-def most_leaving(axes: tuple[tuple[str, int], ...], per_host: int, sender: int, receiver: int) -> int:
+def most_leaving(layout: tuple[tuple[str, int], ...], per_host: int, sender: int, receiver: int) -> int:
     """Return the maximum number of ranks of one host that send to other hosts when a worker sends to another."""
-    pipelines = ranks_along(dict(axes), ["pp"])
+    pipelines = ranks_along(dict(layout), ["pp"])
     hosts = [(ranks[sender] // per_host, ranks[receiver] // per_host) for ranks in pipelines]
     return max(Counter(own for own, other in hosts if own != other).values(), default=0)
 

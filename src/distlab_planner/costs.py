@@ -12,9 +12,9 @@ from distlab.parallel.options import SHARDED_BUCKET_BYTES
 from distlab.pipeline.actions import Action, ActionCosts
 from distlab.pipeline.split import PartCosts, Split, balance, estimated_costs
 from distlab_planner.activations import Activations
-from distlab_planner.communication_seconds import RankGroup, RanksOnHosts
+from distlab_planner.communication_seconds import RanksOnHosts
 from distlab_planner.exchanges import Exchange, in_pass
-from distlab_planner.layouts import RunLayout
+from distlab_planner.layouts import SAME_EXPERTS, SAME_WEIGHTS, Axes, RunLayout
 from distlab_planner.machine import KIND_OF, Device, Machine, Measured, PassKind, interpolate
 from distlab_planner.model import NUMBER_BYTES, Model, ModelPart, share
 
@@ -27,7 +27,8 @@ class Weights:
 
     count: int
     rounded: int  # of these, by each pass, before it uses them
-    holders: RankGroup
+    axes: Axes  # along which ranks hold them
+    ranks: int  # that hold them
     rounded_to_bytes: int
 
     @property
@@ -37,18 +38,18 @@ class Weights:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes as the holders gather them, if they shard weights or updates."""
+        """Bytes as these ranks gather them, if they shard weights or updates."""
         return self.bytes - self.rounded * (NUMBER_BYTES - self.rounded_to_bytes)
 
     @property
     def own(self) -> int:
-        """Number that a rank updates if the holders shard them."""
-        return share(self.count, self.holders.size)
+        """Number that a rank updates if these ranks shard them."""
+        return share(self.count, self.ranks)
 
     @property
     def own_rounded(self) -> int:
         """Number of these that are rounded."""
-        return share(self.rounded, self.holders.size)
+        return share(self.rounded, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Costs:
                 numbers[one.of_expert] += count * one.numbers
                 rounded[one.of_expert] += count * one.numbers * one.is_rounded
         own, of_experts = (
-            Weights(numbers[of_expert], rounded[of_expert], holders, sizes.inner_bytes)
-            for of_expert, holders in ((False, self.on_hosts.replicas), (True, self.on_hosts.expert_holders))
+            Weights(numbers[of_expert], rounded[of_expert], axes, layout.size(*axes), sizes.inner_bytes)
+            for of_expert, axes in ((False, SAME_WEIGHTS), (True, SAME_EXPERTS))
         )
         return own, of_experts
 
@@ -228,16 +229,16 @@ class Costs:
         return max(0.0, seconds - self._pass(KIND_OF[letter], stage, 1))
 
     def _seconds_of(self, exchange: Exchange) -> float:
-        hosts, size_bytes = self.on_hosts, exchange.size.bytes
+        hosts, axes, size_bytes = self.on_hosts, (exchange.axis,), exchange.size.bytes
         if exchange.axis == "tp":
             collective = hosts.all_reduce if exchange.rounds == 2 else hosts.half
-            return exchange.count * collective(hosts.slices, size_bytes, "shared").alone
+            return exchange.count * collective(axes, size_bytes, "shared").alone
         if exchange.axis == "ep":
-            return exchange.count * hosts.all_to_all(hosts.sharing_experts, size_bytes).alone
+            return exchange.count * hosts.all_to_all(axes, size_bytes).alone
         if self.layout.cp_kind == "heads":
             ranks = self.layout.size("cp")
-            return exchange.count * 4 * (ranks - 1) * hosts.message_in_ring(hosts.parts, size_bytes / (4 * ranks))
-        return exchange.count * hosts.message_in_ring(hosts.parts, size_bytes)
+            return exchange.count * 4 * (ranks - 1) * hosts.message_in_ring(axes, size_bytes / (4 * ranks))
+        return exchange.count * hosts.message_in_ring(axes, size_bytes)
 
     def _gathered(self, kind: PassKind, stage: int) -> float:
         """Return the seconds that sharded weights and gradients add to a pass."""
@@ -250,7 +251,7 @@ class Costs:
             parts = in_model if shard == "weights" else max(1, weights.bytes // SHARDED_BUCKET_BYTES)
             for sent_bytes in [weights.gathered_bytes] * (shard == "weights") + [weights.bytes] * (kind != "F"):
                 if sent_bytes:
-                    seconds += parts * self.on_hosts.half(weights.holders, sent_bytes / parts, "shared").alone
+                    seconds += parts * self.on_hosts.half(weights.axes, sent_bytes / parts, "shared").alone
         return self._beside_pass(seconds, kind, stage)
 
     def kept_bytes(self, action: Action) -> int:

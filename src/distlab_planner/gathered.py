@@ -7,6 +7,7 @@ from itertools import chain
 from distlab.parallel.options import SHARDED_BUCKET_BYTES
 from distlab.pipeline.actions import Action, stages_of
 from distlab_planner.costs import Costs
+from distlab_planner.layouts import SAME_WEIGHTS
 from distlab_planner.model import NUMBER_BYTES, PARTS, Parameter
 
 Flat = list[tuple[int, Parameter]]  # parameters side by side, each with its number, in the order of a backward pass
@@ -103,8 +104,8 @@ def _is_of_others(costs: Costs, one: Parameter) -> bool:
 
 def _has_buffer(costs: Costs) -> bool:
     """Return whether gradients are reduced in memory that the replicas share."""
-    replicas = costs.on_hosts.replicas
-    return costs.machine.device == "cpu" and replicas.size > 1 and costs.on_hosts.is_inside(replicas)
+    has_copies = costs.layout.size(*SAME_WEIGHTS) > 1
+    return costs.machine.device == "cpu" and has_copies and costs.on_hosts.is_inside(SAME_WEIGHTS)
 
 
 def _buffers(costs: Costs, flats: Iterable[Flat]) -> int:

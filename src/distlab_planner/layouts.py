@@ -28,6 +28,9 @@ SHARDS: tuple[Shard, ...] = get_args(Shard)
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 CP_KINDS: tuple[CPKind, ...] = get_args(CPKind)
 WHOLE_BLOCKS = "of compiled passes, the planner knows those of whole blocks; leave one of the two out"
+Axes = tuple[str, ...]
+# The ranks along these axes hold the same weights, and average their gradients.
+SAME_WEIGHTS, SAME_EXPERTS = ("dp", "cp", "ep"), ("dp", "cp")
 SAME_WITH_ONE = ("naive", "gpipe")  # micro-batch, or one worker, as dapple; gpipe with one worker only keeps more
 
 
@@ -64,14 +67,9 @@ class RunLayout:
             sequence_parallel=getattr(settings, "sequence_parallel", False),
         )
 
-    def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis."""
-        return self.axes.get(axis, 1)
-
-    @property
-    def copies(self) -> int:
-        """Ranks that hold the same weights, apart from experts, and average their gradients."""
-        return self.size("dp") * self.size("cp") * self.size("ep")
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along an axis, or along several."""
+        return math.prod(self.axes.get(axis, 1) for axis in axes)
 
     @property
     def recomputes_blocks(self) -> bool:

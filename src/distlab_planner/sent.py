@@ -9,6 +9,7 @@ from distlab.axes.layout import coordinate
 from distlab_planner.costs import Costs
 from distlab_planner.exchanges import TIMES, Exchange, Size, in_pass
 from distlab_planner.graph import graph_of
+from distlab_planner.layouts import SAME_WEIGHTS
 from distlab_planner.model import ID_BYTES, NUMBER_BYTES
 
 LOSS_BYTES = 8  # and of the gradients' norm
@@ -89,7 +90,7 @@ def _add_averages(formulas: Formulas, costs: Costs, stages: Sequence[int]) -> No
     counts = {"none": (1, 0), "optimizer": (1, 1), "gradients": (parts, 1), "weights": (parts, 2 * parts)}
     reduced, gathered = counts[shard]
     for own in costs.weights_by_holders(*stages):
-        weights, ranks = Size(own.count, f"{own.count:,} weights"), own.holders.size
+        weights, ranks = Size(own.count, f"{own.count:,} weights"), own.ranks
         formulas.add_ring("gradients", ranks, reduced, 2 if shard == "none" else 1, weights)
         for count, number_bytes in (
             (own.count - own.rounded, NUMBER_BYTES),
@@ -120,4 +121,4 @@ def _add_choices_of_experts(formulas: Formulas, costs: Costs, layers: int) -> No
     choices = Size(k * tokens, f"{k} {TIMES} {tokens:,} tokens", ID_BYTES)  # with a capacity
     formulas.add("choices of experts", None, forward * others, f"{forward} {TIMES} {others}", choices)
     loads = Size(layers * (sizes.experts + 1), f"{layers} layers {TIMES} ({sizes.experts} + 1) numbers", ID_BYTES)
-    formulas.add_ring("loads", layout.copies, 1, 2, loads)
+    formulas.add_ring("loads", layout.size(*SAME_WEIGHTS), 1, 2, loads)

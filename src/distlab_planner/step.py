@@ -11,10 +11,11 @@ from distlab.parallel.options import BUCKET_BYTES
 from distlab.pipeline.actions import Action, Programs, stages_of
 from distlab.pipeline.engine import Engine
 from distlab.pipeline.plan import most_threads, share_of_cores, threads_by_plan
-from distlab_planner.communication_seconds import CollectiveSeconds, RankGroup, one_after_another
+from distlab_planner.communication_seconds import CollectiveSeconds, one_after_another
 from distlab_planner.costs import Costs
 from distlab_planner.graph import AfterPasses, BeforePasses, graph_of
 from distlab_planner.hosts import SharedHosts
+from distlab_planner.layouts import SAME_WEIGHTS
 from distlab_planner.machine import KIND_OF
 from distlab_planner.model import NUMBER_BYTES
 from distlab_planner.sent import LOSS_BYTES, sent_bytes
@@ -85,7 +86,7 @@ def predict(costs: Costs, worker: int | None = None) -> Step:
         else engine.ends[line[-1]]
         for program, own, line in zip(programs, around, lines, strict=True)
     ]
-    loss = costs.on_hosts.all_reduce(RankGroup(layout.ranks, 1), LOSS_BYTES).seconds
+    loss = costs.on_hosts.all_reduce(tuple(layout.axes), LOSS_BYTES).seconds
     total = max(averaged) + loss
     from_first_to_last = max(engine.ends[each[-1]] for each in passes) - min(engine.starts[each[0]] for each in passes)
     shown = max(range(len(lines)), key=lambda number: busy(lines[number])) if worker is None else worker
@@ -157,11 +158,9 @@ def _around_passes(costs: Costs, program: Sequence[Action]) -> _AroundPasses:
     weights = [one for one in costs.weights_by_holders(*stages) if one.count]
     collective = on_hosts.all_reduce if shard == "none" else on_hosts.half
     # Replicas that shard gradients or weights exchange them within passes.
-    averaging = [collective(one.holders, one.bytes, "shared") for one in weights if shard in ("none", "optimizer")]
+    averaging = [collective(one.axes, one.bytes, "shared") for one in weights if shard in ("none", "optimizer")]
     gathering = [
-        on_hosts.half(one.holders, one.gathered_bytes, "shared")
-        for one in weights
-        if shard in ("optimizer", "gradients")
+        on_hosts.half(one.axes, one.gathered_bytes, "shared") for one in weights if shard in ("optimizer", "gradients")
     ]
     return _AroundPasses(updating, one_after_another(gathering).alone, one_after_another(averaging))
 
@@ -217,12 +216,12 @@ def least_seconds(costs: Costs) -> float:
     found = micro_batches * sum(work) / pp
     begins = ends = 0.0  # of the stages before
     for worker, (forward, _, awaited) in zip(range(pp), stages, strict=False):
-        average = on_hosts.all_reduce(on_hosts.replicas, held[worker] * NUMBER_BYTES, "shared")
+        average = on_hosts.all_reduce(SAME_WEIGHTS, held[worker] * NUMBER_BYTES, "shared")
         taken = average.seconds if average.overlaps else average.alone
         shown = max(0.0, taken - work[worker]) if layout.shard == "none" else 0.0  # the rest, behind the last pass
         found = max(found, begins + micro_batches * work[worker] + shown, begins + micro_batches * path[worker] + ends)
         begins, ends = begins + forward, ends + awaited
-    share = layout.copies if layout.shard != "none" else 1
+    share = layout.size(*SAME_WEIGHTS) if layout.shard != "none" else 1
     update = machine.update_seconds(costs.optimizer) * min(held) / share
     return machine.step_seconds + max(found, micro_batches * min(work) + update)
 

@@ -10,7 +10,7 @@ from distlab.axes.layout import neighbors_of, replicas_in
 from distlab.comm.link import Link
 from distlab.settings.hybrid import HybridSettings
 from distlab_planner.communication_seconds import RanksOnHosts
-from distlab_planner.layouts import Choices, RunLayout, default_split, layouts
+from distlab_planner.layouts import SAME_WEIGHTS, Choices, RunLayout, default_split, layouts
 from distlab_planner.model import Model, Sizes
 from distlab_planner.prediction import layout_of
 from distlab_planner.search import find_layouts
@@ -126,7 +126,7 @@ def test_replicas_are_neighbors_where_that_divides_the_pipelines_between_hosts_b
     assert {tuple(map(layout.size, ("dp", "pp", "tp"))) for layout in divided} == {(2, 2, 1)}
     for layout in (*found, *divided):
         hosts = RanksOnHosts(cluster(hosts=2, ranks_per_host=4), layout)
-        assert hosts.is_inside(hosts.replicas)
+        assert hosts.is_inside(SAME_WEIGHTS)
     for per_host in (None, 8, 3):
         assert all(neighbors_of(layout.axes) == "stages" for layout in layouts(SMALL, 8, 8, few, per_host))
 

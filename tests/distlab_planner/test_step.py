@@ -13,7 +13,7 @@ from distlab.pipeline.actions import ActionCosts, Backward, Forward
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import SCHEDULES, stages_per_worker
 from distlab_planner.costs import Costs
-from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SHARDS, RunLayout, default_split
+from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SAME_WEIGHTS, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking
 from distlab_planner.model import Model
 from distlab_planner.sent import LOSS_BYTES, sent_bytes
@@ -35,7 +35,7 @@ def test_with_cores_for_all_it_is_the_simulation_of_the_schedule(name: str) -> N
     known = {(a.letter, a.stage): costs.seconds(a) for program in programs for a in program}
     simulated = simulate(programs, ActionCosts(measured=known, transfer=3e-6))
     step = predict(costs)
-    loss = costs.on_hosts.all_reduce(costs.on_hosts.slices, 8).seconds + 2 * 3e-6
+    loss = costs.on_hosts.all_reduce(("tp",), 8).seconds + 2 * 3e-6
     assert step.seconds == pytest.approx(simulated.makespan + loss)
     assert step.bubble == pytest.approx(sum(simulated.bubble) / 2)
 
@@ -72,12 +72,12 @@ def test_weights_are_gathered_for_both_passes_and_gradients_reduced_in_the_backw
     assert sharded.exchanged("W", 0) == 0, "they are reduced with those of the inputs"
     sharded = Costs(machine, WIDE, replace(layout(pp=1, dp=2), shard="gradients"))
     of_all, buckets = sharded.weights(0) * 4, sharded.weights(0) * 4 // SHARDED_BUCKET_BYTES
-    half = sharded.on_hosts.half(sharded.on_hosts.replicas, of_all / buckets, "shared").alone
+    half = sharded.on_hosts.half(SAME_WEIGHTS, of_all / buckets, "shared").alone
     assert sharded.exchanged("B", 0) == pytest.approx(buckets * half)
     on_hosts = Costs(machine, MODEL, layout(pp=1, dp=2)).on_hosts
     parts = 1 + MODEL.n_layers + 1
     weights_bytes = Costs(machine, MODEL, layout(pp=1, dp=2)).weights(0) * 4
-    assert forward == pytest.approx(parts * on_hosts.half(on_hosts.replicas, weights_bytes / parts, "shared").alone)
+    assert forward == pytest.approx(parts * on_hosts.half(SAME_WEIGHTS, weights_bytes / parts, "shared").alone)
 
 
 def test_threads_that_were_asked_for_are_those_of_every_action() -> None:
