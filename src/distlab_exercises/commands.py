@@ -221,6 +221,9 @@ def _files(paths: Sequence[Path], wanted: Exercise | None) -> list[Path]:
 class _Parser(argparse.ArgumentParser):
     """A parser that raises the lab's errors."""
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # argparse's own ignores a failure to write
+
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{self.prog}: {message}")
 

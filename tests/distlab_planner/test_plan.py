@@ -299,7 +299,13 @@ def forked(command: list[str], **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "command", ["distlab.launch", f"distlab.launch plan --machine {CLUSTER}", "distlab.show_schedule dapple"]
+    "command",
+    [
+        "distlab.launch",
+        f"distlab.launch plan --machine {CLUSTER}",
+        "distlab.launch check --help",
+        "distlab.show_schedule dapple",
+    ],
 )
 def test_output_to_a_full_disk_is_one_sentence(command: str) -> None:
     full = shlex.join([sys.executable, "-m", *command.split()]) + " > /dev/full"

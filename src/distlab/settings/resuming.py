@@ -63,7 +63,8 @@ def check_checkpoint(settings: Any, checkpoint: Checkpoint) -> None:
     for name, value in settings.lacks.items():
         saved = record["settings"].get(name, value)
         given = f"{flag}: it was trained with {as_flag(name)} {saved}"
-        require(saved == value, f"{given}, which this script does not have; resume it with the script that wrote it")
+        sentence = "which the script with the other flags does not have; resume it with the script that wrote it, and "
+        require(saved == value, f"{given}, {sentence}only with flags of that script")
     tokenizer = settings.tokenizer_model
     is_same = tokenizer is None or checkpoint.has_tokenizer(tokenizer)
     given = f"--tokenizer {tokenizer}; leave --tokenizer out"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.bad_inputs.files import forge
-from support.processes import leave_group, make_group_of_one
+from support.processes import LAB, leave_group, make_group_of_one
 from support.small_models import saved_model
 from support.terminals import fork_python
 
@@ -28,6 +28,7 @@ from distlab.settings.replicas import (
     RepairSettings,
     StreamingSettings,
 )
+from distlab.settings.scripts import read_script_for
 from distlab.settings.training import TrainSettings
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -116,7 +117,7 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     saving.save(tmp_path / "fragments", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
     resume = ["0", "--resume", str(tmp_path / "fragments")]
     assert parse(StreamingSettings(), "", resume).fragments == 2
-    with pytest.raises(InputError, match="it was trained with --fragments 2, which this script does not have"):
+    with pytest.raises(InputError, match="with --fragments 2, which the script with the other flags does not have"):
         parse(DiLoCoSettings(), "", resume)
     record |= {"settings": {"compress": "topk", "outer": "diloco"}, "layout": {"dp": 3}}
     saving.save(tmp_path / "topk", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
@@ -124,8 +125,10 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     assert parse(StreamingSettings(), "", resume).compress == "none", "as topk is of dp-buckets, with other choices"
     for script in (GradientAverageSettings(), RepairSettings(), ThreeAxesSettings()):
         flag = "outer diloco" if isinstance(script, ThreeAxesSettings) else "compress topk"
-        with pytest.raises(InputError, match=f"it was trained with --{flag}, which this script does not have"):
+        with pytest.raises(InputError, match=f"with --{flag}, which the script with the other flags does not have"):
             parse(script, "", resume)
+    with pytest.raises(InputError, match="the script that wrote it, and only with flags of that script"):
+        read_script_for(LAB / "DP/buckets/intro_DP_buckets.py", [*resume, "--run-on"])
 
 
 def test_only_restarted_ranks_go_on_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
