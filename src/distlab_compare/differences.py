@@ -12,7 +12,7 @@ from distlab_compare.mistakes import Mistake
 ROUNDING = 1e-6
 # Order of mistakes by how much they tell; those that are not here are 1. What is imprecise may follow from another one.
 CLEAR = {"part": 0, "other": 2, "imprecise": 3}
-LATER = 10  # tolerances after the first update, with Adam, whose updates make rounding larger
+LATER = 10  # tolerances after the first update, with Adam or in bfloat16, where updates make rounding larger
 UNSURE = 10  # relative errors of an element's gradient, in tolerances, with which Adam's update of it is arbitrary
 
 

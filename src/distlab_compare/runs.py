@@ -126,8 +126,12 @@ class Pair:
         return sorted(found, key=lambda difference: difference.rank)  # stable
 
     def tolerance_at(self, step: int) -> float:
-        """Return the tolerance of gradients, and of the weights before them, at a step."""
-        return self.tolerance * (LATER if self._has_moments and step > self.steps[0] else 1)
+        """Return the tolerance of gradients, and of the weights before them, at a step.
+
+        After the first update it is larger with Adam, and if it is larger than that of float32, as in bfloat16.
+        """
+        grows = self._has_moments or self.tolerance > mistakes.TOLERANCE
+        return self.tolerance * (LATER if grows and step > self.steps[0] else 1)
 
     def _differs(self, kind: str, step: int, name: str, part: TensorPart, whole: Tensor, floor: float) -> bool:
         own, right = part.flat, part.of(whole)

@@ -57,7 +57,7 @@ def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: 
     assert compare(Request(plain, rounded, tolerance=1e-3)) == 1
 
 
-def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(
+def test_with_adam_or_in_bfloat16_rounding_is_larger_after_the_first_update_and_only_then(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (0, 1):
@@ -70,6 +70,8 @@ def test_with_adam_rounding_is_larger_after_the_first_update_and_only_then(
     assert divergence.step == 0
     assert Pair(second, one, tolerance=1e-4, has_moments=True).first_divergence() is None
     assert Pair(second, one, tolerance=1e-4).first_divergence() is not None
+    assert Pair(second, one, tolerance=4e-4).first_divergence() is None, "a tolerance larger than that of float32"
+    assert Pair(first, one, tolerance=4e-4).first_divergence() is not None
     for optimizer, status in (("adam", 0), ("adamw", 0), ("sgd", 1)):
         for name in ("run1", "one"):
             config = {"settings": {"optimizer": optimizer}, "layout": {}, "world_size": 1}
