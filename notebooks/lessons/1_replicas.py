@@ -1,6 +1,6 @@
 """Lesson 1: replicas."""
 
-from distlab_playground.lessons import SMALL, Lesson, Question, difference, held, loss, ratio, scaled, sent
+from distlab_playground.lessons import SMALL, Lesson, Question
 
 LESSON = Lesson(
     name="replicas",
@@ -17,7 +17,7 @@ LESSON = Lesson(
         Question(
             key="loss",
             asks="By how much do the losses of the fifth step differ?",
-            read=difference(loss("one"), loss("three")),
+            read=lambda runs: abs(runs["one"].loss - runs["three"].loss),
             why=(
                 "It is the same training run: the mean of three means of equal size is the mean of all. Only "
                 "rounding differs."
@@ -27,13 +27,13 @@ LESSON = Lesson(
         Question(
             key="megabytes",
             asks="How many MB of gradients does rank 0 send in a step?",
-            read=scaled(sent("three", "gradients"), 1e-6),
+            read=lambda runs: runs["three"].sent("gradients") / 1e6,
             why="Around a ring of n ranks, each sends 2 (n - 1) / n times the gradients: 4/3 of 1.31 MB.",
         ),
         Question(
             key="activations",
             asks="How large are the activations that rank 0 keeps, relative to those of the one process?",
-            read=ratio(held("three", "activations"), held("one", "activations")),
+            read=lambda runs: runs["three"].held("activations") / runs["one"].held("activations"),
             why=(
                 "They grow with the sequences of a rank: one of three. Weights, gradients and Adam's state are "
                 "whole on every rank."

@@ -1,6 +1,6 @@
 """Lesson 2: collectives."""
 
-from distlab_playground.lessons import Lesson, Question, printed, ratio
+from distlab_playground.lessons import Lesson, Question
 
 NAIVE, TREE, RING = (rf"all-reduce +{topology} +" for topology in ("naive", "tree", "ring"))
 SMALLEST, LARGE = r"([\d.]+)", r"[\d.]+ +([\d.]+)"  # the columns of 4 kB and of 4 MB
@@ -19,7 +19,7 @@ LESSON = Lesson(
         Question(
             key="large",
             asks="4 MB: how many times as long does the naive all-reduce take as the ring's?",
-            read=ratio(printed("costs", NAIVE + LARGE), printed("costs", RING + LARGE)),
+            read=lambda runs: runs["costs"].printed(NAIVE + LARGE) / runs["costs"].printed(RING + LARGE),
             why=(
                 "The root receives 7 tensors and sends 7, one after another: 14 times 4 MB. In the ring, every "
                 "link carries 14 parts of 4 / 8 MB at the same time: 1.75 times 4 MB."
@@ -29,7 +29,7 @@ LESSON = Lesson(
         Question(
             key="small",
             asks="4 kB: how many times as long does the ring's all-reduce take as the tree's?",
-            read=ratio(printed("costs", RING + SMALLEST), printed("costs", TREE + SMALLEST)),
+            read=lambda runs: runs["costs"].printed(RING + SMALLEST) / runs["costs"].printed(TREE + SMALLEST),
             why="Small messages cost their latency: the ring sends 14 in a row, the tree 3 up and 3 down.",
             tolerance=0.2,
         ),

@@ -1,6 +1,6 @@
 """Lesson 3: libraries and sharding."""
 
-from distlab_playground.lessons import SMALL, Lesson, Question, difference, held, loss, ratio, sent, total
+from distlab_playground.lessons import SMALL, Lesson, Question
 
 LESSON = Lesson(
     name="sharding",
@@ -17,7 +17,7 @@ LESSON = Lesson(
         Question(
             key="state",
             asks="How large is the optimizer's state of rank 0 with dp-zero, relative to dp-ga?",
-            read=ratio(held("sharded", "optimizer state"), held("whole", "optimizer state")),
+            read=lambda runs: runs["sharded"].held("optimizer state") / runs["whole"].held("optimizer state"),
             why="Each rank keeps the two moments of a third of the weights.",
         ),
         Question(
@@ -25,7 +25,9 @@ LESSON = Lesson(
             asks=(
                 "How many bytes of gradients and weights does rank 0 send in a step with dp-zero, relative to dp-ga?"
             ),
-            read=ratio(total(sent("sharded", "gradients"), sent("sharded", "weights")), sent("whole", "gradients")),
+            read=lambda runs: (
+                (runs["sharded"].sent("gradients") + runs["sharded"].sent("weights")) / runs["whole"].sent("gradients")
+            ),
             why=(
                 "An all-reduce is a reduce-scatter and an all-gather. dp-zero does the first with gradients and "
                 "the second with the new weights: the same bytes."
@@ -34,7 +36,7 @@ LESSON = Lesson(
         Question(
             key="loss",
             asks="By how much do the losses of the fifth step differ?",
-            read=difference(loss("whole"), loss("sharded")),
+            read=lambda runs: abs(runs["whole"].loss - runs["sharded"].loss),
             why="Sharding changes where a weight is updated, not how.",
             least=1e-4,
         ),

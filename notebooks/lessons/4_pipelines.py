@@ -1,6 +1,6 @@
 """Lesson 4: pipelines."""
 
-from distlab_playground.lessons import SMALL, Lesson, Question, held, messages, printed, ratio
+from distlab_playground.lessons import SMALL, Lesson, Question
 
 LESSON = Lesson(
     name="pipelines",
@@ -18,19 +18,19 @@ LESSON = Lesson(
         Question(
             key="messages",
             asks="How many messages with activations does rank 0 send in a step?",
-            read=messages("gpipe", "activations"),
+            read=lambda runs: runs["gpipe"].messages("activations"),
             why="One for each micro-batch, to the next stage, whatever the schedule.",
         ),
         Question(
             key="bubble",
             asks="For what percentage of a step is a worker idle with GPipe, if all stages take the same time?",
-            read=printed("plan", r"formula .*: ([\d.]+)%"),
+            read=lambda runs: runs["plan"].printed(r"formula .*: ([\d.]+)%"),
             why="(p - 1) / (m + p - 1) with p = 3 stages and m = 6 micro-batches. DAPPLE has the same bubble.",
         ),
         Question(
             key="activations",
             asks="How large are the activations that rank 0 keeps with DAPPLE, relative to GPipe?",
-            read=ratio(held("dapple", "activations"), held("gpipe", "activations")),
+            read=lambda runs: runs["dapple"].held("activations") / runs["gpipe"].held("activations"),
             why="The first of p stages runs at most p micro-batches ahead: 3 of 6.",
         ),
     ),

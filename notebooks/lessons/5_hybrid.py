@@ -1,6 +1,6 @@
 """Lesson 5: all at once."""
 
-from distlab_playground.lessons import SMALL, Lesson, Question, both, difference, loss, messages
+from distlab_playground.lessons import SMALL, Lesson, Question
 
 LESSON = Lesson(
     name="hybrid",
@@ -17,7 +17,7 @@ LESSON = Lesson(
         Question(
             key="loss",
             asks="By how much do the losses of the fifth step differ?",
-            read=difference(loss("six"), loss("one")),
+            read=lambda runs: abs(runs["six"].loss - runs["one"].loss),
             why=(
                 "The replicas of a stage average its gradients, and the stages pass on exactly what one process "
                 "computes."
@@ -27,13 +27,13 @@ LESSON = Lesson(
         Question(
             key="messages",
             asks="How many messages with activations does rank 0 send in a step?",
-            read=messages("six", "activations"),
+            read=lambda runs: runs["six"].messages("activations"),
             why="One for each micro-batch of its own pipeline.",
         ),
         Question(
             key="both",
             asks="How many of the six ranks send both activations and gradients of activations?",
-            read=both("six", "activations", "gradients of activations"),
+            read=lambda runs: runs["six"].ranks_that_send("activations", "gradients of activations"),
             why=(
                 "The middle stage of each pipeline: the first has nobody to send gradients to, the last nobody to "
                 "send activations to."

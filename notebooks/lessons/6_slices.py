@@ -1,6 +1,6 @@
 """Lesson 6: layers in slices."""
 
-from distlab_playground.lessons import SMALL, Lesson, Question, difference, held, loss, messages, ratio
+from distlab_playground.lessons import SMALL, Lesson, Question
 
 LESSON = Lesson(
     name="slices",
@@ -20,7 +20,7 @@ LESSON = Lesson(
                 "How many times does a rank add up activations with the other in a forward pass through the four "
                 "layers?"
             ),
-            read=messages("two", "layer activations"),
+            read=lambda runs: runs["two"].messages("layer activations"),
             why=(
                 "Once after the attention and once after the feed-forward network of each layer; the backward "
                 "pass does so as often."
@@ -29,7 +29,7 @@ LESSON = Lesson(
         Question(
             key="weights",
             asks="Which share of the model's weights does a rank hold?",
-            read=ratio(held("two", "parameters"), held("one", "parameters")),
+            read=lambda runs: runs["two"].held("parameters") / runs["one"].held("parameters"),
             why=(
                 "All of the embedding and of the output layer, half of the rest: small models gain little, large "
                 "ones nearly a half."
@@ -38,7 +38,7 @@ LESSON = Lesson(
         Question(
             key="loss",
             asks="By how much do the losses of the fifth step differ?",
-            read=difference(loss("two"), loss("one")),
+            read=lambda runs: abs(runs["two"].loss - runs["one"].loss),
             why="Sums of halves are the whole; only rounding differs.",
             least=1e-4,
         ),

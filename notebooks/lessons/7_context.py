@@ -1,6 +1,6 @@
 """Lesson 7: long context."""
 
-from distlab_playground.lessons import SMALL, Lesson, Question, difference, held, loss, messages, ratio
+from distlab_playground.lessons import SMALL, Lesson, Question
 
 LESSON = Lesson(
     name="context",
@@ -14,20 +14,20 @@ LESSON = Lesson(
         Question(
             key="activations",
             asks=("How large are the activations that a rank keeps, relative to one process with the whole sequence?"),
-            read=ratio(held("two", "activations"), held("one", "activations")),
+            read=lambda runs: runs["two"].held("activations") / runs["one"].held("activations"),
             why="Half of the tokens, and a little more: the keys and values of the other half.",
             tolerance=0.1,
         ),
         Question(
             key="messages",
             asks="How many times does a rank send keys and values in a step, with four layers?",
-            read=messages("two", "keys and values"),
+            read=lambda runs: runs["two"].messages("keys and values"),
             why="Once in the attention of each layer; their gradients return in the backward pass.",
         ),
         Question(
             key="loss",
             asks="By how much do the losses of the fifth step differ?",
-            read=difference(loss("two"), loss("one")),
+            read=lambda runs: abs(runs["two"].loss - runs["one"].loss),
             why="Each token sees the same keys and values, wherever they are.",
             least=1e-4,
         ),

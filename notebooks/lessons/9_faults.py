@@ -1,6 +1,8 @@
 """Lesson 9: faults."""
 
-from distlab_playground.lessons import SMALL, Lesson, Question, held, loss, ratio, same
+import math
+
+from distlab_playground.lessons import SMALL, Lesson, Question
 
 LESSON = Lesson(
     name="faults",
@@ -17,7 +19,7 @@ LESSON = Lesson(
         Question(
             key="same",
             asks="Are the losses of the fifth step equal to five digits? 1 for yes, 0 for no.",
-            read=same(loss("whole"), loss("halves")),
+            read=lambda runs: math.isclose(runs["whole"].loss, runs["halves"].loss, rel_tol=1e-5),
             why=(
                 "The exhibit divides by the tokens of each micro-batch: those of a short one count too much. Both "
                 "losses fall, so nothing shows it until two runs are compared."
@@ -26,7 +28,7 @@ LESSON = Lesson(
         Question(
             key="activations",
             asks="How large are the activations with two micro-batches, relative to one?",
-            read=ratio(held("halves", "activations"), held("whole", "activations")),
+            read=lambda runs: runs["halves"].held("activations") / runs["whole"].held("activations"),
             why="This is what micro-batches are for: half of the rows at a time.",
             tolerance=0.05,
         ),

@@ -38,8 +38,42 @@ class Outcome:
         assert self.recorded is not None, "the command is not a run"
         return self.recorded
 
+    @property
+    def loss(self) -> float:
+        """The loss of the last step."""
+        return float(self.records.metrics[-1]["loss"])
 
-Read = Callable[[Mapping[str, Outcome]], float]
+    @property
+    def load(self) -> float:
+        """The load of the fullest expert of the first layer in the last step, relative to the mean."""
+        loads = self.records.metrics[-1]["expert_loads"][0]
+        return max(loads) * len(loads) / sum(loads)
+
+    def sent(self, kind: str, unit: str = "bytes") -> float:
+        """Return the bytes of a kind that rank 0 sends in a step."""
+        account = self.records.ledger[0]
+        counts = [way[unit] for way in account["sent"] if way["kind"] == kind]
+        require(bool(counts), f"{self.records.name}: rank 0 sent no {kind}")
+        return sum(counts) / account["steps"]
+
+    def messages(self, kind: str) -> float:
+        """Return the messages of a kind that rank 0 sends in a step."""
+        return self.sent(kind, "messages")
+
+    def ranks_that_send(self, *kinds: str) -> int:
+        """Return the number of ranks that send all of these kinds."""
+        return sum({*kinds} <= {way["kind"] for way in account["sent"]} for account in self.records.ledger)
+
+    def held(self, kind: str) -> float:
+        """Return the bytes of a kind that rank 0 holds at its peak."""
+        return self.records.memory[0][kind]
+
+    def printed(self, pattern: str) -> float:
+        """Return the number that the command prints: the first group of a regular expression."""
+        found = re.search(pattern, self.output)
+        require(found is not None, f"{pattern} is not in the output: {self.output.strip()[:200]}")
+        assert found is not None
+        return float(found[1])
 
 
 @dataclass(frozen=True)
@@ -48,7 +82,7 @@ class Question:
 
     key: str
     asks: str
-    read: Read  # the number in the outcomes of the lesson's commands, by their names
+    read: Callable[[Mapping[str, Outcome]], float]  # the number, from what the lesson's commands did, by their names
     why: str  # shown with the answer
     tolerance: float = 0.02  # relative difference up to which a guess is right
     least: float = 0.0  # absolute difference that is always right
@@ -92,85 +126,6 @@ def run_command(command: str, folder: Path) -> Outcome:
     )
     require(done.returncode == 0, f"{launcher()} {command}: failed: {(done.stderr or done.stdout).strip()[-500:]}")
     return Outcome(done.stdout, read_records(folder) if is_run else None)
-
-
-def sent(run: str, kind: str, unit: str = "bytes") -> Read:
-    """The bytes of a kind that rank 0 sends in a step."""
-
-    def read(outcomes: Mapping[str, Outcome]) -> float:
-        account = outcomes[run].records.ledger[0]
-        counts = [way[unit] for way in account["sent"] if way["kind"] == kind]
-        require(bool(counts), f"{run}: rank 0 sent no {kind}")
-        return sum(counts) / account["steps"]
-
-    return read
-
-
-def messages(run: str, kind: str) -> Read:
-    """The messages of a kind that rank 0 sends in a step."""
-    return sent(run, kind, "messages")
-
-
-def held(run: str, kind: str) -> Read:
-    """The bytes of a kind that rank 0 holds at its peak."""
-    return lambda outcomes: outcomes[run].records.memory[0][kind]
-
-
-def loss(run: str) -> Read:
-    """The loss of the last step."""
-    return lambda outcomes: float(outcomes[run].records.metrics[-1]["loss"])
-
-
-def printed(name: str, pattern: str) -> Read:
-    """The number that a command prints: the first group of a regular expression."""
-
-    def read(outcomes: Mapping[str, Outcome]) -> float:
-        found = re.search(pattern, outcomes[name].output)
-        require(found is not None, f"{name}: its output has no {pattern}")
-        assert found is not None
-        return float(found[1])
-
-    return read
-
-
-def load(run: str) -> Read:
-    """The load of the fullest expert of the first layer in the last step, relative to the mean."""
-
-    def read(outcomes: Mapping[str, Outcome]) -> float:
-        loads = outcomes[run].records.metrics[-1]["expert_loads"][0]
-        return max(loads) * len(loads) / sum(loads)
-
-    return read
-
-
-def both(run: str, kind: str, other: str) -> Read:
-    """The number of ranks that send two kinds."""
-
-    def read(outcomes: Mapping[str, Outcome]) -> float:
-        kinds = [{way["kind"] for way in account["sent"]} for account in outcomes[run].records.ledger]
-        return sum({kind, other} <= of_rank for of_rank in kinds)
-
-    return read
-
-
-def scaled(one: Read, factor: float) -> Read:
-    return lambda outcomes: one(outcomes) * factor
-
-
-def total(one: Read, other: Read) -> Read:
-    return lambda outcomes: one(outcomes) + other(outcomes)
-
-
-def same(one: Read, other: Read) -> Read:
-    return lambda outcomes: float(math.isclose(one(outcomes), other(outcomes), rel_tol=1e-5))
-
-
-def ratio(one: Read, other: Read) -> Read:
-    return lambda outcomes: one(outcomes) / other(outcomes)
-
-
-def difference(one: Read, other: Read) -> Read:
-    return lambda outcomes: abs(one(outcomes) - other(outcomes))
 
 
 @dataclass(frozen=True)

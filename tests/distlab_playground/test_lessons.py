@@ -26,18 +26,7 @@ from distlab_playground.lessons import (
     Outcome,
     Question,
     all_lessons,
-    both,
-    difference,
-    held,
-    load,
-    loss,
-    messages,
-    printed,
-    ratio,
     read_answers,
-    same,
-    scaled,
-    sent,
 )
 from simplellm.errors import InputError
 
@@ -47,8 +36,8 @@ LESSON = Lesson(
     about="",
     commands={"plan": "show-schedule gpipe --stages 3 --micro-batches 6"},
     questions=(
-        Question("bubble", "", printed("plan", r"formula .*: ([\d.]+)%"), "", tolerance=0.05),
-        Question("ticks", "", printed("plan", r"(\d+) ticks"), "", tolerance=0, least=2),
+        Question("bubble", "", lambda runs: runs["plan"].printed(r"formula .*: ([\d.]+)%"), "", tolerance=0.05),
+        Question("ticks", "", lambda runs: runs["plan"].printed(r"(\d+) ticks"), "", tolerance=0, least=2),
     ),
 )
 
@@ -73,18 +62,17 @@ def outcome(folder: Path, losses: list[float], scale: int) -> Outcome:
 
 
 def test_numbers_are_read_from_the_records(tmp_path: Path) -> None:
-    runs = {"a": outcome(tmp_path / "a", [3.0, 2.0], 1), "b": outcome(tmp_path / "b", [3.0, 1.5], 3)}
-    assert sent("b", "gradients")(runs) == 150
-    assert messages("b", "gradients")(runs) == 1
-    assert both("a", "gradients", "loss")(runs) == 1
-    assert ratio(held("b", "activations"), held("a", "activations"))(runs) == 3
-    assert difference(loss("a"), loss("b"))(runs) == difference(loss("b"), loss("a"))(runs) == 0.5
-    assert load("a")(runs) == 4 / 2.5, "in the last step"
-    assert [same(loss("a"), scaled(loss("a"), factor))(runs) for factor in (1, 1 + 5e-6, 1 + 5e-5)] == [1, 1, 0]
+    a, b = outcome(tmp_path / "a", [3.0, 2.0], 1), outcome(tmp_path / "b", [3.0, 1.5], 3)
+    assert b.sent("gradients") == 150
+    assert b.messages("gradients") == 1
+    assert a.ranks_that_send("gradients", "loss") == 1
+    assert (a.held("activations"), b.held("activations")) == (8, 24)
+    assert (a.loss, b.loss) == (2.0, 1.5), "in the last step"
+    assert a.load == 4 / 2.5, "in the last step"
     with pytest.raises(InputError, match="a: rank 0 sent no weights"):
-        sent("a", "weights")(runs)
-    with pytest.raises(InputError, match="its output has no"):
-        printed("a", "ticks")(runs)
+        a.sent("weights")
+    with pytest.raises(InputError, match="ticks is not in the output: it has 24"):
+        Outcome("it has 24").printed("ticks")
 
 
 def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -> None:
@@ -94,7 +82,7 @@ def test_a_lesson_runs_its_commands_and_its_answers_are_judged(tmp_path: Path) -
     columns = [line.split() for line in verdicts(LESSON, answers, here)]
     assert columns == [["small", "ada", "bubble", "26", "25", "right"], ["small", "ada", "ticks", "21", "24", "off"]]
     assert LESSON.questions[1].is_right(22, 24), "up to the least difference that counts"
-    usual = Question("", "", loss(""), "")
+    usual = Question("", "", lambda _: 1.0, "")
     assert [usual.is_right(guess, 1.0) for guess in (1.02, 0.97)] == [True, False]
     other = replace(answers, guesses={"ticks": 26}, measured={"bubble": 20})
     columns = [line.split(maxsplit=5)[3:] for line in verdicts(LESSON, other, here)]
