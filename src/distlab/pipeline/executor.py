@@ -22,7 +22,7 @@ from simplellm.errors import require
 from simplellm.saved_activations import SavedActivations
 
 Modules = nn.Module | Mapping[int, nn.Module]  # of one stage, or by stage
-POSTED_AHEAD = 2  # receives posted per link: the one needed next, and one more in transit
+POSTED_AHEAD = 2  # receives posted per link, before they are needed: the one needed next, and one more in transit
 
 
 class Pipeline:
@@ -179,7 +179,6 @@ class Flow:
             for k, given in enumerate(zip(own, shares, parts, strict=True))
         }
         self._links, self._micro_batches, self._width = of.links, own, of.width
-        self._posts_ahead = not of.is_cold  # receives before they are needed, where there is no queue
         self._like = torch.empty(0, dtype=of.message_dtype, device=own[0].device)
         of.links.make_room(max(ids.numel() for ids in own) * of.width, self._like)
         self._here: dict[Result, Tensor] = {}  # results that another stage of this worker needs
@@ -188,8 +187,8 @@ class Flow:
         self._expected = {link: iter(results) for link, results in of.links.incoming}  # messages yet to be received
         for action in of.program:
             action.prepare(self.micro_batch(action))
-        for link in [*self._expected] * POSTED_AHEAD:
-            self._post_ahead(link)
+        for link in [] if of.is_cold else [*self._expected] * POSTED_AHEAD:
+            self._post(link)
 
     def micro_batch(self, action: Action) -> MicroBatch:
         """Return the micro-batch of an action, on its stage."""
@@ -200,11 +199,9 @@ class Flow:
         link = self._links.link_of.get(result)
         if link is None:
             return self._here.pop(result)
-        if result not in self._posted:
-            self._post(link)
+        self._post(link)
         tensor, work = self._posted.pop(result)
         work.wait()
-        self._post_ahead(link)
         for arrived in self._links.confirmed[result]:
             if arrived in self._sent:  # until it has been waited for, its tensor is kept
                 self._sent.pop(arrived).wait()
@@ -222,10 +219,6 @@ class Flow:
         """End the step; on the worker of the last stage, return each micro-batch's share of the loss."""
         self._links.finish(self._sent.values(), run_on)
         return [part.loss for part in self._parts.values() if part.loss is not None]
-
-    def _post_ahead(self, link: WorkerLink) -> None:
-        if self._posts_ahead and not link.is_queue:
-            self._post(link)
 
     def _post(self, link: WorkerLink) -> None:
         """Post the receive of a link's next message, if there is one."""

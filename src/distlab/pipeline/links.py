@@ -29,16 +29,15 @@ class WorkerLink:
     receiver: int  # rank
     group: Group  # in which messages between these two ranks stay in order
     slots: int  # maximum number of messages in transit
-    is_queue: bool = False  # messages go through memory that both ranks share
 
     def send(self, result: Result, tensor: Tensor) -> dist.Work | None:
         """Start to send a result; None if the send is complete. Otherwise, keep work and tensor until it is."""
         with named(str(result), result.kind):
             work = dist.isend(tensor, self.receiver, self.group)
-        if self.is_queue and work is not None:
-            work.wait()  # returns at once
-            return None
-        return work
+        if work is None or not work.is_completed():
+            return work
+        work.wait()  # returns at once
+        return None
 
     def receive(self, result: Result, into: Tensor) -> dist.Work:
         """Start to receive the next message, which is this result."""
@@ -102,7 +101,7 @@ class Links:
             self._message_bytes = message_bytes
             for link in self._links.values():  # in the same order on all workers
                 ends = link.sender, link.receiver
-                link.is_queue = open_queues(ends, message_bytes, like, link.group, slots=link.slots)
+                open_queues(ends, message_bytes, like, link.group, slots=link.slots)
 
     def finish(self, sends: Iterable[dist.Work], run_on: bool) -> None:
         """Wait for the sends of a step, or, if it runs on, for the sends that the step before has left."""
