@@ -146,6 +146,8 @@ class Operation(dist.Work):
     `tensors` are those that it sends or fills.
     """
 
+    buffer_bytes = 0  # memory that it needs until it ends, for what a reduce-scatter receives over gloo
+
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._tensors, self._finish = tensors, list[Callable[[], object]]()

@@ -20,19 +20,19 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def empty(elements: int, like: Tensor, group: Group = None, *, overlaps: bool = False) -> Tensor:
+def empty(elements: int, like: Tensor, group: Group = None) -> Tensor:
     """Return zeros (elements,), of `like`'s dtype and device, for repeated communication.
 
     Where it pays, they are in memory that the ranks of the group share, and their collectives need no copy; all ranks
-    must give a collective such tensors, or none. All ranks of the group must call this in the same order. `overlaps` is
-    for collectives that are started in `overlapping`.
+    must give a collective such tensors, or none. All ranks of the group must call this in the same order, and, for
+    collectives that they will start in `overlapping`, inside of it.
 
     Raises:
         InputError: the transport is "shared", and these ranks cannot share memory.
         TrafficError: a rank does not take part.
     """
     memory = found.memory if (found := _lab_group(group)) else None
-    shared = memory.empty(elements, like, overlaps) if memory and elements else None
+    shared = memory.empty(elements, like) if memory and elements else None
     return like.new_zeros(elements) if shared is None else shared
 
 
@@ -42,14 +42,7 @@ def shares(tensor: Tensor, group: Group = None) -> bool:
     return found is not None and found.memory is not None and found.memory.shares(tensor)
 
 
-def received_bytes(parts: Tensor, group: Group = None) -> int:
-    """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends: parts received over gloo."""
-    found = _lab_group(group)
-    answers = (transport.received_bytes(parts) for transport in found.transports) if found else iter([0])
-    return next(answer for answer in answers if answer is not None)
-
-
-def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Group = None, *, slots: int = 1) -> bool:
+def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Group = None, *, slots: int = 1) -> None:
     """Send messages from each rank of a row to the next through memory that both share, where they can.
 
     Larger messages, and messages without a queue, go over gloo or NCCL. A `send` returns when its message is in one of
@@ -60,20 +53,15 @@ def open_queues(row: Sequence[int], message_bytes: int, like: Tensor, group: Gro
         message_bytes: size of the largest message.
         like: a tensor on the messages' device.
 
-    Returns:
-        Whether this rank has such a queue, to or from a neighbor.
-
     Raises:
         InputError: the transport is "shared", and these ranks cannot share memory.
         TrafficError: a rank does not take part.
     """
-    found, has_queue = _lab_group(group), False
+    found = _lab_group(group)
     for link in pairwise(row):
         is_link = link[0] != link[1]  # a worker may hold two stages, one after the other
         if found and found.queues and is_link and found.context.rank in link:
             found.queues.open(link, message_bytes, like, slots)
-            has_queue = has_queue or found.queues.has(*link)
-    return has_queue
 
 
 def close_queues(row: Sequence[int], group: Group = None) -> None:

@@ -90,8 +90,8 @@ class LabGroup(ContextGroup):
             self.queues = Queues(members, self)
             if hosts == 1:
                 self.memory = OneHost(members, takes_all, self._library.group)
-            else:  # torch names the group when it has been made
-                self.memory = SeveralHosts(members, takes_all, lambda: self.group_name)
+            else:
+                self.memory = SeveralHosts(members, takes_all, store)
             self.transports = [self.queues, self.memory, self._library]
         # A new set: another thread may be going through the one before.
         context.groups = weakref.WeakSet([*context.groups, self])
@@ -314,6 +314,7 @@ class LabGroup(ContextGroup):
         if isinstance(carried.by, SharedWork):
             carried.by.named = wait
         pending = Pending(self.context, wait, carried.by, tensors)
+        pending.buffer_bytes = carried.buffer_bytes
         if carried.finish is not None:
             pending.then(torch.inference_mode()(carried.finish))  # `SharedCollective._take_turn` says why
         if carried.at_once:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Axis, all_ranks
 from distlab.axes.placement import FlatRange, place, placement_of
-from distlab.comm.group import all_gather_single, empty, received_bytes, reduce_scatter_single
+from distlab.comm.group import all_gather_single, empty, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket
@@ -270,11 +271,10 @@ class GradientShard(Bucket):
         if self._buffer is not None:
             self._buffer.copy_(self.flat)
             self._gathered.free(self.flat)
-        received = received_bytes(self._parts, self.axis.group)
-        self._gathered.count(received)
         with named(str(self), "gradients"):
             started = reduce_scatter_single(self._own, self._parts, ReduceOp.SUM, self.axis.group, async_op=True)
-        self._reduction = started.then(lambda: self._add(received))
+        self._gathered.count(started.buffer_bytes)
+        self._reduction = started.then(partial(self._add, started.buffer_bytes))
         return self._reduction
 
     @torch.no_grad()

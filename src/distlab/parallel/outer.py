@@ -119,13 +119,15 @@ class OuterOptimizer(OuterState):
         super().__init__(weights, weights.clone(), torch.zeros_like(weights), over)
         self.schedule, self._lr, self._beta = schedule, lr, momentum
         self._alpha = merge_alpha if schedule.overlap_steps else 0.0
+        self._overlapping = overlapping if schedule.overlap_steps else contextlib.nullcontext
         self._residual = None if compress == "none" else torch.zeros_like(weights)
         ends = [len(weights) * number // schedule.fragments for number in range(schedule.fragments + 1)]
         self._parts = [slice(*pair) for pair in itertools.pairwise(ends)]
         most = max(part.stop - part.start for part in self._parts)
         self._mean = weights.new_zeros(most)  # the outer gradient of the fragment that was sent last
         if compress == "none":
-            self._mean = empty(most, weights, self.axis.group, overlaps=schedule.overlap_steps > 0)
+            with self._overlapping():
+                self._mean = empty(most, weights, self.axis.group)
         self._compress = compress
         self._pending: Pending | None = None
         self._is_sent = False  # a fragment that has not been merged
@@ -143,10 +145,7 @@ class OuterOptimizer(OuterState):
         part = self._parts[fragment]
         residual = None if self._residual is None else self._residual[part]
         own, mean = self.outer[part] - self.weights[part], self._mean[: part.stop - part.start]
-        with contextlib.ExitStack() as around:
-            around.enter_context(named(f"the outer gradients of fragment {fragment}", "outer gradients"))
-            if self.schedule.overlap_steps:
-                around.enter_context(overlapping())
+        with named(f"the outer gradients of fragment {fragment}", "outer gradients"), self._overlapping():
             self._pending = start_mean(mean, own, self._compress, residual, self.axis)
         self._is_sent = True
 

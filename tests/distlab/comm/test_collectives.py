@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distlab.comm.context import Group, Options, TransportName, context_of
-from distlab.comm.group import all_gather_single, empty, received_bytes, reduce_scatter_single
+from distlab.comm.group import all_gather_single, empty, reduce_scatter_single
 
 SIZES = [0, 1, 3, 1000, 300_001]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
@@ -248,7 +248,9 @@ def compare(rank: int, world_size: int, port: int, transport: TransportName) -> 
             found.append(of_group)
         assert context.shares_memory == (transport == "shared" and world_size > 1)
         parts = torch.zeros(world_size, 9)
-        assert received_bytes(parts) == (parts.nbytes if transport == "gloo" and world_size > 1 else 0)
+        started: Any = reduce_scatter_single(torch.empty(9), parts, async_op=True)
+        started.wait()
+        assert started.buffer_bytes == (parts.nbytes if transport == "gloo" and world_size > 1 else 0)
     return found
 
 

@@ -97,10 +97,8 @@ class Library(Transport):
                 combine_in_order(rows, op, into.view(-1))
             own.copy_(into)
 
-        return Carried(self.group.alltoall_base(received, carried, [], []), combine)
-
-    def received_bytes(self, parts: Tensor) -> int:
-        return 0 if self._is_nccl else parts.nbytes
+        work = self.group.alltoall_base(received, carried, [], [])
+        return Carried(work, combine, buffer_bytes=received.nbytes)
 
     def all_to_all(self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]) -> Carried:
         into, carried = self._host_buffer(output), self._staged(own)

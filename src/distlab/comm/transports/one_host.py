@@ -35,8 +35,8 @@ class OneHost(MemoryTransport):
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         return self._memory.allocate(elements, dtype, self.limit)
 
-    def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
-        return None if overlaps else super().empty(elements, like, overlaps)  # nothing happens before all ranks wait
+    def empty(self, elements: int, like: Tensor) -> Tensor | None:
+        return None if is_overlapping.get() else super().empty(elements, like)
 
     def close(self) -> None:
         self._memory.close()
@@ -95,9 +95,6 @@ class OneHost(MemoryTransport):
         memory, own = self._memory, own.view(-1)
         in_place = reduce_scatter_in_place(memory, own, parts)
         return self._carry("reduce_scatter", parts, slots.reduce_scatter(memory, own, parts), in_place)
-
-    def received_bytes(self, parts: Tensor) -> int | None:
-        return 0 if self.shares(parts) or self._has_slots(parts) else None
 
     def all_to_all(
         self, output: Tensor, own: Tensor, output_sizes: Sequence[int], own_sizes: Sequence[int]

@@ -78,9 +78,6 @@ class Queues(Transport):
     def close_queue(self, link: tuple[int, int]) -> None:
         self._queues.pop(link, None)
 
-    def has(self, sender: int, receiver: int) -> bool:
-        return (sender, receiver) in self._queues
-
     def send(self, tensor: Tensor, to: int, tag: int) -> Carried | None:
         queue = self._queues.get((self._members.context.rank, self._members.ranks[to]))
         if queue is None or tensor.nbytes > queue.message_bytes:

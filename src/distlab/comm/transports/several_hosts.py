@@ -6,7 +6,7 @@ with mixed-precision", 2018). The messages between hosts have a separate column,
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import cast
@@ -22,6 +22,7 @@ from distlab.comm.transports.memory import ELSEWHERE, SharedCollective, SharedMe
 from distlab.comm.transports.one_host import all_reduce_in_place, broadcast_in_place
 from distlab.comm.transports.signals import SECONDS_MORE
 from distlab.comm.transports.transport import Carried, Members, MemoryTransport, Op, ring_bytes
+from distlab.comm.waits import group_key
 from distlab.machine.network import patient_threads
 
 
@@ -29,14 +30,14 @@ class SeveralHosts(MemoryTransport):
     """Ranks on several hosts, at least one of which has several ranks; carries the tensors that `empty` has made.
 
     Args:
-        name: return the group's name, different for each group; called when the ranks meet.
+        store: of the group, in which the ranks meet.
     """
 
     smallest_bytes = SMALLEST_OF_HOSTS_BYTES
 
-    def __init__(self, members: Members, takes_all: bool, name: Callable[[], str]) -> None:
+    def __init__(self, members: Members, takes_all: bool, store: dist.Store) -> None:
         super().__init__(members, takes_all)
-        self._name = name
+        self._store = store
         self._is_first = members.context.rank in members.first_of_hosts
         self._memory: SharedMemory | None = None  # of this host; made for the first tensor
         self._between: dist.ProcessGroup | None = None  # the first ranks of the hosts
@@ -54,9 +55,8 @@ class SeveralHosts(MemoryTransport):
 
     def _meet(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         # Not `dist.new_group`, which all ranks of the world would have to call. A backend has a group's methods.
-        context, name = self.members.context, f"hosts/{self._name()}/{','.join(map(str, ranks))}"
-        store = dist.PrefixStore(name, context.store)
-        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, ranks.index(context.rank), len(ranks), self.limit))
+        store, rank = dist.PrefixStore(f"hosts/{group_key(ranks)}", self._store), ranks.index(self.members.context.rank)
+        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, len(ranks), self.limit))
 
     def _allocate(self, memory: SharedMemory, elements: int, dtype: torch.dtype) -> Tensor:
         """Return zeros (elements,) in this rank's part of a new mapping of its host; `NotShared` on all ranks."""

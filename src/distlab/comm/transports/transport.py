@@ -31,7 +31,8 @@ is_overlapping: ContextVar[bool] = ContextVar("is_overlapping", default=False)
 def overlapping() -> Iterator[None]:
     """Make the collectives that start inside progress while their ranks compute.
 
-    They do not use the memory of one host: there, nothing happens before all ranks wait.
+    They do not use the memory of one host, nor do tensors that are made here: in it, nothing happens before all ranks
+    wait.
     """
     token = is_overlapping.set(True)
     try:
@@ -81,6 +82,7 @@ class Carried(NamedTuple):
     finish: Callable[[], object] | None = None  # called when the wait for `by` has ended
     sent_bytes: Mapping[str, int] | None = None  # by a suffix of the ledger's column; None: the usual bytes
     at_once: bool = False  # whether it ends before its call returns
+    buffer_bytes: int = 0  # see `Operation`
 
 
 class Transport:
@@ -125,10 +127,6 @@ class Transport:
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> Carried | None:
         """Receive the next tensor of a rank of the group."""
-        return None
-
-    def received_bytes(self, parts: Tensor) -> int | None:
-        """Return the bytes of memory that a reduce-scatter of `parts` needs until it ends; None if not accepted."""
         return None
 
     def close(self) -> None:
@@ -181,7 +179,7 @@ class MemoryTransport(Transport, ABC):
     def is_worth_it(self, size_bytes: int, like: Tensor) -> bool:
         return like.is_cpu and (self._takes_all or size_bytes >= self.smallest_bytes)
 
-    def empty(self, elements: int, like: Tensor, overlaps: bool) -> Tensor | None:
+    def empty(self, elements: int, like: Tensor) -> Tensor | None:
         """Return zeros (elements,) in memory that the ranks share, or None; see `distlab.comm.group.empty`."""
         if not self.is_worth_it(elements * like.itemsize, like):
             return None
