@@ -52,10 +52,10 @@ class Patience:
 
 @dataclass
 class Report:
-    """The end of a rank."""
+    """The state of a rank; its end, unless it "runs" or is "stuck"."""
 
     rank: int
-    state: str  # "ended", "wrong", "failed", "missing" (not written), "stuck", "lost" (another rank ended), "died"
+    state: str  # or "ended", "wrong", "failed", "missing" (not written), "lost" (another rank ended), "died"
     sentences: list[str] = field(default_factory=list)
     mistake: str = ""  # its name, of a rank that is wrong
     line: str = ""  # where in the student's file: "line 57: buckets.finish()"
@@ -121,12 +121,11 @@ RankWork = Callable[..., Facts]  # (rank, submission, *args): what the rank does
 def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]:
     """Return the last word of each rank; ends early when nothing can change any more."""
     deadline = time.monotonic() + patience.longest + 3
-    reports: dict[int, Report] = {}
-    everybody = sorted(waiting.values())
+    reports = {rank: Report(rank, "runs") for rank in sorted(waiting.values())}
     while waiting:
         left = deadline - time.monotonic()
-        if all(rank in reports for rank in waiting.values()):
-            left = min(left, SECONDS_FOR_CONSEQUENCES)  # all are stuck, unless the last that ended lets one move on
+        if all(reports[rank].state == "stuck" for rank in waiting.values()):
+            left = min(left, SECONDS_FOR_CONSEQUENCES)  # the last that ended may let one move on
         ready = wait(list(waiting), timeout=max(0, left))
         if not ready:
             break
@@ -137,18 +136,15 @@ def _collect(waiting: dict[Connection, int], patience: Patience) -> list[Report]
                 report = Report(**json.loads(receiver.recv_bytes()))
             except (EOFError, OSError):
                 report = Report(rank, "died", ["ended without a word: it was killed, or called os._exit"])
-            if report.state == "moves":
-                reports.pop(rank, None)
-                continue
             reports[rank] = report
-            if report.state != "stuck":  # which may change
+            if report.state not in ("runs", "stuck"):
                 del waiting[receiver]
             if report.state in ("wrong", "failed", "died"):  # after a death, the waits of the others say more
                 still = patience.still if report.state == "died" else 0
                 deadline = min(deadline, time.monotonic() + still + SECONDS_FOR_CONSEQUENCES)
         if any(report.state == "missing" for report in reports.values()):
             break  # nothing else matters
-    return [reports.get(rank) or Report(rank, "silent", ["did not answer"]) for rank in everybody]
+    return [*reports.values()]
 
 
 def _run_rank(submission: Submission, work: RankWork, args: tuple[Any, ...], rank: int, pipe: Connection) -> None:
@@ -162,14 +158,12 @@ def _run_rank(submission: Submission, work: RankWork, args: tuple[Any, ...], ran
     os.chdir(folder)
     faulthandler.enable(submission.crash_file(rank).open("w"))
     torch.manual_seed(1000 + rank)
-    has_ended, lock = threading.Event(), threading.Lock()
+    lock = threading.Lock()
 
     def tell(report: Report) -> None:
+        """Send a report; after the last word, nobody reads those of the watch."""
         with lock:
-            if not has_ended.is_set():
-                pipe.send_bytes(json.dumps(asdict(report)).encode())
-            if report.state not in ("stuck", "moves"):
-                has_ended.set()
+            pipe.send_bytes(json.dumps(asdict(report)).encode())
 
     threading.Thread(target=_watch, args=(rank, script, patience, tell), daemon=True).start()
     try:
@@ -233,7 +227,7 @@ def _watch(rank: int, script: str, patience: Patience, tell: Callable[[Report], 
         if place != before or is_at_work:
             moved, worked_before = now, worked
             if is_still:
-                tell(Report(rank, "moves"))
+                tell(Report(rank, "runs"))
                 is_still = False
         if not is_still and now - moved > patience.still:
             is_still = True
@@ -284,25 +278,23 @@ def raise_trouble(reports: list[Report], describe: Callable[[int], str] = "rank 
 
     Of several reports, only those that are not consequences of others count.
     """
-    by_state: dict[str, list[Report]] = {}
-    for report in reports:
-        by_state.setdefault(report.state, []).append(report)
-    if len(by_state.get("ended", [])) == len(reports):
+    first_with = {report.state: report for report in reversed(reports)}
+    if first_with.keys() == {"ended"}:
         return
-    for state in ("missing", "wrong", "failed", "died"):
-        if first := by_state.get(state, [None])[0]:
-            sentence, where = first.sentences[0], f" ({first.line})" if first.line else ""
-            who = f"{describe(first.rank)} " if len(reports) > 1 else ""
-            if state == "missing":
-                raise Wrong("not-written", f"not written yet: {sentence}{where}")
-            if state == "wrong":
-                raise Wrong(first.mistake, *first.sentences)
-            if state == "failed":
-                raise Wrong("exception", f"{who}failed: {sentence}{where}")
-            others = [*by_state.get("lost", []), *by_state.get("stuck", [])]
-            meanwhile = [f"{describe(other.rank)} was in {other.line}" for other in others if other.line]
-            raise Wrong("died", f"{who}{sentence}{where}", *meanwhile)
-    raise Wrong("deadlock", *_who_waits(reports, describe))
+    first = next((first_with[state] for state in ("missing", "wrong", "failed", "died") if state in first_with), None)
+    if first is None:
+        raise Wrong("deadlock", *_who_waits(reports, describe))
+    if first.state == "wrong":
+        raise Wrong(first.mistake, *first.sentences)
+    told = first.sentences[0] + f" ({first.line})" * bool(first.line)
+    if first.state == "missing":
+        raise Wrong("not-written", f"not written yet: {told}")
+    who = f"{describe(first.rank)} " if len(reports) > 1 else ""
+    if first.state == "failed":
+        raise Wrong("exception", f"{who}failed: {told}")
+    others = [report for state in ("lost", "stuck") for report in reports if report.state == state]
+    meanwhile = [f"{describe(other.rank)} was in {other.line}" for other in others if other.line]
+    raise Wrong("died", f"{who}{told}", *meanwhile)
 
 
 def _who_waits(reports: list[Report], describe: Callable[[int], str]) -> Iterator[str]:
@@ -327,4 +319,4 @@ def _who_waits(reports: list[Report], describe: Callable[[int], str]) -> Iterato
             waits_for = wait_of._replace(line="").sentence(describe)  # the report has the line
             yield f"{describe(report.rank)} waits for {waits_for}{where}"
         else:
-            yield f"{describe(report.rank)} {report.sentences[0]}{where}"
+            yield f"{describe(report.rank)} {report.sentences[0] if report.sentences else 'did not answer'}{where}"
