@@ -19,20 +19,11 @@ BYTES = "bytes", "bytes a step", "by formula", "formula"
 
 @dataclass
 class _Total:
-    """A rank's messages and bytes of a kind, and the bytes of a step by formula."""
+    """A rank's messages and bytes of a kind, and the formulas for those of a step."""
 
     messages: int = 0
     bytes: int = 0
-    planned: int | None = None  # None without a formula
-    formulas: list[str] = field(default_factory=list)  # in words
-
-    def add(self, sent: Json, formula: Formula | None, is_once: bool) -> None:
-        """Add an entry of a rank's account; with `is_once`, the formula is of all entries of its kind."""
-        self.messages += sent["messages"]
-        self.bytes += sent["bytes"]
-        if formula and not (is_once and formula.words in self.formulas):
-            self.planned = (self.planned or 0) + formula.bytes
-            self.formulas.append(formula.words)
+    formulas: dict[int | None, Formula] = field(default_factory=dict)  # by receiver, as in `Formulas`
 
 
 def ledger(run: Records) -> Json | None:
@@ -50,8 +41,10 @@ def ledger(run: Records) -> Json | None:
         totals, to_ranks = _sent(run, costs, account)
         pairs.append(to_ranks)
         for kind, total in totals.items():
-            each, words = total.bytes / count if count else None, " + ".join(total.formulas)
-            alike[kind, total.messages, total.bytes, each, total.planned, words].append(account["rank"])
+            each, formulas = total.bytes / count if count else None, total.formulas.values()
+            planned, words = sum(one.bytes for one in formulas), " + ".join(one.words for one in formulas)
+            row = kind, total.messages, total.bytes, each, planned if formulas else None, words
+            alike[row].append(account["rank"])
     most = {kind: max(row[2] for row in alike if row[0] == kind) for kind, *_ in alike}
     rows = [(row[0], ", ".join(map(str, ranks)), *row[1:]) for row, ranks in alike.items()]
     rows.sort(key=lambda row: (-most[row[0]], row[0]))
@@ -83,11 +76,12 @@ def _sent(run: Records, costs: Costs | None, account: Json) -> tuple[dict[str, _
     for sent in account["sent"]:
         kind, peers = sent["kind"], sent["peers"]
         to = coordinate(run.layout, peers[0], "pp") if sent["way"] == "send" else None
-        of_message = formulas.get((kind, to)) if to is not None else None
-        of_all = None if of_message else formulas.get((kind, None))  # also messages of a collective written by hand
-        formula = of_message or of_all
-        totals[kind].add(sent, formula, is_once=of_all is not None)
-        is_alone = of_message or groups[kind, sent["way"]] == 1
+        to = to if (kind, to) in formulas else None  # also messages of a collective written by hand
+        totals[kind].messages += sent["messages"]
+        totals[kind].bytes += sent["bytes"]
+        if formula := formulas.get((kind, to)):
+            totals[kind].formulas[to] = formula
+        is_alone = to is not None or groups[kind, sent["way"]] == 1
         for peer in peers:
             expected = formula.bytes * count / len(peers) if formula and is_alone else None
             to_ranks[peer].append([kind, sent["bytes"] / len(peers), expected])
