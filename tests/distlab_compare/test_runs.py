@@ -266,6 +266,7 @@ START, OTHER = torch.ones(SHAPE), torch.arange(8.0).view(SHAPE)
         (START, 0.3 * START, 1.0, "after {}: the weights weight on rank 0 have changed by 3 times as much as they"),
         (START, 0.0012 * START, 1.0, "after {}: the weights weight on rank 0 have changed by 0.012 times as much as"),
         (START, OTHER, 1.00005, "after {}: the weights weight on rank 0 differ ("),
+        (3 * START, OTHER, 2.0, "before {}: the weights weight on rank 0 are 3 times what they should be ("),
         (OTHER, OTHER, 2.0, "before {}: the weights weight on rank 0 differ ("),  # and all else follows from it
         (START, OTHER, 2.0, "{}: the loss differs: "),
     ],

@@ -48,8 +48,13 @@ def boxes(axes: Any) -> list[tuple[Point, float, float, str]]:
 def test_arrows_have_the_colors_and_directions_of_their_messages(drawn: list[Any], arrows: Any) -> None:
     diagrams.stages(Path("a.png"), pp=3)
     colors = legend_of(drawn[0])
-    for begin, end, color in arrows(drawn[0].axes[0])[:4]:  # the others are of tokens
+    *of_stages, inputs, targets = arrows(drawn[0].axes[0])
+    assert len(of_stages) == 4
+    for begin, end, color in of_stages:
         assert color == colors["forward" if begin[0] < end[0] else "backward"]
+    assert (inputs[0] < inputs[1], targets[0] < targets[1]) == (True, False), (
+        "tokens go to the first and the last stage"
+    )
     diagrams.layout(Path("a.png"), dp=2, pp=3)
     colors = legend_of(drawn[1])
     ways = [(color, abs(begin[0] - end[0]) > abs(begin[1] - end[1])) for begin, end, color in arrows(drawn[1].axes[0])]

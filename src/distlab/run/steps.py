@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from distlab.run.checkpointer import Batches
     from distlab.run.run import Run
 
-STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, before its last one
+STOP_AFTER = "LAB_STOP_AFTER"  # environment variable: the number of steps after which a run ends, instead of --steps
 
 
 class Steps:
@@ -40,7 +40,7 @@ class Steps:
     ) -> None:
         count = run.checkpointer.restore(batches) if run.checkpointer else 0
         run.records.begin(per_step, unit, count, continue_at=run.first_step if run.continues else None)
-        steps = min(steps, int(os.environ.get(STOP_AFTER, steps)))
+        steps = int(os.environ.get(STOP_AFTER, steps))
         if run.is_first and run.continues and steps > run.first_step:
             remove_records_of_the_end(run.out)
         self._run, self._batches, self._steps, self._after_step = run, batches, steps, after_step

@@ -78,6 +78,7 @@ def make_again(rank: int, port: int, transport: TransportName) -> None:
 def begin_again(rank: int, ports: list[int], transport: TransportName) -> None:
     def round_trip(number: int) -> None:
         join(rank, 2, ports[number], options=Options(transport=transport))
+        context_of().waits.watch(lambda _: None, torch.device("cpu"))  # in a thread, as over NCCL
         use(None)
         dist.barrier()
         dist.destroy_process_group()

@@ -64,6 +64,8 @@ FAULTY = """
 import torch
 import torch.distributed as dist
 import distlab
+from distlab.run import failure
+failure.watch_nccl = lambda context: print("watches the waits of rank", context.rank)
 dist.init_process_group("lab")
 dist.all_gather_into_tensor(torch.zeros(dist.get_world_size()), torch.ones(1))
 raise TypeError("a fault")
@@ -140,6 +142,7 @@ def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
     for ended in (finish(program_of_one), fork_launcher(program, "--world-size", "2").finish()):
         assert ended.status == 1
         assert 'raise TypeError("a fault")' in ended.err
+        assert "watches the waits of rank 0" in ended.out
         assert "FutureWarning" not in ended.err, "torch's, of a name that is old since 2.13"
         assert ended.err.splitlines()[-1].endswith("failed: TypeError: a fault"), ended.err
 

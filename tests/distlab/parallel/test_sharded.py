@@ -116,6 +116,16 @@ def test_a_rehearsal_leaves_no_weights_whole_and_no_gradients(is_frozen: bool) -
     assert all(p.grad is None for p in net.own_parameters().values())
 
 
+def test_weights_gathered_for_a_backward_pass_that_does_not_follow_are_not_used_after_a_change() -> None:
+    net = ShardedDP(LLama(CausalLLama, 64, dmodel=16, num_heads=2, n_layers=2), "weights")
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    assert net(ids).any()
+    with torch.no_grad():
+        net.own_parameters()["lm_head.weight"].zero_()
+    net.gather_weights()
+    assert not net(ids).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shard", SHARDED)
 def test_a_rank_alone_holds_all_weights_and_master_weights_of_those_that_are_trained(

@@ -114,3 +114,4 @@ def test_the_slices_of_a_stage_share_the_cores_in_the_plan_of_a_death() -> None:
     expected = whole.slowdown(range(1, 6), cores=3)
     assert expected > 1
     assert slices.slowdown(range(2, 12), cores=6) == pytest.approx(expected)
+    assert slices.detour_options()["cores"] == whole.detour_options()["cores"] / 2, "of this machine, by default"
