@@ -129,7 +129,7 @@ def never_end(rank: int, submission: Submission) -> Facts:
 
 def test_an_endless_loop_is_ended_and_its_line_named(tmp_path: Path) -> None:
     """It is always at the same place, and yet does not stand still."""
-    patience = Patience(still=3, longest=100, work=3.3)  # a busy machine takes long to have computed that much
+    patience = Patience(still=2, longest=100, work=2.2)  # a busy machine takes long to have computed that much
     found = trouble(Submission(Path(__file__), tmp_path, patience).run_ranks(1, never_end))
     assert found.mistake == "deadlock"
     assert re.match(r"rank 0 had not finished after \d\d? s, in line ", found.sentences[1]), "long before 100 s"

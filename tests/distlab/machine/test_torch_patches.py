@@ -1,12 +1,12 @@
 """What the lab relies on inside of torch is still there, and still does what the lab needs."""
 
 import inspect
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.terminals import fork_python
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from distlab.machine.torch_patches import (
@@ -19,7 +19,7 @@ from distlab.machine.torch_patches import (
 # A store's process goes while a connection is in use: torch's C++ code writes a trace about it.
 LOSES_A_STORE = """
 import multiprocessing, sys, torch.distributed as dist
-from distlab.machine.torch_patches import silence_torch_warnings
+from distlab.machine.torch_patches import cpp_log_level, silence_torch_warnings
 from distlab.rendezvous.addresses import listen_at
 from distlab.rendezvous.store import open_bound_store
 
@@ -40,6 +40,7 @@ def lose():
     except dist.DistError:
         print("lost")
 
+cpp_log_level().value = 1  # torch's default
 lose()
 silence_torch_warnings()
 print("silenced", file=sys.stderr, flush=True)
@@ -51,13 +52,13 @@ def test_the_cpp_log_level_is_where_it_was() -> None:
     assert 0 <= cpp_log_level().value <= 2, "of INFO, WARNING, ERROR"
 
 
-def test_torch_writes_no_trace_once_it_is_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_writes_no_trace_once_it_is_silenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
-    program = [sys.executable, "-c", LOSES_A_STORE]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, "lost\nlost\n"), ended.stderr
-    before, _, after = ended.stderr.partition("silenced\n")
-    assert ("frame #" in before, after) == (True, ""), ended.stderr
+    (tmp_path / "program.py").write_text(LOSES_A_STORE)
+    ended = fork_python(tmp_path / "program.py").finish()
+    assert (ended.status, ended.out) == (0, "lost\nlost\n"), ended.err
+    before, _, after = ended.err.partition("silenced\n")
+    assert ("frame #" in before, after) == (True, ""), ended.err
 
 
 def test_the_log_level_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.processes import free_port, run_ranks, start
+from support.processes import LAB, alive, free_port, run_ranks, wait_for
 
 from distlab.comm.waits import TrafficError
 from distlab.machine.devices import Place
@@ -185,17 +186,42 @@ def test_a_host_that_does_not_exist_is_not_waited_for(address: str) -> None:
     assert time.monotonic() - started < 30
 
 
+# Forks itself for each line with a port and a user, who holds the store of a run there, and prints the fork's number.
+HOLDERS = """
+import encodings.idna, os, signal, sys, time
+from distlab.rendezvous.ranks import open_store
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries the forks
+for line in sys.stdin:
+    port, user = map(int, line.split())
+    if (pid := os.fork()) == 0:
+        os.setuid(user)
+        store = open_store(0, "localhost", port, 10)
+        time.sleep(120)
+    print(pid, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def holders() -> Iterator[Popen[str]]:
+    """A process that imports torch once for all; a fork of this process may hang at its start."""
+    environment = {**os.environ, "PYTHONPATH": str(LAB / "src")}
+    with Popen([sys.executable, "-c", HOLDERS], stdin=PIPE, stdout=PIPE, text=True, env=environment) as process:
+        yield process
+        process.communicate()  # it reads to the end
+
+
 @contextlib.contextmanager
-def rank_0(port: int, user: int = os.getuid()) -> Iterator[int]:
-    """A process, of a user, that holds the store of a run; its number. A fork of this process may hang at its start."""
-    code = "import encodings.idna, os, sys, time; from distlab.rendezvous.ranks import open_store"
-    hold = "os.setuid(int(sys.argv[2])); store = open_store(0, 'localhost', int(sys.argv[1]), 10); time.sleep(120)"
-    holder = start(sys.executable, "-c", f"{code}; {hold}", port, user)
+def rank_0(holders: Popen[str], port: int, user: int = os.getuid()) -> Iterator[int]:
+    """A process, of a user, that holds the store of a run; its number."""
+    assert holders.stdin is not None
+    assert holders.stdout is not None
+    print(port, user, file=holders.stdin, flush=True)
+    pid = int(holders.stdout.readline())
     try:
-        yield holder.pid
+        yield pid
     finally:
-        holder.kill()
-        holder.communicate()
+        os.kill(pid, signal.SIGKILL)
+        assert wait_for(lambda: not alive(pid))
 
 
 def connect_to_one_that_is_stopped(_: int, holder: str) -> None:
@@ -214,8 +240,8 @@ def test_a_process_that_is_stopped_is_not_waited_for_without_end(holder: str) ->
     run_ranks(1, connect_to_one_that_is_stopped, holder, deadline=10)  # a fork: a call in torch cannot be interrupted
 
 
-def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> None:
-    with rank_0(port := free_port()) as pid:
+def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for(holders: Popen[str]) -> None:
+    with rank_0(holders, port := free_port()) as pid:
         store = open_store(1, "localhost", port, 60)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(TrafficError, match="rank 0 does not answer: it is stopped"):
@@ -224,11 +250,11 @@ def test_a_rank_0_that_stops_after_another_has_connected_is_not_waited_for() -> 
         assert store.check(["seat/1"]), "the call that was left behind has ended"
 
 
-def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped() -> None:
+def test_ctrl_c_ends_a_wait_for_a_rank_0_that_is_stopped(holders: Popen[str]) -> None:
     """Within seconds, whatever the timeout."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored if a shell runs pytest with &
     try:
-        with rank_0(port := free_port()) as pid:
+        with rank_0(holders, port := free_port()) as pid:
             store = open_store(1, "localhost", port, 60)
 
             def stop_and_interrupt() -> None:
@@ -266,8 +292,8 @@ def connect_to_one_that_ends(rank: int) -> None:
     assert time.monotonic() - started < 15, "before the timeout"
 
 
-def test_a_rank_0_that_ends_after_another_has_connected() -> None:
-    with rank_0(port := free_port()):
+def test_a_rank_0_that_ends_after_another_has_connected(holders: Popen[str]) -> None:
+    with rank_0(holders, port := free_port()):
         store = open_store(1, "localhost", port, 60)
     with pytest.raises(TrafficError, match=ENDED):
         agree(store, 1, 2, Place("here"), {}, dict, 10)
@@ -285,10 +311,10 @@ def test_a_rank_does_not_join_another_programs_store(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs to become another user")
-def test_a_rank_does_not_join_another_users_run() -> None:
+def test_a_rank_does_not_join_another_users_run(holders: Popen[str]) -> None:
     other = 12345
     with (
-        rank_0(port := free_port(), user=other),
+        rank_0(holders, port := free_port(), user=other),
         pytest.raises(InputError, match=rf"^--master-port {port}: .* run of the user {other}, and you are 0; "),
     ):
         open_store(1, "localhost", port, 60)
