@@ -29,7 +29,7 @@ from distlab.comm.together import texts_of_all, together
 from distlab.run.model import ModelParts
 from distlab.run.terminal import counted, say
 from distlab.settings.common import ResumableSettings, as_json
-from distlab.settings.resuming import check_data, remarks
+from distlab.settings.resuming import check_data
 from simplellm.errors import InputError, require
 
 if TYPE_CHECKING:
@@ -48,38 +48,31 @@ class Batches(Protocol[BatchT]):
 
 
 class Checkpointer:
-    """Restores the checkpoint that a run resumes from, and writes one every `--save-every` steps.
+    """Loads the checkpoint from which a run resumes, and writes one every `--save-every` steps.
 
     A run that does neither has no checkpointer.
     """
 
-    def __init__(self, settings: ResumableSettings, out: Path, rank: int, decided: dict[str, Any]) -> None:
-        self._settings, self._out, self._rank = settings, out, rank
-        self._data_identity = decided["data_identity"]
-        # The checkpoint to resume from, and whether its run's records, in the same folder, are continued.
-        self.resumed: Checkpoint | None = None
-        if CANDIDATES in decided:
-            self.resumed = _choose(settings, decided.pop(CANDIDATES), out, self._data_identity)
-            decided["resume"] = str(self.resumed.folder)
-        self.continues = self.resumed is not None and self.resumed.is_of_run(out)
-        self.first_step = self.resumed.step if self.resumed else 0
-        self.saved = self.first_step if self.continues else None  # number of steps at the last checkpoint
+    def __init__(
+        self,
+        settings: ResumableSettings,
+        out: Path,
+        rank: int,
+        data_identity: dict[str, Any] | None,
+        resumed: Checkpoint | None,
+    ) -> None:
+        self._settings, self._out, self._rank, self._data_identity = settings, out, rank, data_identity
+        # Number of steps at the last checkpoint in the run's folder.
+        self.saved = resumed.step if resumed is not None and resumed.is_of_run(out) else None
         tokenizer = settings.tokenizer_model  # read now: it may be in a checkpoint that the run will delete
         self._tokenizer = None if tokenizer is None else tokenizer.read_bytes()
-        # Set by the script through `Run.track`:
-        self.parts: ModelParts | None = None
-        self.optimizer: Optimizer
 
-    def restore(self, batches: Batches[Any]) -> int:
-        """Load the checkpoint's state; return how many tokens (or inputs, …) its steps consumed, 0 for a new run."""
-        sentence = "--save-every and --resume need a script that calls run.track before its first step"
-        require(self.parts is not None, sentence)
-        if self.resumed is None or self.parts is None:
-            return 0
-        resumed, parts, layout = self.resumed, self.parts, self._settings.layout
-        what, parameters = f"all ranks to read the checkpoint of step {resumed.step}", parts.parameters()
+    def load(self, resumed: Checkpoint, parts: ModelParts, optimizer: Optimizer, batches: Batches[Any]) -> int:
+        """Load a checkpoint's state; return how many tokens (or inputs, …) its steps consumed."""
+        layout, parameters = self._settings.layout, parts.parameters()
+        what = f"all ranks to read the checkpoint of step {resumed.step}"
         with parts.changing_shards():
-            together(what, lambda: restore(resumed, parameters, self.optimizer, self._rank, layout))
+            together(what, lambda: restore(resumed, parameters, optimizer, self._rank, layout))
         saved = tensors_in(resumed.folder) if parts.outer or parts.compressor else {}
         if parts.outer is not None:
             before = _of_a_replica(resumed.layout, resumed.record["settings"])
@@ -104,10 +97,11 @@ class Checkpointer:
         every = self._settings.save_every
         return every is not None and ((step + 1) % every == 0 or step + 1 == steps)
 
-    def save(self, steps: int, position: dict[str, int], log: "RunLog") -> None:
+    def save(
+        self, steps: int, parts: ModelParts, optimizer: Optimizer, position: dict[str, int], log: "RunLog"
+    ) -> None:
         """Write a checkpoint after `steps` steps, at this position in the data; all ranks must call this method."""
-        args, parts = self._settings, self.parts
-        assert parts is not None
+        args = self._settings
         record = {
             "architecture": args.architecture,
             "step": steps,
@@ -126,7 +120,7 @@ class Checkpointer:
         for state in (parts.outer, parts.compressor):
             tensors |= {} if state is None else state.state()
         with parts.outer.as_model() if parts.outer else nullcontext():
-            tensors |= state_of(parts.parameters(), self.optimizer, self._rank, args.per_rank_optimizer_state)
+            tensors |= state_of(parts.parameters(), optimizer, self._rank, args.per_rank_optimizer_state)
             save(self._out, tensors, record, self._tokenizer, args.keep)
         self.saved = steps
 
@@ -137,13 +131,6 @@ class Checkpointer:
     def discard_unfinished(self, steps: int) -> None:
         """Delete what an interrupted `save` has left."""
         shutil.rmtree(place_of(self._out, steps, UNFINISHED), ignore_errors=True)
-
-    def introduce(self) -> None:
-        """Print where the run resumes, and with which changes."""
-        if self.resumed is not None:
-            say(f"resuming from {self.resumed.folder}, after {counted(self.resumed.step, 'steps')}")
-            for remark in remarks(self._settings, self.resumed):
-                say(remark)
 
 
 def _of_a_replica(layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +144,7 @@ def prepare_checkpoints(settings: ResumableSettings, out: Path) -> dict[str, lis
     """On rank 0, find checkpoints to resume from, by the sizes of files, or make room for a new run's checkpoints.
 
     Returns:
-        Their folders under `CANDIDATES`, latest first, for each rank's `Checkpointer`; nothing for a new run.
+        Their folders under `CANDIDATES`, latest first, for `choose` on each rank; nothing for a new run.
     """
     if settings.resume is None:
         if settings.save_every:
@@ -170,18 +157,25 @@ def prepare_checkpoints(settings: ResumableSettings, out: Path) -> dict[str, lis
     return {CANDIDATES: [str(checkpoint.folder.absolute()) for checkpoint in found]}
 
 
-def _choose(
-    settings: ResumableSettings, folders: list[str], out: Path, data_identity: dict[str, Any] | None
+def choose(
+    settings: ResumableSettings,
+    folders: list[str],
+    out: Path,
+    data_identity: dict[str, Any] | None,
+    joins_late: bool = False,
 ) -> Checkpoint:
     """Return the first of some checkpoints whose files are intact; all ranks call this, and share the work.
 
     The ranks of each host check all files, because hosts may see different files. A run that continues in its folder
-    then has no later checkpoints there.
+    then has no later checkpoints there. A rank that joins late only needs the options of the model, which are the same
+    in each checkpoint of the run; the others may have deleted the one from which they have resumed.
 
     Raises:
         InputError: there is none, or it belongs to a different kind of run; on all ranks.
     """
     assert settings.resume is not None
+    if joins_late:
+        return latest_valid(settings.resume, at_a_glance=True)
     reasons = []
     for folder in map(Path, folders):
         what = f"all ranks to check {folder.name}"

@@ -30,6 +30,7 @@ from distlab.settings.resume_policy import ResumePolicy, marked
 from simplellm.errors import InputError
 
 if TYPE_CHECKING:
+    from distlab.checkpoints.format import Checkpoint
     from distlab.run.checkpointer import Batches, Checkpointer
     from distlab.run.recording import Recording
 
@@ -40,9 +41,12 @@ BatchT = TypeVar("BatchT")
 class Run(Generic[SettingsT]):
     """One rank's part of a run."""
 
+    resumed: "Checkpoint | None" = None  # the one from which the run resumes
     checkpointer: "Checkpointer | None" = None  # of a run that saves checkpoints, or resumes from one
     recording: "Recording | None" = None  # with `--record-gradients`
-    _parts: ModelParts  # set by `track`
+    has_tracked = False  # whether the script has called `track`, which sets the next two
+    _parts: ModelParts
+    _optimizer: Optimizer
     kind_of_steps: type[Steps] = Steps
     kind_of_log: type[RunLog] = RunLog
     joins_late = False  # whether the other ranks have begun without this process
@@ -59,11 +63,16 @@ class Run(Generic[SettingsT]):
         self.context, self.decided = joined.context, joined.decided
         self.out = Path(self.decided["out"])
         if isinstance(settings, ResumableSettings) and settings.has_checkpoints:
-            from distlab.run.checkpointer import Checkpointer
+            from distlab.run.checkpointer import CANDIDATES, Checkpointer, choose
 
-            self.checkpointer = Checkpointer(settings, self.out, self.rank, self.decided)
-        self.first_step = self.checkpointer.first_step if self.checkpointer else 0
-        self.continues = self.joins_late or (self.checkpointer is not None and self.checkpointer.continues)
+            identity_of_data = self.decided["data_identity"]
+            if folders := self.decided.pop(CANDIDATES, []):
+                self.resumed = choose(settings, folders, self.out, identity_of_data, self.joins_late)
+                self.decided["resume"] = str(self.resumed.folder)
+            self.checkpointer = Checkpointer(settings, self.out, self.rank, identity_of_data, self.resumed)
+        self.first_step = self.resumed.step if self.resumed and not self.joins_late else 0
+        # Whether the records of a run in the same folder are continued.
+        self.continues = self.joins_late or (self.resumed is not None and self.resumed.is_of_run(self.out))
         self._keep_files()
         has_tensorboard = getattr(settings, "tensorboard", False)
         status = self.terminal.status
@@ -122,8 +131,11 @@ class Run(Generic[SettingsT]):
         override = devices.tf32_override() if self.device.type == "cuda" else None
         if override is not None:
             say(f"warning: with {override}, float32 products use TF32, so layouts agree to three digits only")
-        if self.checkpointer is not None:
-            self.checkpointer.introduce()
+        if self.resumed is not None:
+            from distlab.settings.resuming import remarks
+
+            for remark in remarks(self.settings, self.resumed):
+                say(remark)
         for remark in self.settings.remarks(self.decided):
             say(remark)
 
@@ -134,9 +146,7 @@ class Run(Generic[SettingsT]):
 
     def _track(self, parts: ModelParts, optimizer: Optimizer) -> None:
         """Give the state to the components that keep it."""
-        self._parts = parts
-        if self.checkpointer is not None:
-            self.checkpointer.parts, self.checkpointer.optimizer = parts, optimizer
+        self._parts, self._optimizer, self.has_tracked = parts, optimizer, True
         steps = getattr(self.settings, "record_gradients", None)
         if steps is not None:
             from distlab.run.recording import Recording

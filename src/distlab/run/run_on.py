@@ -231,7 +231,7 @@ class UndoableRun(ClippingRun[TrainSettingsT]):
 
     def steps(self, stories: Any) -> Iterator[tuple[int, Tensor]]:
         sentence = "--run-on and --repair need a script that calls run.track before its first step"
-        require(self._optimizer is not None, sentence)
+        require(self.has_tracked, sentence)
         return super().steps(stories)
 
     def log(self, step: int, losses: Iterable[Tensor]) -> None:

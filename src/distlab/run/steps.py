@@ -8,6 +8,7 @@ from distlab.comm.recorder import STEP
 from distlab.run.logs import remove_records_of_the_end
 from distlab.run.progress import Progress
 from distlab.run.terminal import counted, say
+from simplellm.errors import require
 
 if TYPE_CHECKING:
     from distlab.run.checkpointer import Batches
@@ -38,7 +39,12 @@ class Steps:
         unit: str,
         after_step: Callable[[int], None] = lambda _: None,
     ) -> None:
-        count = run.checkpointer.restore(batches) if run.checkpointer else 0
+        count = 0
+        if run.checkpointer is not None:
+            sentence = "--save-every and --resume need a script that calls run.track before its first step"
+            require(run.has_tracked, sentence)
+            if run.resumed is not None and not run.joins_late:  # a rank that joins late gets the state from another one
+                count = run.checkpointer.load(run.resumed, run._parts, run._optimizer, batches)
         run.records.begin(per_step, unit, count, continue_at=run.first_step if run.continues else None)
         steps = int(os.environ.get(STOP_AFTER, steps))
         if run.is_first and run.continues and steps > run.first_step:
@@ -90,7 +96,7 @@ class Steps:
         run = self._run
         if run.checkpointer is not None and run.checkpointer.is_due(step, self._steps):
             with run.records.timing_apart("checkpoints", f"saving after {counted(step + 1, 'steps')}"):
-                run.checkpointer.save(step + 1, self._position(step + 1), run.records)
+                run.checkpointer.save(step + 1, run._parts, run._optimizer, self._position(step + 1), run.records)
 
     def _position(self, step: int) -> dict[str, int]:
         """Return the position in the data before the batch of a step, the next one."""

@@ -35,7 +35,6 @@ class TrainingRun(Run[TrainSettingsT]):
     """A run that trains the lab's Llama: options for its model and data, and the components that `track` creates."""
 
     validator: "Validator | None" = None  # with `--eval-every`
-    _optimizer: Optimizer | None = None
     _batch: Tensor  # its token ids
 
     @property
@@ -54,9 +53,8 @@ class TrainingRun(Run[TrainSettingsT]):
         if args.document_mask:
             options["document_end"] = SPTokenizer(args.tokenizer).eos_id
         options |= args.mixture_options()
-        resumed = self.checkpointer.resumed if self.checkpointer else None
-        if resumed is not None:  # an imported model may have values for which there is no flag
-            model = resumed.record["model"]
+        if self.resumed is not None:  # an imported model may have values for which there is no flag
+            model = self.resumed.record["model"]
             options |= {name: model[name] for name in OF_CHECKPOINTS if name in model}
         return options
 
@@ -107,7 +105,7 @@ class TrainingRun(Run[TrainSettingsT]):
             shards: if this rank updates only parts of the parameters: these parts, by the parameters' names.
             gather: called when shards have been restored: gives all ranks all shards.
         """
-        args, self._optimizer = self.settings, optimizer
+        args = self.settings
         state: dict[str, Any] = {"shards": shards or {}, "gather": gather, "outer": outer, "compressor": compressor}
         parts = ModelParts.of(model, self.grid, owners, loss, self._sizes(), **state)
         self._track(parts, optimizer)
@@ -131,10 +129,10 @@ class TrainingRun(Run[TrainSettingsT]):
 
     def _sizes(self) -> dict[str, Any]:
         """Return the sizes of the model by the flags, as a checkpoint records them."""
-        args, resumed = self.settings, self.checkpointer.resumed if self.checkpointer else None
+        args = self.settings
         sizes = {name: getattr(args, name) for name in ("dmodel", "num_heads", "n_layers")}
         sizes |= {"num_kv_heads": args.num_kv_heads or args.num_heads, "hidden_dim": args.hidden_dim or 4 * args.dmodel}
-        context = resumed.record["model"]["ctx_size"] if resumed else args.seq_len
+        context = self.resumed.record["model"]["ctx_size"] if self.resumed else args.seq_len
         return {**sizes, "vocab_size": SPTokenizer(args.tokenizer).vocab_size, "ctx_size": context}
 
     def steps(self, stories: "Batches[Tensor]") -> Iterator[tuple[int, Tensor]]:
@@ -147,11 +145,11 @@ class TrainingRun(Run[TrainSettingsT]):
             InputError: the run is to be saved, resumed, validated or compiled, or its learning rate changes, but the
                 script has not called `track`.
         """
-        args, compiler, has_tracked = self.settings, None, self._optimizer is not None
+        args, compiler = self.settings, None
         changes = args.warmup_steps or args.lr_schedule != "constant"
         asked = (args.eval_every, "--eval-every needs"), (changes, "--warmup-steps and --lr-schedule need")
         for is_asked, flags in (*asked, (args.compile, "--compile needs")):
-            require(has_tracked or not is_asked, f"{flags} a script that calls run.track before its first step")
+            require(self.has_tracked or not is_asked, f"{flags} a script that calls run.track before its first step")
         if args.compile:
             from distlab.run.compiling import compile_before_steps
 
@@ -159,7 +157,7 @@ class TrainingRun(Run[TrainSettingsT]):
         tokens = replicas_in(self.grid.layout) * args.batch_size * args.seq_len
         for step, batch in self.kind_of_steps(self, stories, args.steps, tokens, "tokens", self._validate):
             self.records.values["lr"] = lr = args.learning_rate(step)
-            for group in self._optimizer.param_groups if self._optimizer else ():
+            for group in self._optimizer.param_groups if self.has_tracked else ():
                 group["lr"] = lr
             pinned = batch.pin_memory() if self.device.type == "cuda" else batch  # so that the copy is asynchronous
             self._batch = pinned.to(self.device, non_blocking=True)
@@ -197,7 +195,7 @@ class TrainingRun(Run[TrainSettingsT]):
 
     def _why_not_finite(self, step: int, own_loss: float) -> str:
         """Repeat the forward pass of a step and check every tensor."""
-        if self._optimizer is None:
+        if not self.has_tracked:
             return super()._why_not_finite(step, own_loss)
         from distlab.run.not_finite import find_in_step
 

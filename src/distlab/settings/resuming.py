@@ -106,7 +106,8 @@ def _check_llama(settings: Any, checkpoint: Checkpoint) -> None:
 
 
 def remarks(settings: Any, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield lines to print on the data of a resumed run, and on settings that change its course."""
+    """Yield lines to print on where a run resumes, on its data, and on settings that change its course."""
+    yield f"resuming from {checkpoint.folder}, after {checkpoint.step:,} step{'s' * (checkpoint.step != 1)}"
     saved, data = checkpoint.record["settings"], checkpoint.record.get("data") or {}
     if "bytes" in data and data["source"] == getattr(settings, "data", None):
         yield f"its data is in {data['source']}, a file of this machine that the checkpoint names"

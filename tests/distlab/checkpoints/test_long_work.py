@@ -26,7 +26,7 @@ from distlab.comm import together as rounds
 from distlab.comm.context import context_of
 from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
-from distlab.run.checkpointer import CANDIDATES, Checkpointer
+from distlab.run.checkpointer import choose
 from distlab.settings.common import parse
 from simplellm.errors import InputError
 
@@ -193,8 +193,7 @@ def resume_from_own_files(rank: int, runs: list[Path]) -> tuple[int, str]:
     settings = parse(load("DP/gradient_aggr/intro_DP_GA.py").DEFAULTS, "", flags)
     folders = [str(place_of(runs[rank], step)) for step in (4, 2)]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        own = Checkpointer(settings, runs[0] / "further", rank, {"data_identity": None, CANDIDATES: folders})
-        return own.first_step, said.getvalue()
+        return choose(settings, folders, runs[0] / "further", None).step, said.getvalue()
 
 
 def test_a_checkpoint_that_differs_between_hosts_is_skipped(saved: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from distlab.checkpoints.format import latest_valid
 from distlab.checkpoints.models import write_model
 from distlab.comm.waits import TrafficError
 from distlab.rendezvous.diagnosis import Diagnosis
-from distlab.run.checkpointer import CANDIDATES, Checkpointer
 from distlab.run.clipping import LossSum
 from distlab.run.failure import Failure, refused_by_gpu
 from distlab.run.main import warn_of_other_checkout
@@ -30,6 +29,7 @@ from distlab.settings.folders import new_folder
 from distlab.settings.hybrid import HybridSettings
 from distlab.settings.replicas import DataParallelSettings, DiLoCoSettings, WeightAverageSettings
 from distlab.settings.resume_policy import ResumePolicy, marked
+from distlab.settings.resuming import remarks
 from distlab.settings.training import TrainSettings
 from simplellm.dataloaders import TinyStories
 from simplellm.errors import InputError
@@ -120,23 +120,15 @@ def run_of_six(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_another_layout_keeps_the_global_batch(
-    defaults: Any,
-    flags: str,
-    batch_size: int,
-    remark: str | None,
-    run_of_six: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    defaults: Any, flags: str, batch_size: int, remark: str | None, run_of_six: Path
 ) -> None:
     """Where it divides among the replicas; otherwise, or if asked for another one, the run says so."""
     model = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24".split()
     settings = parse(defaults, "", ["0", *model, "--resume", str(run_of_six), *flags.split()])
     assert settings.batch_size == batch_size
-    decided = {"data_identity": None, CANDIDATES: [str(latest_valid(run_of_six).folder)]}
-    Checkpointer(settings, tmp_path, 0, decided).introduce()
-    said = capsys.readouterr().out
-    assert "resuming from" in said
-    assert (f"# {remark}" in said) if remark else ("global batch" not in said)
+    first, *said = remarks(settings, latest_valid(run_of_six))
+    assert first.startswith(f"resuming from {run_of_six}")
+    assert any(line.startswith(remark) for line in said) if remark else "global batch" not in "".join(said)
 
 
 @pytest.mark.parametrize(("defaults", "flag"), [(DataParallelSettings(), "--world-size"), (HybridSettings(), "--dp")])
