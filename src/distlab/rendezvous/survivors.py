@@ -66,7 +66,7 @@ class Answer(NamedTuple):
 
     position: Position
     known: int  # it knows the losses of the steps before this one: of all that it has taken, unless with `--run-on`
-    late: tuple[int, float, float | None] | None = None  # with `--run-on`: the last of them, as in `run_on.Arrived`
+    late: tuple[int, dict[str, float]] | None = None  # with `--run-on`: the last of them, as in `run_on.Arrived`
 
 
 def common_position(answers: Collection[Answer]) -> Position:

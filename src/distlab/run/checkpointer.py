@@ -106,7 +106,7 @@ class Checkpointer:
             "architecture": args.architecture,
             "step": steps,
             "unit": log.unit,
-            log.unit: log.count,
+            log.unit: log.count(steps),
             "position": position,
             "model": parts.sizes,
             "data": self._data_identity,

@@ -49,20 +49,19 @@ class RunLog:
         self._has_tensorboard = tensorboard
         self._writes = self._rank == 0 if writes is None else writes
         self._metrics: TextIO | None = None
-        self.unit, self._per_step, self.count = "", 0, 0  # `count` tokens (or inputs, …) have been consumed so far
+        self.unit, self._per_step = "", 0
+        self.origin = 0  # tokens (or inputs, …) before step 0; not 0 if the checkpoint's run had other batches
         self.times: list[StepTime] = []  # of the steps so far
         self.seconds_apart: defaultdict[str, float] = defaultdict(float)  # outside of steps, by kind of work
         self._sent_before: Counter[str] = Counter()
-        self.loss = math.nan  # of the global batch, in the current step
-        self.values: dict[str, Any] = {}  # further values of the current step's record, by name
-        self.validation_loss: float | None = None  # after the current step; None if it was not evaluated
+        self.values: dict[str, Any] = {}  # of the current step, by their names in its record: loss, lr, …
 
-    def begin(self, per_step: int, unit: str, before: int = 0, continue_at: int | None = None) -> None:
-        """Start the records. A step consumes `per_step` of `unit` ("tokens", "inputs"); `before` have been consumed.
+    def begin(self, per_step: int, unit: str, origin: int = 0, continue_at: int | None = None) -> None:
+        """Start the records. A step consumes `per_step` of `unit` ("tokens", "inputs"), from `origin` before step 0 on.
 
         A run that is resumed in its own folder, at step `continue_at`, keeps its earlier records.
         """
-        self._per_step, self.unit, self.count = per_step, unit, before
+        self._per_step, self.unit, self.origin = per_step, unit, origin
         self._sent_before = self._ledger.sent_bytes.copy()
         if self._writes:
             path = self._out / METRICS
@@ -75,6 +74,10 @@ class RunLog:
                 from distlab.run.tensorboard import open_tensorboard
 
                 self._tensorboard = open_tensorboard(self._out, purge_step=continue_at)
+
+    def count(self, steps: int) -> int:
+        """Return how many tokens (or inputs, …) have been consumed after a number of steps."""
+        return self.origin + steps * self._per_step
 
     def average_speed(self, steps_per_second: float) -> str:
         """Return a speed, given in steps per second, as a text in units per second."""
@@ -89,11 +92,10 @@ class RunLog:
         """Time the step that runs inside, from its batch to its update."""
         started, waited = time.perf_counter(), self._waited()
         in_collectives = self._ledger.collective_seconds
-        self.loss, self.values = math.nan, {}
+        self.values = {}
         yield
         seconds, waited = time.perf_counter() - started, self._waited() - waited
         self.times.append(StepTime(seconds, waited, self._ledger.collective_seconds - in_collectives))
-        self.count += self._per_step
 
     @contextlib.contextmanager
     def timing_apart(self, kind: str, what: str) -> Iterator[None]:
@@ -115,9 +117,9 @@ class RunLog:
         seconds, sent = self.times[-1].seconds, self._ledger.sent_bytes.copy()
         record: dict[str, Any] = {
             "step": step,
-            "loss": _finite(self.loss),
+            "loss": None,
             **self.values,
-            self.unit: self.count,
+            self.unit: self.count(step + 1),
             "seconds": round(seconds, 6),
             "waited_seconds": round(self.times[-1].waited, 6),
             "collective_seconds": round(self.times[-1].in_collectives, 6),
@@ -125,10 +127,8 @@ class RunLog:
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "sent_bytes": dict(sent - self._sent_before),
         }
-        if self.validation_loss is not None:
-            record["validation_loss"] = _finite(self.validation_loss)
-        self._sent_before, self.validation_loss = sent, None
-        self._write(record)
+        self._sent_before = sent
+        self._write({name: None if _is_infinite(value) else value for name, value in record.items()})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._metrics is None:  # another rank writes
@@ -186,9 +186,9 @@ def sent_by_kind(rank: int, ledger: Ledger) -> Iterator[str]:
         yield f"rank {rank} sent {human_bytes(count)} of {kind} in {counted(ledger.messages[kind], 'messages')}"
 
 
-def _finite(value: float) -> float | None:
-    """Return the number for a record; None for nan and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+def _is_infinite(value: Any) -> bool:
+    """Return whether a value is nan or infinity, which JSON does not have."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def remove_records_of_the_end(out: Path) -> None:

@@ -19,7 +19,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -54,15 +54,6 @@ from distlab.run.state_copy import StateCopy
 from simplellm.errors import InputError
 
 
-@dataclass
-class Repaired:
-    """A finished repair; the run has yet to go back to where it goes on."""
-
-    position: Position
-    sentence: str
-    arrived: list[Arrived]  # with `--run-on`: losses that some of the ranks know
-
-
 class Repair:
     """Repairs a run on this rank.
 
@@ -86,10 +77,14 @@ class Repair:
         self.alive = tuple(range(joined.grid.size))  # numbers in the layout of the ranks that are left
         self._processes = dict.fromkeys(self.alive, 0)  # as `News.processes` returns them
         self.position = NOWHERE if self._newcomer else Position(first_step, TAKE)  # of this rank, as its steps note it
-        self.done: Repaired | None = None
+        self.goes_back = False  # whether the steps have yet to go back to `position`, which a repair has set
 
-    def after(self, error: Exception) -> None:
-        """Repair the run after a failed wait; raise `error` if no rank has died."""
+    def after(self, error: Exception) -> tuple[str, list[Arrived]]:
+        """Repair the run after a failed wait; raise `error` if no rank has died.
+
+        Returns:
+            a sentence about the repair; with `--run-on`, losses that some of the ranks know.
+        """
         if not is_death(error):
             raise error
         recorder, started = self._joined.context.recorder, time.perf_counter()
@@ -120,13 +115,13 @@ class Repair:
                 if not is_death(lost):
                     raise
         before, self._processes = self._processes, news.processes()
-        self.alive, self.position = news.alive, position
-        arrived = [Arrived(*answer.late) for answer in known.values() if answer.late is not None]
-        self.done = Repaired(position, self._sentence(news, before, position), arrived)
+        self.alive, self.position, self.goes_back = news.alive, position, True
+        sentence = self._sentence(news, before, position)
         for rank in ended_since(news, before) if recorder.enabled else ():
             what = f"{self._joined.grid.describe(rank)} {news.gone[str(rank)]}"
             recorder.events.append(Event(DEATH, what, news.timestamp, news.timestamp))
-        recorder.add(REPAIR, self.done.sentence, started)
+        recorder.add(REPAIR, sentence, started)
+        return sentence, [Arrived(*answer.late) for answer in known.values() if answer.late is not None]
 
     def compare(self) -> None:
         """Compare this rank's state with that of the ranks with the same weights; all ranks call it together.

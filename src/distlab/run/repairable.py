@@ -22,7 +22,7 @@ from distlab.rendezvous.survivors import KEEP, MEET, TAKE, NewsError, Position
 from distlab.reports.records import read_steps
 from distlab.run.joining import join_late
 from distlab.run.repair import Repair
-from distlab.run.run_on import UndoableRun, UndoableSteps
+from distlab.run.run_on import Arrived, UndoableRun, UndoableSteps
 from distlab.run.starting import Joined
 from distlab.run.terminal import counted, say
 from distlab.settings.common import RunSettings
@@ -45,13 +45,12 @@ class RepairableSteps(UndoableSteps):
     _run: "RepairableRun[Any]"
     _repair: Repair
     _alive: tuple[int, ...]  # since the last repair
-    _origin: int  # `records.count` before step 0
     _usual_seconds: float | None = None  # of a step of all ranks, before a death
     _to_measure = 0  # steps until a step is long enough after a repair
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         run, repair = self._run, self._run.repair
-        repair.position = self._begin()
+        self._begin()
         is_again = run.joins_late
         while repair.position.step < self._steps:
             step, phase = repair.position
@@ -59,11 +58,11 @@ class RepairableSteps(UndoableSteps):
             if phase == TAKE:
                 with run.surviving():
                     repair.survivor.check()
-                if repair.done is None:
-                    yield from self._take(step)
-                else:
+                if repair.goes_back:
                     timed = step
-                is_undone = repair.done is None and self._has_undone()
+                else:
+                    yield from self._take(step)
+                is_undone = not repair.goes_back and self._has_undone()
                 following = Position(step - 1, TAKE) if is_undone else Position(step, KEEP)
             elif phase == KEEP:
                 with run.surviving():
@@ -72,7 +71,7 @@ class RepairableSteps(UndoableSteps):
                     self._evaluate(step)
                     if not (is_again and self._is_saved(step)):
                         self._save(step)
-                if repair.done is None:
+                if not repair.goes_back:
                     self._progress.advance(step + 1)
                     self._measure()
                 following = Position(step, MEET) if step + 1 == self._steps else Position(step + 1, TAKE)
@@ -80,56 +79,40 @@ class RepairableSteps(UndoableSteps):
                 with run.surviving():
                     run.meet()
                 following = Position(step + 1, TAKE)
-            is_again = repair.done is not None
-            repair.position = self._go_back(timed) if is_again else following
+            is_again = repair.goes_back
+            if is_again:
+                self._go_back(timed)
+            else:
+                repair.position = following
 
-    def _begin(self) -> Position:
-        run = self._run
-        self._repair, self._alive = run.repair, run.repair.alive
-        self._positions: dict[int, dict[str, int]] = {}  # in the data, before the batch of a step that was taken
-        self._origin = run.records.count - run.first_step * self._per_step
+    def _begin(self) -> None:
+        self._repair = self._run.repair
         self._repair.survivor.begin()
         self._repair.describe = self._state_at
-        if not run.joins_late:
-            return Position(run.first_step, TAKE)
-        at = self._take_place()
-        if at.phase != TAKE:
-            self._batch(at.step)
-        return at
-
-    def _batch(self, step: int) -> Any:
-        self._positions.setdefault(step, super()._position(step))
-        return super()._batch(step)
-
-    def _position(self, step: int) -> dict[str, int]:
-        return self._positions.get(step) or super()._position(step)
-
-    def _evaluate(self, step: int) -> None:
-        self._positions.pop(step - 1, None)
-        super()._evaluate(step)
+        if self._run.joins_late:
+            self._take_place()
+        self._alive = self._repair.alive
 
     def _state_at(self, at: Position) -> dict[str, Any]:
         """Return the record that a newcomer gets beside the weights."""
-        return {"data": self._position(at.step), "origin": self._origin}
+        return {"data": self._position(at.step), "origin": self._run.records.origin}
 
-    def _take_place(self) -> Position:
-        """As a newcomer, get the state of the rank whose place this one takes; return where the ranks go on."""
+    def _take_place(self) -> None:
+        """As a newcomer, get the state of the rank whose place this one takes."""
         run, repair = self._run, self._repair
         with run.surviving():
             raise NewsError
         assert repair.received is not None
-        assert repair.done is not None
-        at, repair.done, self._alive = repair.done.position, None, repair.alive
         self._batches.load_state_dict(repair.received["data"])
         self._source = iter(self._batches)
-        self._origin, run.first_step = repair.received["origin"], at.updates
-        run.records.count = self._origin + at.updates * self._per_step
-        return at
+        run.records.origin, run.first_step = repair.received["origin"], repair.position.updates
+        repair.goes_back = False
+        if repair.position.phase != TAKE:
+            self._batch(repair.position.step)
 
-    def _go_back(self, timed: int) -> Position:
-        """Return the position from which the ranks go on after a repair, and drop the records of what is done again."""
-        assert self._repair.done is not None
-        at, self._repair.done = self._repair.done.position, None
+    def _go_back(self, timed: int) -> None:
+        """After a repair, drop the records of what is done again from its position on."""
+        at, self._repair.goes_back = self._repair.position, False
         gc.collect()  # the earlier groups, with their threads, connections and memory
         self._run.records.take_back(timed - at.updates)
         if len(self._alive) == layout_size(self._run.settings.layout) and self._to_measure <= 0:
@@ -137,7 +120,6 @@ class RepairableSteps(UndoableSteps):
         self._alive = self._repair.alive
         self._to_measure = STEPS_TO_MEASURE + 1  # the first one also sets up connections
         self._run.records.continue_at(at.updates, self._run.is_first)
-        return at
 
     def _seconds(self) -> float | None:
         """Return the median time of the last steps; None if there are too few."""
@@ -207,15 +189,13 @@ class RepairableRun(UndoableRun[RepairFlagT]):
         try:
             yield self.repair.alive
         except Exception as error:
-            self.repair.after(error)
-            self._take_over(self.repair.alive)
+            self._take_over(*self.repair.after(error))
 
-    def _take_over(self, alive: tuple[int, ...]) -> None:
+    def _take_over(self, sentence: str, arrived: Sequence[Arrived]) -> None:
         """After a repair, become the rank that prints and writes, if that one has died."""
-        done = self.repair.done
-        assert done is not None
+        alive, updates = self.repair.alive, self.repair.position.updates
         self._loss_under_way = None  # the step is taken again
-        self.late.go_on_with(done.position.updates, done.arrived)
+        self.late.go_on_with(updates, arrived)
         self.context = self.joined.context
         self.grid.keep(alive)
         takes_over = not self.is_first and self.rank == alive[0]
@@ -224,10 +204,10 @@ class RepairableRun(UndoableRun[RepairFlagT]):
             self.terminal.out.prefix = self.terminal.err.prefix = ""
             self.joined.claim = Claim(self.out)
         if self.is_first:
-            say(done.sentence)
+            say(sentence)
         if takes_over and self.steps_overlap and self._printed:
             step, recorded = self._printed[0], [record["step"] for record in read_steps(self.out, "step")]
-            if step < done.position.updates and step not in recorded:  # the rank before it has not got to it
+            if step < updates and step not in recorded:  # the rank before it has not got to it
                 self._print_loss(*self._printed)
         if self.validator is not None:
             self.validator.divide(alive.index(self.rank), len(alive))

@@ -193,7 +193,7 @@ class Run(Generic[SettingsT]):
 
     def _checked_loss(self, step: int, loss: float, own: Tensor) -> float:
         """Record the loss of the global batch, and return it; `own` is this rank's share."""
-        self.records.loss = loss
+        self.records.values["loss"] = loss
         if not math.isfinite(loss):
             cause = self._why_not_finite(step, own.item())
             raise NotFiniteError(f"the loss of step {step} is {loss}{cause}{self._lr_hint}")

@@ -25,11 +25,10 @@ from simplellm.errors import require
 
 
 class Arrived(NamedTuple):
-    """A step that turned out to be valid, its loss, and the norm of its gradients if that is limited."""
+    """A step that turned out to be valid, and the values of its record that have arrived: loss, perhaps grad_norm."""
 
     step: int
-    loss: float
-    norm: float | None
+    values: dict[str, float]
 
 
 class RunningOn:
@@ -37,13 +36,11 @@ class RunningOn:
 
     Args:
         copy: of the state before its update; taken by the run.
-        arrived: called with a step, its loss, and the norm of its gradients if that is limited, once it is known that
-            the step is valid: the loss is finite, and the gradients, of a norm of at most `most`, were not clipped.
+        arrived: called once it is known that a step is valid: the loss is finite, and the gradients, of a norm of at
+            most `most`, were not clipped.
     """
 
-    def __init__(
-        self, copy: StateCopy, arrived: Callable[[int, float, float | None], None], most: float | None = None
-    ) -> None:
+    def __init__(self, copy: StateCopy, arrived: Callable[[Arrived], None], most: float | None = None) -> None:
         self._copy, self._arrived, self._most = copy, arrived, most
         self.last: Arrived | None = None
         self._open: LossSum | None = None
@@ -74,7 +71,7 @@ class RunningOn:
         self._open = self._open_norm = None
         is_clipped = norm is not None and self._most is not None and is_too_long(norm, self._most)
         if math.isfinite(loss) and not is_clipped:
-            self._tell(Arrived(step, loss, norm))
+            self._tell(Arrived(step, {"loss": loss} | ({} if norm is None else {"grad_norm": norm})))
         else:
             self.waits_in, self.must_undo = step, True
 
@@ -118,7 +115,7 @@ class RunningOn:
 
     def _tell(self, arrived: Arrived) -> None:
         self.last = arrived
-        self._arrived(*arrived)
+        self._arrived(arrived)
 
 
 class UndoableLog(RunLog):
@@ -140,7 +137,6 @@ class UndoableLog(RunLog):
             return
         self.seconds_apart["steps that were taken again"] += sum(step.seconds for step in self.times[-steps:])
         del self.times[-steps:]
-        self.count -= steps * self._per_step
         self._open = None
 
     def continue_at(self, step: int, writes: bool) -> None:
@@ -163,12 +159,10 @@ class UndoableLog(RunLog):
 
     def record(self, step: int) -> None:
         if self.has(step) or not self.times:  # the second: this rank has just taken the place of another
-            self.validation_loss = None
             return
         last = None if self.late is None else self.late.last
         if last is not None and last.step == step:  # it has arrived already, in a repair
-            self.loss = last.loss
-            self.values |= {} if last.norm is None else {"grad_norm": last.norm}
+            self.values |= last.values
         super().record(step)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -186,15 +180,18 @@ class UndoableSteps(Steps):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._taken: dict[int, Any] = {}  # the last batches, by step
+        self._taken: dict[int, tuple[dict[str, int], Any]] = {}  # by step, the last batches, and where each begins
 
     def _finish(self, step: int) -> int:
         return step - 1 if self._has_undone() else super()._finish(step)
 
     def _batch(self, step: int) -> Any:
         if step not in self._taken:
-            self._taken[step] = super()._batch(step)
-        return self._taken[step]
+            self._taken[step] = super()._position(step), super()._batch(step)
+        return self._taken[step][1]
+
+    def _position(self, step: int) -> dict[str, int]:
+        return self._taken[step][0] if step in self._taken else super()._position(step)
 
     def _has_undone(self) -> bool:
         """Undo the step before, and the current one, if the step before was not valid."""
@@ -260,12 +257,12 @@ class UndoableRun(ClippingRun[TrainSettingsT]):
             super().clip(optimizer)
             late.has_waited(self._step, self.records.values.get("grad_norm", 0.0))
 
-    def _loss_arrived(self, step: int, loss: float, norm: float | None) -> None:
+    def _loss_arrived(self, arrived: Arrived) -> None:
         """Print and record the loss of a step that did not wait for it, and the norm of its gradients."""
-        self._print_loss(step, loss)
-        self.records.arrived({"loss": loss} if norm is None else {"loss": loss, "grad_norm": norm})
+        self._print_loss(arrived.step, arrived.values["loss"])
+        self.records.arrived(arrived.values)
 
     def end_early(self, error: BaseException) -> None:
-        if self.records.late is not None:
-            self.records.late.keep_arrived()
+        if self.has_tracked:
+            self.late.keep_arrived()
         super().end_early(error)

@@ -45,7 +45,8 @@ class Steps:
             require(run.has_tracked, sentence)
             if run.resumed is not None and not run.joins_late:  # a rank that joins late gets the state from another one
                 count = run.checkpointer.load(run.resumed, run._parts, run._optimizer, batches)
-        run.records.begin(per_step, unit, count, continue_at=run.first_step if run.continues else None)
+        origin = count - run.first_step * per_step
+        run.records.begin(per_step, unit, origin, continue_at=run.first_step if run.continues else None)
         steps = int(os.environ.get(STOP_AFTER, steps))
         if run.is_first and run.continues and steps > run.first_step:
             remove_records_of_the_end(run.out)

@@ -185,7 +185,7 @@ class TrainingRun(Run[TrainSettingsT]):
         if self.validator is not None and self._is_validation_due(step):
             model = self._parts.outer.as_model() if self._parts.outer else contextlib.nullcontext()
             with self.records.timing_apart("validation", f"validation after {counted(step + 1, 'steps')}"), model:
-                loss = self.records.validation_loss = self.validator.loss(step)
+                loss = self.records.values["validation_loss"] = self.validator.loss(step)
             if self.is_first and not self.records.has(step):
                 say(f"validation after {counted(step + 1, 'steps')}: {self.validator.described(loss)}")
 

@@ -87,7 +87,7 @@ def test_each_record_is_of_its_own_step(tmp_path: Path, monkeypatch: pytest.Monk
             ledger.waited(0.5 + step, in_collective=True)
             ledger.waited(0.25, in_collective=False)
             if step == 0:
-                log.loss, log.values["grad_norm"] = 2.0, 9.0
+                log.values |= {"loss": 2.0, "grad_norm": 9.0}
         log.record(step)
     first, second = records(tmp_path)
     assert (first["sent_bytes"], second["sent_bytes"]) == ({"gradients": 3}, {"gradients": 4})
@@ -113,9 +113,8 @@ def test_the_summary_is_of_the_steps_that_this_run_has_taken(
     log = RunLog(tmp_path, replace(context_of(), ledger=(ledger := Ledger())))
     for kind, count in (("weights", 1), ("gradients", 2000), ("gradients", 500)):
         ledger.count(Destination(kind, "collective", (1,)), count)
-    log.begin(10, "tokens", before=50)
+    log.begin(10, "tokens", origin=50)
     log.times += [StepTime(seconds, 0.5, 0.25) for seconds in (1.0, 1.5, 5.0)]
-    log.count += 30
     assert log.speed().split() == ["2", "tokens/s"], "of the last of them"
     log.summary()
     assert capsys.readouterr().out.splitlines()[:-1] == [
@@ -145,9 +144,10 @@ def test_long_work_between_steps_is_told_by_one_rank(
 def test_a_loss_that_is_no_number_is_null(loss: float, tmp_path: Path) -> None:
     log = RunLog(tmp_path, context_of())
     log.begin(10, "tokens")
-    for log.validation_loss in (loss, None):
+    for more in ({"validation_loss": loss}, {}):
         with log.timing_a_step():
-            log.loss = loss
+            log.values["loss"] = loss
+        log.values |= more
         log.record(0)
     looked, other = records(tmp_path)
     assert looked["loss"] is looked["validation_loss"] is other["loss"] is None

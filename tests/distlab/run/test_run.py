@@ -208,7 +208,7 @@ def test_a_ranks_share_of_a_loss_stays_beside_the_sum(monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.distributed.all_reduce", make_not_finite)
     own: Any = Run.__new__(Run)
     own.device, own.grid, own.settings = torch.device("cpu"), Grid(0, {"dp": 2}), RunSettings()
-    own.records, own._why_not_finite = SimpleNamespace(), cause
+    own.records, own._why_not_finite = SimpleNamespace(values={}), cause
     with pytest.raises(NotFiniteError, match=r"the loss of step 0 is nan, and the share was 2\.0"):
         own.global_loss(0, [torch.tensor(2.0)])
     loss = LossSum(0, torch.tensor(2.0), 2)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,32 +199,32 @@ def loss_of_step_3(transfer: Any) -> LossSum:
         return LossSum(3, torch.tensor(1.0), 2)
 
 
-def running_on(tell: Callable[[int, float, float | None], None], **options: float) -> RunningOn:
+def running_on(tell: Callable[[Arrived], None], **options: float) -> RunningOn:
     return RunningOn(StateCopy(torch.optim.SGD(nn.Linear(1, 1).parameters())), tell, **options)
 
 
 @pytest.mark.parametrize(
     ("transfer", "told"),
-    [(Arrives(True), [(3, 2.0)]), (Arrives(False), []), (Arrives(True, "closed by peer"), [])],
+    [(Arrives(True), [(3, {"loss": 2.0})]), (Arrives(False), []), (Arrives(True, "closed by peer"), [])],
 )
-def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, told: list[tuple[int, float]]) -> None:
-    found: list[tuple[int, float]] = []
-    late = running_on(lambda step, loss, _: found.append((step, loss)))
+def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, told: list[Arrived]) -> None:
+    found: list[Arrived] = []
+    late = running_on(found.append)
     late.keep_arrived()
     late.leave_open(loss_of_step_3(transfer))
     run: Any = UndoableRun.__new__(UndoableRun)
-    run.records = SimpleNamespace(late=late)
+    run.has_tracked, run.late = True, late
     run.end_early(RuntimeError("another rank has exited"))
     assert found == told
 
 
 def test_after_a_death_the_loss_of_the_open_step_is_that_which_a_rank_knows_of_it() -> None:
     """Others may know only that of the step before."""
-    found: list[tuple[int, float]] = []
-    late = running_on(lambda step, loss, _: found.append((step, loss)))
+    found: list[Arrived] = []
+    late = running_on(found.append)
     late.leave_open(loss_of_step_3(Arrives(False)))
-    late.go_on_with(4, [Arrived(2, 9.0, None), Arrived(3, 2.0, None)])
-    assert found == [(3, 2.0)]
+    late.go_on_with(4, [Arrived(2, {"loss": 9.0}), Arrived(3, {"loss": 2.0})])
+    assert found == [(3, {"loss": 2.0})]
     assert late.waits_in == 4
 
 
@@ -239,29 +238,27 @@ def test_the_step_after_a_clipped_one_waits_too() -> None:
 
 def test_steps_that_are_taken_back_count_apart(tmp_path: Path) -> None:
     log = UndoableLog(tmp_path, context_of())
-    log.begin(10, "tokens", before=50)
     log.times += [StepTime(seconds, 0, 0) for seconds in (1, 2, 4)]
-    log.count += 30
     for steps in (0, 2):
         log.take_back(steps)
     assert log.seconds_apart == {"steps that were taken again": 6}
-    assert ([time.seconds for time in log.times], log.count) == ([1], 60)
+    assert [time.seconds for time in log.times] == [1]
 
 
 def test_a_rank_that_is_ahead_keeps_its_record_of_a_step_that_is_evaluated_again(tmp_path: Path) -> None:
     log = UndoableLog(tmp_path, context_of())
     log.begin(10, "tokens")
     with log.timing_a_step():
-        log.loss, log.validation_loss = 3.0, 5.0
+        log.values |= {"loss": 3.0, "validation_loss": 5.0}
     log.record(0)
     with log.timing_a_step():  # of which the rank is taken back, after a death
         pass
     log.take_back(1)
     log.continue_at(1, writes=True)
-    log.validation_loss = 5.0
+    log.values["validation_loss"] = 5.0
     log.record(0)
     with log.timing_a_step():
-        log.loss = 2.0
+        log.values["loss"] = 2.0
     log.record(1)
     found = [(record["step"], record["loss"], record.get("validation_loss")) for record in records(tmp_path)]
     assert found == [(0, 3.0, 5.0), (1, 2.0, None)]
@@ -274,7 +271,7 @@ def test_a_rank_that_takes_over_writes_the_two_records_that_the_one_before_it_ha
     for step in range(4):
         for log in logs if step < 2 else [takes_over]:
             with log.timing_a_step():
-                log.loss = float(step)
+                log.values["loss"] = float(step)
             log.record(step)
     dies.close()
     takes_over.continue_at(4, writes=True)

@@ -41,7 +41,7 @@ def test_steps_that_are_taken_again_are_there_once(tmp_path: Path) -> None:
         log.begin(10, "tokens", continue_at=go_on_at)
         for step in range(first, last):
             with log.timing_a_step():
-                log.loss = 10 * first + step
+                log.values["loss"] = 10 * first + step
             log.record(step)
         log.summary()
     kept = [(event.step, event.value) for event in events_in(tmp_path).Scalars("loss")]
