@@ -19,6 +19,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -58,7 +59,7 @@ class Repair:
     """Repairs a run on this rank.
 
     Args:
-        joined: the meeting of all ranks; gets the new groups.
+        joined: the meeting of all ranks; gets the new groups, and its grid the ranks that are left.
         timeout_seconds: of any wait.
         first_step: of the run.
     """
@@ -74,8 +75,8 @@ class Repair:
         self._newcomer = int(os.environ.get(NEWCOMER, "0"))
         self.survivor = Survivor(ranks_store(timeout_seconds, store=joined.store), self._rank, self._newcomer)
         joined.context.options.check = self.survivor.check  # groups of axes are made in the first step
-        self.alive = tuple(range(joined.grid.size))  # numbers in the layout of the ranks that are left
-        self._processes = dict.fromkeys(self.alive, 0)  # as `News.processes` returns them
+        self._describe = copy(joined.grid).describe  # with the names of dead ranks too
+        self._processes = dict.fromkeys(joined.grid.alive, 0)  # as `News.processes` returns them
         self.position = NOWHERE if self._newcomer else Position(first_step, TAKE)  # of this rank, as its steps note it
         self.goes_back = False  # whether the steps have yet to go back to `position`, which a repair has set
 
@@ -115,10 +116,10 @@ class Repair:
                 if not is_death(lost):
                     raise
         before, self._processes = self._processes, news.processes()
-        self.alive, self.position, self.goes_back = news.alive, position, True
+        self.position, self.goes_back = position, True
         sentence = self._sentence(news, before, position)
         for rank in ended_since(news, before) if recorder.enabled else ():
-            what = f"{self._joined.grid.describe(rank)} {news.gone[str(rank)]}"
+            what = f"{self._describe(rank)} {news.gone[str(rank)]}"
             recorder.events.append(Event(DEATH, what, news.timestamp, news.timestamp))
         recorder.add(REPAIR, sentence, started)
         return sentence, [Arrived(*answer.late) for answer in known.values() if answer.late is not None]
@@ -129,11 +130,12 @@ class Repair:
         Raises:
             StateError: it differs from that of most of them, or nobody knows which is right.
         """
-        sums = torch.zeros(len(self.alive), dtype=torch.int64)
-        sums[self.alive.index(self._rank)] = checksum_of(self.copy.optimizer)
+        grid = self._joined.grid
+        sums = torch.zeros(grid.size, dtype=torch.int64)
+        sums[grid.rank] = checksum_of(self.copy.optimizer)
         with named("the checksums of the replicas", CONTROL):
             dist.all_reduce(sums)
-        of_same = {rank: int(sums[self.alive.index(rank)]) for rank in self._same(self._rank) if rank in self.alive}
+        of_same = {rank: int(sums[grid.alive.index(rank)]) for rank in self._same(self._rank) if rank in grid.alive}
         [(usual, count)] = Counter(of_same.values()).most_common(1)
         who = list_ranks(sorted(of_same))
         if 2 * count <= len(of_same):
@@ -160,7 +162,7 @@ class Repair:
                 continue
             source = next((other for other in news.alive if other in self._same(rank) and other in known), None)
             if source is None:
-                raise StateError(f"no rank is left that could give {self._joined.grid.describe(rank)} its weights")
+                raise StateError(f"no rank is left that could give {self._describe(rank)} its weights")
             if self._rank == source:
                 send_state(self.copy.optimizer, self.describe(position), news.alive.index(rank))
             elif self._rank == rank:
@@ -168,17 +170,18 @@ class Repair:
 
     def _make_groups(self, news: News) -> None:
         joined, timeout = self._joined, timedelta(seconds=self._timeout_seconds)
+        joined.grid.keep(news.alive)
         options = replace(
             joined.context.options,
             places=[joined.places[rank] for rank in news.alive],
-            describe=lambda number: joined.grid.describe(news.alive[number]),
+            describe=joined.grid.describe,
             previous=joined.context,
         )
         dist.init_process_group(
             "lab",
             store=dist.PrefixStore(f"repair/{news.epoch}", joined.store),
-            rank=news.alive.index(self._rank),
-            world_size=len(news.alive),
+            rank=joined.grid.rank,
+            world_size=joined.grid.size,
             timeout=timeout,
             pg_options=options,
         )
@@ -186,7 +189,7 @@ class Repair:
 
     def _sentence(self, news: News, before: Mapping[int, int], position: Position) -> str:
         seconds, who = time.time() - news.timestamp, list_ranks(sorted(news.alive))
-        what = describe_change(news, before, self._joined.grid.describe)
+        what = describe_change(news, before, self._describe)
         go_on = f"{who} {'goes' if len(news.alive) == 1 else 'go'} on with step {position.step}"
         return f"{what}: {go_on}, {seconds:.2f} s after that was noticed"
 

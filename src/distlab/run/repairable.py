@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from distlab.axes.grid import Grid
 from distlab.axes.layout import layout_size
 from distlab.machine.devices import cores
 from distlab.machine.processes import NEWCOMER
@@ -44,7 +43,7 @@ class RepairableSteps(UndoableSteps):
 
     _run: "RepairableRun[Any]"
     _repair: Repair
-    _alive: tuple[int, ...]  # since the last repair
+    _alive: Sequence[int]  # since the last repair
     _usual_seconds: float | None = None  # of a step of all ranks, before a death
     _to_measure = 0  # steps until a step is long enough after a repair
 
@@ -91,7 +90,7 @@ class RepairableSteps(UndoableSteps):
         self._repair.describe = self._state_at
         if self._run.joins_late:
             self._take_place()
-        self._alive = self._repair.alive
+        self._alive = self._run.grid.alive
 
     def _state_at(self, at: Position) -> dict[str, Any]:
         """Return the record that a newcomer gets beside the weights."""
@@ -117,7 +116,7 @@ class RepairableSteps(UndoableSteps):
         self._run.records.take_back(timed - at.updates)
         if len(self._alive) == layout_size(self._run.settings.layout) and self._to_measure <= 0:
             self._usual_seconds = self._usual_seconds or self._seconds()
-        self._alive = self._repair.alive
+        self._alive = self._run.grid.alive
         self._to_measure = STEPS_TO_MEASURE + 1  # the first one also sets up connections
         self._run.records.continue_at(at.updates, self._run.is_first)
 
@@ -132,7 +131,7 @@ class RepairableSteps(UndoableSteps):
         now, usual = self._seconds(), self._usual_seconds
         if self._to_measure or now is None or usual is None or not self._run.is_first:
             return
-        here, planned = counted(cores(), "cores"), self._run.settings.slowdown(self._repair.alive, cores())
+        here, planned = counted(cores(), "cores"), self._run.settings.slowdown(self._alive, cores())
         times = f"{now / usual:.2f} times as long, {planned:.2f} by the plan for {here}"
         say(f"a step now takes {now:.3g} s instead of {usual:.3g} s: {times}")
 
@@ -159,7 +158,6 @@ class RepairableRun(UndoableRun[RepairFlagT]):
     def __init__(self, settings: RepairFlagT, script: Path) -> None:
         self.joins_late = NEWCOMER in os.environ  # in the place of a rank that has died
         super().__init__(settings, script)
-        self.grid = Grid(self.rank, settings.layout, settings.held)  # which loses ranks, and `joined.grid` does not
         self.sums_exactly = settings.repair == "exact"
         self.repair = Repair(self.joined, settings.timeout, self.first_step)
 
@@ -187,18 +185,17 @@ class RepairableRun(UndoableRun[RepairFlagT]):
         those of torch.distributed.
         """
         try:
-            yield self.repair.alive
+            yield self.grid.alive
         except Exception as error:
             self._take_over(*self.repair.after(error))
 
     def _take_over(self, sentence: str, arrived: Sequence[Arrived]) -> None:
         """After a repair, become the rank that prints and writes, if that one has died."""
-        alive, updates = self.repair.alive, self.repair.position.updates
+        updates = self.repair.position.updates
         self._loss_under_way = None  # the step is taken again
         self.late.go_on_with(updates, arrived)
         self.context = self.joined.context
-        self.grid.keep(alive)
-        takes_over = not self.is_first and self.rank == alive[0]
+        takes_over = not self.is_first and self.grid.rank == 0
         if takes_over:
             self.is_first = self.has_terminal = True
             self.terminal.out.prefix = self.terminal.err.prefix = ""
@@ -210,7 +207,7 @@ class RepairableRun(UndoableRun[RepairFlagT]):
             if step < updates and step not in recorded:  # the rank before it has not got to it
                 self._print_loss(*self._printed)
         if self.validator is not None:
-            self.validator.divide(alive.index(self.rank), len(alive))
+            self.validator.divide(self.grid.rank, self.grid.size)
 
     def _print_loss(self, step: int, loss: float) -> None:
         self._printed = step, loss
