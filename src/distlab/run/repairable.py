@@ -50,7 +50,6 @@ class RepairableSteps(UndoableSteps):
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         run, repair = self._run, self._run.repair
         self._begin()
-        is_again = run.joins_late
         while repair.position.step < self._steps:
             step, phase = repair.position
             timed = step + 1  # the number of steps that have records
@@ -68,8 +67,7 @@ class RepairableSteps(UndoableSteps):
                     if (step + 1) % run.settings.compare_every == 0:
                         repair.compare()
                     self._evaluate(step)
-                    if not (is_again and self._is_saved(step)):
-                        self._save(step)
+                    self._save(step)
                 if not repair.goes_back:
                     self._progress.advance(step + 1)
                     self._measure()
@@ -78,8 +76,7 @@ class RepairableSteps(UndoableSteps):
                 with run.surviving():
                     run.meet()
                 following = Position(step + 1, TAKE)
-            is_again = repair.goes_back
-            if is_again:
+            if repair.goes_back:
                 self._go_back(timed)
             else:
                 repair.position = following
@@ -135,18 +132,18 @@ class RepairableSteps(UndoableSteps):
         times = f"{now / usual:.2f} times as long, {planned:.2f} by the plan for {here}"
         say(f"a step now takes {now:.3g} s instead of {usual:.3g} s: {times}")
 
-    def _is_saved(self, step: int) -> bool:
-        """Return whether nothing is left to save after a step; unfinished files of its checkpoint are deleted."""
+    def _save(self, step: int) -> None:
+        """Save a checkpoint after a step, where that is due, unless the ranks had saved it before a repair."""
         checkpointer = self._run.checkpointer
         if checkpointer is None or not checkpointer.is_due(step, self._steps):
-            return True
+            return
         if self._run.is_first:
             checkpointer.discard_unfinished(step + 1)
-        self._run.meet(f"the deletion of the unfinished checkpoint of step {step + 1}")
-        is_saved = checkpointer.has(step + 1)
-        if is_saved:
+        self._run.meet(f"the deletion of an unfinished checkpoint of step {step + 1}")
+        if checkpointer.has(step + 1):
             checkpointer.saved = step + 1
-        return is_saved
+        else:
+            super()._save(step)
 
 
 class RepairableRun(UndoableRun[RepairFlagT]):
