@@ -128,7 +128,7 @@ class RunLog:
             "sent_bytes": dict(sent - self._sent_before),
         }
         self._sent_before = sent
-        self._write({name: None if _is_infinite(value) else value for name, value in record.items()})
+        self._write({name: None if _is_not_finite(value) else value for name, value in record.items()})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._metrics is None:  # another rank writes
@@ -186,7 +186,7 @@ def sent_by_kind(rank: int, ledger: Ledger) -> Iterator[str]:
         yield f"rank {rank} sent {human_bytes(count)} of {kind} in {counted(ledger.messages[kind], 'messages')}"
 
 
-def _is_infinite(value: Any) -> bool:
+def _is_not_finite(value: Any) -> bool:
     """Return whether a value is nan or infinity, which JSON does not have."""
     return isinstance(value, float) and not math.isfinite(value)
 
