@@ -1,8 +1,9 @@
 """Parameters side by side in a flat buffer, and their gradients in another; each rank owns a shard of both."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from distlab.axes.grid import Axis, all_ranks
-from distlab.axes.placement import FlatRange, place, placement_of
+from distlab.axes.placement import FlatRange, holders, place, placement_of
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single
 from distlab.comm.names import named
 from distlab.comm.pending import Pending
@@ -224,6 +225,30 @@ class FlatParameters:
             mean = self.gradients.take()
             for parameter, where in self._ranges.items():
                 self.shards[parameter].grad = mean[where.of_shard].view_as(self.shards[parameter])
+
+
+def flats_of(
+    parameters: Sequence[nn.Parameter],
+    shard: Sharded,
+    over: Axis,
+    gathered: Gathered,
+    rounded: Collection[nn.Parameter],
+    value_of: Callable[[nn.Parameter], Tensor],
+) -> list[FlatParameters]:
+    """Return flat parameters, each of one dtype, device and set of ranks along `over` that hold the same part.
+
+    `rounded` ones are gathered as bfloat16. `value_of` returns the value of a parameter.
+    """
+
+    def kind(p: nn.Parameter) -> tuple[bool, bool, str, str, tuple[str, ...]]:
+        return p.requires_grad, p in rounded, str(p.dtype), str(p.device), holders(p, over).names
+
+    flats: list[FlatParameters] = []
+    for _, alike in groupby(sorted(parameters, key=kind), kind):
+        same = [*alike]
+        dtype = torch.bfloat16 if same[0] in rounded else same[0].dtype
+        flats.append(FlatParameters(same, shard, holders(same[0], over), gathered, dtype, value_of))
+    return flats
 
 
 class GradientShard(Bucket):

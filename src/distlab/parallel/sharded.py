@@ -15,6 +15,8 @@ G. Schedules that delay weight gradients keep even sharded gradients whole for m
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from distlab.axes.shards import ReplicaShards
 from distlab.comm.group import empty, shares
 from distlab.comm.pending import Pending
 from distlab.parallel.data import Bucket, GradientBuckets, split_into_buckets
-from distlab.parallel.flat_parameters import Gathered, GradientShard
+from distlab.parallel.flat_parameters import FlatParameters, Gathered, GradientShard, flats_of
 from distlab.parallel.options import BUCKET_BYTES, SHARDED_BUCKET_BYTES, Sharded
 from distlab.parallel.same_model import broadcast_weights, check_same_model
 from distlab.parallel.units import Unit, blocks_in, blocks_of, tensors_with_gradient
@@ -97,16 +99,19 @@ class ShardedDP(ReplicaShards):
             check_same_model(model, over)
             for parameter in whole:
                 parameter.data = value_of(parameter).to(parameter)
+        make = partial(flats_of, shard=shard, over=over, gathered=self._gathered, rounded=rounded, value_of=value_of)
         if shard == "weights":
-            parts = [(modules, [p for p in own if p not in whole]) for modules, own in blocks_of(model)]
+            self._units = [Unit(modules, make([p for p in own if p not in whole])) for modules, own in blocks_of(model)]
+            together = [unit.flats for unit in self._units]
         else:
             trained = [p for p in model.parameters() if p.requires_grad]
-            parts = [([], own) for own, _ in split_into_buckets(trained[::-1], over, bucket_bytes)[::-1]]
-        self._units = [Unit(*part, shard, over, self._gathered, rounded, value_of) for part in parts]
-        flats = [flat for unit in self._units[::-1] for flat in unit.flats]
+            buckets = split_into_buckets(trained[::-1], over, bucket_bytes)[::-1]
+            self._units, together = [], [make(own) for own, _ in buckets]
+        self._flats = [*chain.from_iterable(together)]
+        in_turn = chain.from_iterable(together[::-1])  # in the order of the backward pass
+        filled = [flat.gradients for flat in in_turn if flat.gradients is not None]
         if shard != "optimizer":
-            self._share_buffers([flat.gradients for flat in flats if flat.gradients is not None])
-        filled = [flat.gradients for flat in flats if flat.gradients is not None]  # in the order of the backward pass
+            self._share_buffers(filled)
         for index, bucket in enumerate(filled):
             bucket.index = index
         passes, rounds = (backward_passes, 1) if shard == "optimizer" else (1, backward_passes)
@@ -123,17 +128,16 @@ class ShardedDP(ReplicaShards):
         A shard is (elements, 1, …), with as many dimensions as its parameter; empty if this rank owns no part of it.
         Frozen parameters that are not sharded are included unchanged.
         """
-        shards = {p: own for unit in self._units for flat in unit.flats for p, own in flat.shards.items()}
+        shards = {p: own for flat in self._flats for p, own in flat.shards.items()}
         return {name: shards.get(p, p) for name, p in self.model.named_parameters()}
 
     def finish_gradients(self) -> None:
         """Wait for the mean gradients, and set each shard's `grad`. Call this after the last backward pass."""
         self._buckets.finish()
         self._reducing = None
-        for unit in self._units:
-            unit.release()  # of parameters that took no part in the backward pass
-            for flat in unit.flats:
-                flat.give_gradients()
+        self.release_weights()  # those of parameters that took no part in the backward pass
+        for flat in self._flats:
+            flat.give_gradients()
 
     def gather_weights(self) -> None:
         """Start to send the shards' new values to all ranks. Call this when shards have changed.
@@ -141,16 +145,16 @@ class ShardedDP(ReplicaShards):
         Until the next forward pass, or `wait_for_weights`, shards may not change again.
         With "weights" nothing is sent: weights that are gathered from now on have the new values.
         """
-        for unit in self._units:
-            unit.release()
-            unit.publish()
+        self.release_weights()
+        for flat in self._flats:
+            flat.publish()
             if self.shard != "weights":
-                unit.gather()
+                flat.gather()
 
     def wait_for_weights(self) -> None:
         """Wait until the transfers that `gather_weights` has started have ended."""
-        for unit in self._units:
-            unit.arrive()
+        for flat in self._flats:
+            flat.arrive()
 
     def release_weights(self) -> None:
         for unit in self._units:
@@ -159,26 +163,24 @@ class ShardedDP(ReplicaShards):
     def whole_parameters(self) -> dict[str, Tensor]:
         """Return copies of the weights by name, whole on every rank; all replicas must call it."""
         whole: dict[Tensor, Tensor] = {p: p.detach() for p in self.model.parameters()}
-        for unit in self._units:
-            unit.arrive()
-            for flat in unit.flats:
-                whole |= dict(zip(flat.parameters, flat.whole(), strict=True))
+        self.wait_for_weights()
+        for flat in self._flats:
+            whole |= dict(zip(flat.parameters, flat.whole(), strict=True))
         return {name: whole[p] for name, p in self.model.named_parameters()}
 
     def flat_weights(self) -> list[Tensor]:
         """Return the buffers of which the model's parameters are views."""
-        return [flat.flat for unit in self._units for flat in unit.flats]
+        return [flat.flat for flat in self._flats]
 
     def held_bytes(self) -> tuple[int, int, int]:
         """Return the bytes of weights and of gradients that this rank holds, and the bytes that it held temporarily.
 
         The last number is for blocks or buckets that are whole while they are needed: the peak so far.
         """
-        flats = [flat for unit in self._units for flat in unit.flats]
-        sharded = {p for flat in flats for p in flat.parameters}
+        sharded = {p for flat in self._flats for p in flat.parameters}
         replicated_bytes = sum(p.nbytes for p in self.model.parameters() if p not in sharded)
-        weight_bytes = replicated_bytes + sum(flat.weight_bytes for flat in flats)
-        gradient_bytes = sum(flat.gradients.held_bytes for flat in flats if flat.gradients is not None)
+        weight_bytes = replicated_bytes + sum(flat.weight_bytes for flat in self._flats)
+        gradient_bytes = sum(flat.gradients.held_bytes for flat in self._flats if flat.gradients is not None)
         return weight_bytes, gradient_bytes, self._gathered.peak_bytes
 
     def _share_buffers(self, buckets: "Iterable[GradientShard]") -> None:
@@ -205,13 +207,13 @@ class ShardedDP(ReplicaShards):
     def _hook(self) -> None:
         """Make each module gather its weights, and free them."""
         if self.shard != "weights":
-            unit_of = {p: unit for unit in self._units for flat in unit.flats for p in flat.parameters}
+            flat_of = {p: flat for flat in self._flats for p in flat.parameters}
             in_blocks: set[nn.Parameter] = set()
             for block in blocks_in(self.model):
                 in_blocks |= set(block.parameters())
-                _before(block, {unit_of[p]: None for p in block.parameters() if p in unit_of})
+                _before(block, {flat_of[p]: None for p in block.parameters() if p in flat_of})
             others = [p for p in self.model.parameters() if p not in in_blocks]
-            _before(self.model, {unit_of[p]: None for p in others if p in unit_of})
+            _before(self.model, {flat_of[p]: None for p in others if p in flat_of})
             return
         in_turn = [unit for unit in self._units if unit.modules != [self.model]]
         for unit in self._units:
@@ -221,18 +223,17 @@ class ShardedDP(ReplicaShards):
         self.model.register_forward_hook(self._end_of_forward)
 
     def _end_of_forward(self, _: nn.Module, args: object, output: object) -> None:
-        for unit in self._units:
-            unit.release()
+        self.release_weights()
         if torch.is_grad_enabled() and any(True for _ in tensors_with_gradient(output)):
             self._units[-1].gather()  # the first that the backward pass needs
 
 
-def _before(module: nn.Module, units: "Iterable[Unit]") -> None:
-    """Wait for the weights of some units before a module's forward pass."""
-    units = tuple(units)
+def _before(module: nn.Module, flats: Iterable[FlatParameters]) -> None:
+    """Wait for some weights before a module's forward pass."""
+    flats = tuple(flats)
 
     def arrive(_: nn.Module, args: object) -> None:
-        for unit in units:
-            unit.arrive()
+        for flat in flats:
+            flat.arrive()
 
     module.register_forward_pre_hook(arrive)

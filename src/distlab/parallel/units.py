@@ -1,55 +1,25 @@
 """Units of a model whose weights are gathered together, and the hooks that gather and free them."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from distlab.axes.grid import Axis
-from distlab.axes.placement import holders
 from distlab.machine.torch_patches import running_backward_pass
 from distlab.parallel.data import weakly
-from distlab.parallel.flat_parameters import FlatParameters, Gathered
-from distlab.parallel.options import Sharded
+from distlab.parallel.flat_parameters import FlatParameters
 
 
 class Unit:
-    """Parameters that are gathered together: of a block, or of a bucket.
+    """The modules of a block; their parameters, in `flats`, are gathered together."""
 
-    Each rank along `over` owns a part of those that it holds in common with others of these ranks. `rounded` ones are
-    gathered as bfloat16. `value_of` returns the value of a parameter.
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        parameters: Sequence[nn.Parameter],
-        shard: Sharded,
-        over: Axis,
-        gathered: Gathered,
-        rounded: Collection[nn.Parameter],
-        value_of: Callable[[nn.Parameter], Tensor],
-    ) -> None:
-        self.modules, self._parameters = modules, parameters
+    def __init__(self, modules: Sequence[nn.Module], flats: Sequence[FlatParameters]) -> None:
+        self.modules, self.flats = modules, flats
         self._inputs: list[object] = []  # a token for each input of a forward pass that has a gradient
         self._left: set[object] = set()  # the parts that the backward pass has yet to compute with these parameters
         self._backward_pass: int | None = None  # the pass that has started to compute with them
-
-        def kind(p: nn.Parameter) -> tuple[bool, bool, str, str, tuple[str, ...]]:
-            return p.requires_grad, p in rounded, str(p.dtype), str(p.device), holders(p, over).names
-
-        self.flats: list[FlatParameters] = []
-        for _, alike in groupby(sorted(parameters, key=kind), kind):
-            same = [*alike]
-            dtype = torch.bfloat16 if same[0] in rounded else same[0].dtype
-            self.flats.append(FlatParameters(same, shard, holders(same[0], over), gathered, dtype, value_of))
-
-    def publish(self) -> None:
-        for flat in self.flats:
-            flat.publish()
 
     def gather(self) -> None:
         for flat in self.flats:
@@ -103,8 +73,9 @@ class Unit:
                 if before is not None:
                     before.gather()
 
-        trained = [p for p in self._parameters if p.requires_grad]
-        has_frozen = len(trained) < len(self._parameters)
+        parameters = [p for flat in self.flats for p in flat.parameters]
+        trained = [p for p in parameters if p.requires_grad]
+        has_frozen = len(trained) < len(parameters)
         for module in self.modules:
             module.register_forward_pre_hook(start, with_kwargs=True)
             module.register_forward_hook(end)
