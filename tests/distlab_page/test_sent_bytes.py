@@ -41,12 +41,12 @@ RUNS = {  # commands of one run or of several, and the kinds that have formulas
     ),
     "outer steps and a ring": (
         "5d --dp 2 --cp 2 --pp 1 --batch-size 2 --micro-batches 2 --outer diloco --sync-every 2 "
-        "--compress int4 --report-every 2 --dtype bfloat16",
+        "--compress int4 --report-every 2 --dtype bfloat16 --steps 4",
         "outer gradients, gradients, keys and values, gradients of keys and values, loss",
     ),
-    "fragments": ("streaming-diloco --sync-every 2 --fragments 2 --compress int8", "outer gradients, loss"),
+    "fragments": ("streaming-diloco --sync-every 2 --fragments 2 --compress int8 --steps 4", "outer gradients, loss"),
     "averaged weights, resumed": (
-        "dp-wa --sync-every 3 --save-every 3; dp-wa --sync-every 3 --resume RUN --steps 6",
+        "dp-wa --sync-every 3 --save-every 3 --steps 4; dp-wa --sync-every 3 --resume RUN --steps 6",
         "weights, loss; weights, loss",
     ),
     "a sum for each replica, and a copy of the state": (
@@ -157,7 +157,7 @@ def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: P
     for number, (command, kinds) in enumerate(zip(*(part.split("; ") for part in RUNS[which]), strict=True)):
         out, earlier = tmp_path / f"run{number}", tmp_path / f"run{number - 1}"
         name, *flags = command.replace("ROUTES", f"{tmp_path}/routes").replace("RUN", str(earlier)).split()
-        ended = fork_launcher(name, *MODEL, *TRAINING, *flags, "--out", out).finish()
+        ended = fork_launcher(name, *MODEL, *TRAINING, "--steps", 2, *flags, "--out", out).finish()
         assert ended.status == 0, ended.err
         page = contents(run := read(out))
         rows = page["ledger"]["table"]["rows"] if kinds else []  # a rank alone sends nothing
