@@ -62,6 +62,7 @@ TOPOLOGIES = {  # in the order of the chapters: a script, and flags that are pla
     "tp": "TP/intro_TP.py",
     "tp-styles": "TP/intro_TP_styles.py",
     "sentiment": "TP/sentiment/tp_tensor_parallel.py",
+    "hybrid-plain": "hybrid/intro_hybrid_plain.py",
     "hybrid": "hybrid/intro_hybrid.py",
     "dp-zero": "DP/zero/intro_DP_ZeRO.py",
     "dp-fsdp": "DP/fsdp/intro_DP_FSDP.py",

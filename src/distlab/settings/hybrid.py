@@ -19,25 +19,46 @@ from distlab.settings.replicas import OuterSettings, RepairFlag, check_no_clippi
 from distlab.settings.resume_policy import ResumePolicy
 from distlab.settings.resuming import require_same
 from distlab.settings.sequences import SharedSequences
-from distlab.settings.stages import ScheduleSettings, WrittenScheduleSettings
+from distlab.settings.stages import ScheduleSettings, StageSettings, WrittenScheduleSettings
 from simplellm.errors import require
 from simplellm.tokenizers import SPTokenizer
 
 
 @dataclass
-class ThreeAxes:
-    """The layout of several equal pipelines whose stages may be split."""
+class TwoAxes:
+    """The layout of several equal pipelines."""
 
     dp: int = 2
     """replicas of the pipeline"""
     pp: int = 3
     """stages of each pipeline"""
+
+    @property
+    def layout(self) -> Layout:
+        return {"dp": self.dp, "pp": self.pp}
+
+
+@dataclass
+class PlainHybridSettings(TwoAxes, StageSettings):
+    """A run of several equal pipelines, with `--batch-size` sequences each, in which all passes forward come first."""
+
+    casts_messages = False
+    schedule: Annotated[Literal["gpipe"], ResumePolicy.SAME_LAYOUT] = "gpipe"
+    """order of the forward and backward passes"""
+    micro_batches: int = 3
+    """parts that the batch is split into"""
+
+
+@dataclass
+class ThreeAxes(TwoAxes):
+    """The layout of several equal pipelines whose stages may be split."""
+
     tp: int = 1
     """ranks that share each stage; each has a slice of every layer"""
 
     @property
     def layout(self) -> Layout:
-        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
+        return {**super().layout, "tp": self.tp}
 
 
 @dataclass
