@@ -53,6 +53,7 @@ TOPOLOGIES = (
     "pp-zb",
     "pp-zbv --world-size 2",
     "tp --world-size 2",
+    "hybrid-plain",
     "hybrid",
     "hybrid --dp 1 --pp 2 --tp 2",
 )

@@ -74,11 +74,11 @@ def pass_through(net: nn.Module, parts: Sequence[Tensor], width: int, stage: int
 
 def average_gradients(net: nn.Module, group: dist.ProcessGroup) -> None:
     """Give the ranks of a group, which hold the same layers, the mean of their gradients."""
-    for parameter in net.parameters():
-        assert parameter.grad is not None
-        with named("the gradients of this stage", "gradients"):
+    with named("the gradients of this stage", "gradients"):
+        for parameter in net.parameters():
+            assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= group.size()
+            parameter.grad /= group.size()
 
 
 def train(run: TrainingRun[PlainHybridSettings]) -> None:

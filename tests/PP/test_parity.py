@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 NAIVE = "PP/1F1B/intro_PP_1F1B.py"
 MICRO_BATCHES = "PP/microbatches/intro_PP_microbatches.py"
 SCHEDULES = "PP/schedules/intro_PP_schedules.py"
-HYBRID, FIVE_AXES = "hybrid/intro_hybrid.py", "hybrid/intro_5d.py"
+PLAIN_HYBRID, HYBRID, FIVE_AXES = (f"hybrid/intro_{name}.py" for name in ("hybrid_plain", "hybrid", "5d"))
 
 
 def together(stages: list[State]) -> State:
@@ -87,6 +87,8 @@ def test_a_stage_lets_go_of_a_micro_batch_after_its_backward_pass(monkeypatch: p
 @pytest.mark.parametrize(
     ("script", "dp", "pp", "flags"),
     [
+        (PLAIN_HYBRID, 2, 3, "--micro-batches 3 --clip-norm 0.3 --lr 1.5"),
+        (PLAIN_HYBRID, 3, 1, "--micro-batches 2 --run-on"),
         (HYBRID, 2, 2, "--micro-batches 3 --recompute all"),
         (HYBRID, 3, 2, "--micro-batches 2 --layers-per-stage 2,0"),
         (HYBRID, 3, 1, "--micro-batches 2 --clip-norm 0.3 --lr 1.5"),

@@ -21,6 +21,7 @@ pp-dapple --world-size 2 --batch-size 6 --micro-batches 6 --schedule zb-v
 pp-dapple --world-size 2 --batch-size 6 --micro-batches 6 --schedule dualpipe-v
 pp-dapple --world-size 2 --batch-size 6 --micro-batches 6 --schedule zb-h1 --run-on
 hybrid --dp 2 --pp 2 --batch-size 3
+hybrid-plain --dp 2 --pp 2 --batch-size 3
 hybrid --dp 1 --pp 2 --tp 2 --batch-size 6 --micro-batches 6 --schedule interleaved
 tp --world-size 2 --batch-size 6
 tp --world-size 2 --batch-size 6 --sequence-parallel

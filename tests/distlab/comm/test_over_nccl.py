@@ -25,6 +25,7 @@ PIPELINES = {
     "naive": (2, "PP/1F1B/intro_PP_1F1B.py", f"{LLAMA} --world-size 2"),
     "plain dapple": (3, PLAIN, f"{LLAMA} --n-layers 3 --world-size 3 --batch-size 4 --micro-batches 4"),
     **{name: (2, SCHEDULES, f"{DEEPER} --world-size 2 --schedule {name}") for name in ("zb-v", "dualpipe-v")},
+    "2 replicas, plain": (4, "hybrid/intro_hybrid_plain.py", f"{LLAMA} --dp 2 --pp 2 --batch-size 3"),
     "2 replicas, interleaved": (4, "hybrid/intro_hybrid.py", f"{DEEPER} --dp 2 --pp 2 --schedule interleaved"),
     "2 stages, sequences over 2 ranks": (4, "hybrid/intro_5d.py", f"{LLAMA} --dp 1 --pp 2 --cp 2 --batch-size 3"),
     "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),
