@@ -30,6 +30,7 @@ PIPELINES = {
     "2 stages, sequences over 2 ranks": (4, "hybrid/intro_5d.py", f"{LLAMA} --dp 1 --pp 2 --cp 2 --batch-size 3"),
     "2 stages, split over 2 ranks": (4, "hybrid/intro_hybrid.py", f"{LLAMA} --dp 1 --pp 2 --tp 2 --batch-size 3"),
 }
+POST_NOTHING_AHEAD = {"naive", "plain dapple", "2 replicas, plain"}
 OTHERS = {
     "dp-ga": (2, "DP/gradient_aggr/intro_DP_GA.py", f"{LLAMA} --world-size 2"),
     "dp-wa": (2, "DP/weight_aggr/intro_DP_WA.py", f"{LLAMA} --world-size 2"),
@@ -65,7 +66,7 @@ def test_nccl_gets_only_tensors_of_the_gpu_and_all_ranks_end(
     assert stuck(calls) == []
 
 
-@pytest.mark.parametrize("case", sorted({*PIPELINES} - {"naive", "plain dapple"}))  # these post nothing ahead
+@pytest.mark.parametrize("case", sorted({*PIPELINES} - POST_NOTHING_AHEAD))
 def test_communicators_are_set_up_before_the_first_kernel_is_loaded(
     case: str, recorded: Callable[[str], list[list[Call]]]
 ) -> None:
