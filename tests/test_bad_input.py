@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import pytest
 from bad_input import generate, open_folder, try_all
@@ -11,7 +11,7 @@ from support.bad_inputs.inputs import SCRIPTS, defaults_of
 from support.bad_inputs.trials import can_be_nobody, shown
 from support.processes import run_ranks
 
-from distlab.settings.common import parse
+from distlab.settings.common import RunSettings, parse
 from simplellm.errors import InputError
 
 ALL_SCRIPTS = sorted(set(SCRIPTS.values()))
@@ -33,23 +33,32 @@ def first_script() -> dict[tuple[str, type | None], str]:
 
 @pytest.fixture(scope="module")
 def unread() -> set[tuple[str, str]]:
-    """Types of numbers and texts that are none, which were tried: a flag's type alone reads them."""
+    """Kinds of types and texts that cannot be read as one, which were tried: a flag's type alone reads them."""
     return set()
 
 
-def is_number(kind: Any, text: str) -> bool:
+def read_as_number(kind: Any, text: str) -> int | float | None:
     try:
-        (int if kind in (int, int | None) else float)(text)
+        return (int if kind in (int, int | None) else float)(text)
     except ValueError:
-        return False
-    return True
+        return None
+
+
+def check(defaults: RunSettings, kind: Any, name: str, args: list[str]) -> None:
+    """Check a flag's value; what is a number of its type needs no command line, which takes longer to parse."""
+    number = read_as_number(kind, args[-1]) if kind in NUMBERS else None
+    if number is None:
+        parse(defaults, "", args)
+    else:
+        changed: dict[str, Any] = {name: number}
+        dataclasses.replace(defaults, **changed).check()
 
 
 @pytest.mark.parametrize("script", ALL_SCRIPTS)
 def test_each_flag_refuses_what_it_cannot_be(
     script: str, first_script: dict[tuple[str, type | None], str], unread: set[tuple[str, str]]
 ) -> None:
-    """In the first of the scripts that have it from the same class; of texts that are no numbers, only "x" at each."""
+    """In the first of the scripts that have it from the same class; one text at each that its type cannot read."""
     defaults, classes, kinds = defaults_of(script), declared(script), fields_of(defaults_of(script))
     cases: dict[str, list[list[str]]] = {}
     for flag, args in flag_cases(script):
@@ -60,12 +69,13 @@ def test_each_flag_refuses_what_it_cannot_be(
             continue
         kind = kinds.get(name)
         for args in values:
-            if kind in NUMBERS and args[-1] != "x" and not is_number(kind, args[-1]):
-                if (tried := (str(kind), args[-1])) in unread:
+            is_unread = kind in NUMBERS and read_as_number(kind, args[-1]) is None
+            if (is_unread or get_origin(kind) is Literal) and args[-1] not in ("x", "nonsense"):
+                if (tried := (str(get_origin(kind) or kind), args[-1])) in unread:
                     continue
                 unread.add(tried)
             with pytest.raises(InputError) as refused:
-                parse(dataclasses.replace(defaults), "", args)
+                check(defaults, kind, name, args)
             sentence = str(refused.value)
             assert "\n" not in sentence, args
             assert flag in sentence or (args[-1] and args[-1] in sentence), (args, sentence)
