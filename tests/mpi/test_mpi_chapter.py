@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import LAB, Ended, alive, finish, start, wait_for
@@ -20,10 +21,11 @@ HERE = Path(__file__).parent
 MPIRUN = str(Path(sys.executable).with_name("mpirun"))
 FLOAT = 4  # bytes
 SLEEPS = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}  # MPICH: a rank that waits leaves its core to other tests
+NO_PLUGINS: dict[str, Any] = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take as long as the tests
 
 
-def mpirun(ranks: int, *command: str | Path, deadline: float = 60) -> Ended:
-    return finish(start(MPIRUN, "-n", str(ranks), sys.executable, *command, cwd=MPI, **SLEEPS), deadline)
+def mpirun(ranks: int, *command: str | Path, **environment: str) -> Ended:
+    return finish(start(MPIRUN, "-n", str(ranks), sys.executable, *command, cwd=MPI, **SLEEPS, **environment))
 
 
 def end_soon(pids: list[int]) -> bool:
@@ -32,13 +34,13 @@ def end_soon(pids: list[int]) -> bool:
 
 def test_the_chapters_own_tests_for_several_ranks_pass_and_none_is_skipped() -> None:
     files = [f"tests/test_{name}.py" for name in "get_info transformer_forward transformer_backward".split()]
-    ended = mpirun(4, *"-m pytest -l -v -p no:cacheprovider --with-mpi".split(), *files)
+    ended = mpirun(4, *"-m pytest -l -v -p no:cacheprovider --with-mpi".split(), *files, **NO_PLUGINS)
     assert ended.status == 0, ended.out + ended.err
     assert len(re.findall(r"=+ \d+ passed in ", ended.out)) == 4, ended.out
 
 
 def test_without_mpirun_the_tests_for_several_ranks_are_skipped_and_the_others_pass() -> None:
-    ended = finish(start(sys.executable, "-m", "pytest", "mpi/tests"))
+    ended = finish(start(sys.executable, "-m", "pytest", "mpi/tests", **NO_PLUGINS))
     assert ended.status == 0, ended.out
     assert re.search(r"^10 passed, \d+ skipped", ended.out, re.MULTILINE)
 
