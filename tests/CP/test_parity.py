@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from support.chapters import OneProcess, assert_same_run, records, train_on, validation_losses
+from support.chapters import FEW_TOKENS, OneProcess, assert_same_run, records, train_on, validation_losses
 from support.processes import LAB
 from support.terminals import terminals
 
@@ -13,9 +13,8 @@ from distlab.exchange import read_saved
 from distlab.reports.trace import Trace, read_chrome
 
 PLAIN, RING = "CP/intro_CP.py", "CP/intro_CP_ring.py"
-MODEL = (
-    "--lr 0.2 --dmodel 48 --num-heads 12 --num-kv-heads 6 --n-layers 2 --seq-len 25".split()
-)  # no number of ranks divides 25
+# No number of ranks divides 25.
+MODEL = [*"--lr 0.2 --dmodel 48 --num-heads 12 --num-kv-heads 6 --n-layers 2 --seq-len 25".split(), *FEW_TOKENS]
 ROUNDING = 2e-6  # relative: sums over ranks are added up in another order
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.chapters import State, merged, records, train_on
+from support.chapters import FEW_TOKENS, State, merged, records, train_on
 from torch import Tensor
 
 from distlab.axes.grid import Axis
@@ -28,10 +28,10 @@ from distlab.parallel.clipping import NormSum
 from distlab_compare.records import Recordings
 
 PLAIN, ALL_AXES = "EP/intro_EP.py", "hybrid/intro_5d.py"
-MODEL = (
-    "--experts 12 --balance-rate 0.002 --dmodel 32 --num-heads 4 --hidden-dim 40 --n-layers 2 --seq-len 12 --lr 0.3 "
-    "--clip-norm 0.5"
-).split()
+MODEL = [
+    *"--experts 12 --balance-rate 0.002 --dmodel 32 --num-heads 4 --hidden-dim 40 --n-layers 2 --seq-len 12".split(),
+    *("--lr", "0.3", "--clip-norm", "0.5", *FEW_TOKENS),
+]
 STEPS, LR_FLOAT32 = int(os.environ.get("EXPERT_STEPS", 3)), os.environ.get("EXPERT_LR", "0.05")
 SHARED = "--shared-expert --router-scores sigmoid"
 LIMITED = "--capacity 0.8 --qk-norm"

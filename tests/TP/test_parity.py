@@ -5,16 +5,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.chapters import FEW_TOKENS, OneProcess, State, assert_equal, assert_same_run, load, train_on
 from support.chapters import MODEL as SMALL
-from support.chapters import OneProcess, State, assert_equal, assert_same_run, load, train_on
 
 from distlab.parallel.options import Style
 from distlab.settings.common import parse
 
 LESSON, SCRIPT = "TP/intro_TP.py", "TP/intro_TP_styles.py"
 LAYERS = 2
-# 25 tokens divide among no number of ranks, the vocabulary of 4,096 pieces not among 3 and 6.
-MODEL = f"--dmodel 48 --num-heads 6 --n-layers {LAYERS} --seq-len 25".split()
+# 25 tokens divide among no number of ranks, the vocabulary of 602 pieces not among 3 and 6.
+MODEL = [*f"--dmodel 48 --num-heads 6 --n-layers {LAYERS} --seq-len 25".split(), *FEW_TOKENS]
 CLIPPED = "--clip-norm 0.3 --lr 1.5"
 ROUNDING = 2e-6  # relative: sums over ranks are added up in another order
 SPLIT = {  # the dimension along which a weight is split, by the end of its module's name

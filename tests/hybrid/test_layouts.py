@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chapters import State, load, merged, records, train_on
+from support.chapters import FEW_TOKENS, State, load, merged, records, train_on
 
 from distlab.axes.layout import layout_size
 from distlab.settings.common import parse
@@ -98,7 +98,7 @@ class Run:
 def run(training: str, flags: str, out: Path) -> Run:
     replicas = int(flags.partition("--dp ")[2].split()[0])
     shape = ["--batch-size", str(SEQUENCES // replicas)]
-    arguments = [*MODEL.split(), *TRAINING[training].split(), *flags.split(), *shape]
+    arguments = [*MODEL.split(), *FEW_TOKENS, *TRAINING[training].split(), *flags.split(), *shape]
     ranks = layout_size(parse(load(SCRIPT).DEFAULTS, "", ["0", *arguments]).layout)
     parameters, gradients, _ = train_on(ranks, SCRIPT, out, *arguments, exact=True)
     return Run(records(out), merged(parameters), merged(gradients))
