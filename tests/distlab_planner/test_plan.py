@@ -327,7 +327,7 @@ def test_a_machine_is_measured_and_a_plan_verified(
 ) -> None:
     """The memory that a run counts is what was predicted; the time is, within the mood of a machine that runs tests."""
     file = tmp_path / "machine.json"
-    flags = [*MODEL, "--world-size", "2", "--seconds", "0.1", "--device", "cpu"]
+    flags = [*MODEL, "--world-size", "2", "--seconds", "0.1", "--rows", "1", "8", "--device", "cpu"]
     ended = fork_python("-m", "distlab.calibrate", file, *flags).finish(deadline=200)
     assert ended.status == 0, ended.err
     machine = read_machine(file)
