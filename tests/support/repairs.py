@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.chapters import FEW_TOKENS
 from support.processes import LAB, Ended
 from support.terminals import fork_launcher
 
-SHAPE = "--data sample --dmodel 32 --num-heads 2 --seq-len 24 --device cpu --timeout 20".split()
+SHAPE = [*"--data sample --dmodel 32 --num-heads 2 --seq-len 24 --device cpu --timeout 20".split(), *FEW_TOKENS]
 STEPS, DIES_IN = 5, 2
 Death = tuple[int, int, int, str]  # rank, step, point, how
 
