@@ -263,6 +263,6 @@ class UndoableRun(ClippingRun[TrainSettingsT]):
         self.records.arrived(arrived.values)
 
     def end_early(self, error: BaseException) -> None:
-        if self.has_tracked:
-            self.late.keep_arrived()
+        if self.records.late is not None:
+            self.records.late.keep_arrived()
         super().end_early(error)

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.chapters import losses, records, train, train_on
-from support.processes import free_port, meeting_of, run_ranks
+from support.processes import LAB, free_port, meeting_of, run_ranks
+from support.terminals import fork_python
 from torch import Tensor, nn
 
 from distlab.checkpoints.format import latest_valid
@@ -213,7 +215,7 @@ def test_a_run_that_ends_early_keeps_the_loss_that_has_arrived(transfer: Any, to
     late.keep_arrived()
     late.leave_open(loss_of_step_3(transfer))
     run: Any = UndoableRun.__new__(UndoableRun)
-    run.has_tracked, run.late = True, late
+    run.records = SimpleNamespace(late=late)
     run.end_early(RuntimeError("another rank has exited"))
     assert found == told
 
@@ -282,3 +284,10 @@ def test_a_script_without_track_is_told_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(UndoableRun, "track", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"--run-on and --repair need a script that calls run\.track before"):
         train_on(1, PIPELINE, tmp_path, "--world-size", "1", "--run-on")
+
+
+def test_an_error_within_track_is_one_sentence(tmp_path: Path) -> None:
+    flags = "0 --world-size 1 --data sample --run-on --record-gradients 1000000 --out".split()
+    ended = fork_python(LAB / PIPELINE, *flags, tmp_path).finish()
+    assert ended.status == 2
+    assert "give at most" in ended.err.splitlines()[-1]
