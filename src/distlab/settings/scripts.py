@@ -52,15 +52,17 @@ def read_script_for(path: Path, args: list[str], prog: str | None = None) -> tup
     Raises:
         InputError: as in `read_script`; or no script accepts the flags.
     """
-    script, refusals = read_script(path), list[InputError]()
+    script, refusals = read_script(path), dict[Path, InputError]()
     while True:
         try:
             return script, script.parse(args, prog)
         except InputError as error:
-            refusals.append(error)
-            if script.more is None or not script.more.exists():  # the sentence on a value says more than one on flags
-                raise next((one for one in reversed(refusals) if not isinstance(one, FlagError)), error) from None
-            script = read_script(script.more)
+            refusals[script.path.resolve()] = error
+            more = script.more
+            if more is None or not more.exists() or more.resolve() in refusals:
+                on_values = (one for one in reversed(refusals.values()) if not isinstance(one, FlagError))
+                raise next(on_values, error) from None  # the sentence on a value says more than one on flags
+            script = read_script(more)
 
 
 def count_threads() -> int:

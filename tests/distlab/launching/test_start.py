@@ -242,10 +242,11 @@ def test_a_rank_that_fails_before_it_has_joined_the_others_is_named(tmp_path: Pa
 
 
 def test_without_the_other_script_a_lesson_refuses_its_flags(tmp_path: Path) -> None:
-    """As a copy of it in a student's folder."""
-    (tmp_path / "lesson.py").write_text(LESSON.format(settings="DataParallelSettings", name="lesson"))
-    with pytest.raises(InputError, match="--sync-every"):
-        read_script_for(tmp_path / "lesson.py", ["--sync-every", "2"])
+    """As a copy of it in a student's folder, also one that has the other script's name, and so names itself."""
+    for name in ("lesson.py", "more.py"):
+        (tmp_path / name).write_text(LESSON.format(settings="DataParallelSettings", name="lesson"))
+        with pytest.raises(InputError, match="--sync-every"):
+            read_script_for(tmp_path / name, ["--sync-every", "2"])
 
 
 def test_the_ranks_files_are_deleted_also_after_an_interruption() -> None:
