@@ -216,15 +216,16 @@ def test_a_newcomer_that_becomes_the_writer_goes_on_counting_tokens_and_hands_th
 
 
 def test_a_newcomer_to_a_resumed_run_counts_the_tokens_before_the_checkpoint(tmp_path: Path) -> None:
-    """The run before it had larger batches."""
+    """The run before it had larger batches. The checkpoint from which it resumes is deleted before a rank dies."""
     out = tmp_path / "run"
     train_on(1, "primer/intro.py", out, *SHAPE, *FLAGS, *"--batch-size 6 --steps 1 --save-every 1".split())
-    flags = [*FLAGS, *"--world-size 2 --batch-size 2 --steps 5 --save-every 1 --spares 1 --resume".split(), str(out)]
-    deaths = [(1, 2, 1, "SIGKILL"), (0, 4, 1, "SIGKILL")]
-    printed = run_with(deaths, out, LESSON, *flags, first=1, steps=5, ALL_BACK="1")
+    flags = [*FLAGS, *"--world-size 2 --batch-size 2 --steps 6 --save-every 1 --keep 2 --spares 1 --resume".split()]
+    deaths = [(1, 3, 1, "SIGKILL"), (0, 5, 1, "SIGKILL")]
+    resumed = str(latest_valid(out).folder)
+    printed = run_with(deaths, out, LESSON, *flags, resumed, first=1, steps=6, ALL_BACK="1")
     assert printed.count(" is back") == 1
     found = [path.name for path in sorted((out / "checkpoints").iterdir())]
-    assert found == [f"step-{step:08}" for step in (3, 4, 5)], "it moves none of those that the others have written"
+    assert found == [f"step-{step:08}" for step in (5, 6)], "it moves none of those that the others have written"
 
 
 def test_a_rank_holds_after_three_deaths_what_it_held_before(tmp_path: Path) -> None:

@@ -105,12 +105,16 @@ def become(script: Path) -> NoReturn:
 
 
 def flags_to_resume() -> list[str]:
-    """Return `--resume` and the run's folder if torchrun restarted the ranks and there are checkpoints; else []."""
+    """Return `--resume` and the run's folder if torchrun restarted the ranks and there are checkpoints; else [].
+
+    Also for a spare of a resumed run, which may have deleted the checkpoint that its flags name.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_known_args()[0].out
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if not restarts or out is None:
+    for flag in ("--out", "--resume"):
+        parser.add_argument(flag, type=Path)
+    given = parser.parse_known_args()[0]
+    restarts, out = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), given.out
+    if out is None or not (restarts or (NEWCOMER in os.environ and given.resume)):
         return []
     from distlab.checkpoints.format import has_checkpoints
 
