@@ -36,11 +36,13 @@ def pass_through(net: nn.Module, parts: Sequence[Tensor], width: int, stage: int
         net: this stage's layers.
         parts: the micro-batches, token ids (batch, seq): the input of the first stage, the targets of the last.
         width: width of the activations between stages, (batch, seq, width).
+        stage: this stage's number in its pipeline.
+        last: number of the last stage.
 
     Returns:
         On the last stage, the shares of the loss; on other stages, nothing.
     """
-    rank = dist.get_rank()  # of the neighbors in the pipeline: rank - 1 and rank + 1
+    rank = dist.get_rank()  # the neighbors in the pipeline are rank - 1 and rank + 1
     passed, losses = [], []
     for x in parts:
         inputs = x
@@ -84,7 +86,7 @@ def average_gradients(net: nn.Module, group: dist.ProcessGroup) -> None:
 def train(run: TrainingRun[PlainHybridSettings]) -> None:
     args, tokenizer = run.settings, SPTokenizer(run.settings.tokenizer)
     replica, stage = divmod(run.rank, args.pp)  # which pipeline, and which of its stages
-    # Each group has the ranks with one stage. All ranks have to make all groups, also those that they are not in.
+    # Each group has the ranks that hold one stage. Every rank has to make all groups, also those that it is not in.
     groups = [dist.new_group(list(range(first, run.world_size, args.pp))) for first in range(args.pp)]
     split = args.split(tokenizer.vocab_size)  # how many layers each stage has
     net = build_stage(stage, split, tokenizer.vocab_size, padding_idx=tokenizer.pad_id, **run.model_options())
