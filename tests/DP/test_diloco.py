@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.chapters import MODEL, TRAINING, State, assert_equal, initial_weights, load, records, train_on
+from support.chapters import (
+    FEW_TOKENS,
+    MODEL,
+    TRAINING,
+    Ranks,
+    State,
+    assert_equal,
+    initial_weights,
+    load,
+    records,
+    train_on,
+)
 from support.chapters import validation_losses as validation
 from support.processes import run_ranks
 from torch import Tensor, nn
@@ -31,13 +42,17 @@ Settings = StreamingSettings | HybridSettings
 
 
 def settings(script: str, flags: str) -> Settings:
-    read: Settings = parse(load(script).DEFAULTS, "", ["0", *MODEL, *TRAINING, *flags.split()])
+    read: Settings = parse(load(script).DEFAULTS, "", ["0", *MODEL, *TRAINING, *FEW_TOKENS, *flags.split()])
     return read
+
+
+def train(ranks: int, script: str, out: Path, *flags: str, exact: bool = False) -> Ranks:
+    return train_on(ranks, script, out, *FEW_TOKENS, *flags, exact=exact)
 
 
 def fragments_of(args: Settings, net: nn.Module) -> list[Tensor]:
     """For each fragment, where its elements are in the flat weights of the whole model: a part of each rank's."""
-    split = args.split(SPTokenizer().vocab_size) if isinstance(args, HybridSettings) else (args.n_layers,)
+    split = args.split(SPTokenizer(args.tokenizer).vocab_size) if isinstance(args, HybridSettings) else (args.n_layers,)
     last_layers = list(itertools.accumulate(split))
 
     def stage_of(name: str) -> int:
@@ -61,7 +76,7 @@ def reference(_: int, args: Settings, exact: bool = False) -> list[State]:
 
     With `exact`, in float64.
     """
-    tokenizer, ranks, outer_steps = SPTokenizer(), range(args.layout["dp"]), 0
+    tokenizer, ranks, outer_steps = SPTokenizer(args.tokenizer), range(args.layout["dp"]), 0
     sizes = {"dmodel": args.dmodel, "num_heads": args.num_heads, "n_layers": args.n_layers, "ctx_size": args.seq_len}
     if exact:
         torch.set_default_dtype(torch.float64)
@@ -145,9 +160,9 @@ def is_run_of_reference(script: str, ranks: int, flags: str, tmp_path: Path) -> 
     args = settings(SCRIPT, flags)
     exact = args.compress == "none"
     [expected] = run_ranks(1, reference, args, exact)
-    own, _, losses = train_on(ranks, script, tmp_path, *flags.split(), "--report-every", "5", exact=exact)
+    own, _, losses = train(ranks, script, tmp_path, *flags.split(), "--report-every", "5", exact=exact)
 
-    start = initial_weights()
+    start = initial_weights(*FEW_TOKENS)
     for weights, reference_weights in zip(own, expected, strict=True):
         assert all((weights[name] - start[name]).abs().max() > 1e-5 for name in start), "all weights were trained"
         assert_equal(weights, reference_weights)
@@ -190,8 +205,8 @@ def test_replicas_may_be_pipelines(layout: str, flags: str, tmp_path: Path) -> N
     args = settings(HYBRID, given)
     [expected] = run_ranks(1, reference, args)
     ranks = args.layout["dp"] * args.layout["pp"]
-    own, _, losses = train_on(ranks, HYBRID, tmp_path, *given.split())
-    start = initial_weights("--n-layers", str(args.n_layers))
+    own, _, losses = train(ranks, HYBRID, tmp_path, *given.split())
+    start = initial_weights(*FEW_TOKENS, "--n-layers", str(args.n_layers))
     for rank, weights in enumerate(own):
         assert all((weights[name] - start[name]).abs().max() > 1e-5 for name in weights), "all weights were trained"
         replica = expected[rank // args.layout["pp"]]
@@ -206,10 +221,10 @@ def test_replicas_may_share_their_layers_or_their_sequences(tmp_path: Path) -> N
     flags = (
         "--optimizer adamw --lr 1e-2 --steps 6 --sync-every 2 --batch-size 3 --eval-every 1 --eval-sequences 4".split()
     )
-    _, _, expected = train_on(2, SCRIPT, tmp_path / "diloco", *flags, "--world-size", "2")
+    _, _, expected = train(2, SCRIPT, tmp_path / "diloco", *flags, "--world-size", "2")
     for share in ("--tp 2", "--cp 2"):
         hybrid = [*flags, *f"--dp 2 --pp 1 {share} --outer diloco".split()]
-        _, _, losses = train_on(4, HYBRID, tmp_path / share, *hybrid)
+        _, _, losses = train(4, HYBRID, tmp_path / share, *hybrid)
         assert losses == pytest.approx(expected, rel=1e-4)
         assert validation(tmp_path / share) == pytest.approx(validation(tmp_path / "diloco"), rel=1e-4)
     _, second, third, fourth, fifth, _ = validation(tmp_path / "diloco")
@@ -223,9 +238,9 @@ def goes_on_bit_for_bit(ranks: int, script: str, layout: str, own: str, out: Pat
     """
     flags = f"{layout} --optimizer adamw --lr 1e-2 --steps 10".split()
     own += " --sync-every 4 --fragments 2 --overlap-steps 1 --save-every 6 --compress " + compress
-    expected, _, losses = train_on(ranks, script, out / "run", *flags, *own.split())
+    expected, _, losses = train(ranks, script, out / "run", *flags, *own.split())
     checkpoint = out / "run" / "checkpoints" / "step-00000006"
-    weights, _, rest = train_on(ranks, script, out / "again", *flags, "--resume", str(checkpoint))
+    weights, _, rest = train(ranks, script, out / "again", *flags, "--resume", str(checkpoint))
     assert rest == losses[6:]
     for mine, others in zip(weights, expected, strict=True):
         assert all(torch.equal(mine[name], others[name]) for name in others)
@@ -256,12 +271,12 @@ def test_pipelines_with_other_stages_and_slices_begin_at_the_outer_weights(tmp_p
     flags = "--n-layers 4 --steps 6".split()
     own = "--outer diloco --dp 2 --pp 2 --schedule interleaved --layers-per-stage 1,1,1,1 --sync-every 3".split()
     own += "--micro-batches 2 --batch-size 4".split()
-    _, _, losses = train_on(4, HYBRID, tmp_path / "run", *flags, *own, "--save-every", "5")
+    _, _, losses = train(4, HYBRID, tmp_path / "run", *flags, *own, "--save-every", "5")
     resume = [*flags, "--resume", str(tmp_path / "run" / "checkpoints" / "step-00000005")]
-    _, _, expected = train_on(1, "primer/intro.py", tmp_path / "one", *resume)
+    _, _, expected = train(1, "primer/intro.py", tmp_path / "one", *resume)
     for layout in ("--pp 2 --layers-per-stage 2,2", "--pp 1 --tp 2"):
         other = f"--outer diloco --dp 1 {layout} --micro-batches 2 --batch-size 8".split()
-        _, _, [loss] = train_on(2, HYBRID, tmp_path / layout, *resume, *other)
+        _, _, [loss] = train(2, HYBRID, tmp_path / layout, *resume, *other)
         assert [loss] == pytest.approx(expected, rel=1e-6)
         assert loss != pytest.approx(losses[5], rel=1e-4), "the own weights differ from the outer ones"
 
@@ -279,7 +294,7 @@ def test_it_goes_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Path) ->
 
 def test_a_resumed_run_refuses_it_too_and_has_compressions_of_its_own(tmp_path: Path) -> None:
     flags = [*MODEL, *TRAINING, "--steps", "2", "--save-every", "2"]
-    train_on(2, "DP/buckets/intro_DP_buckets.py", tmp_path, *flags, "--world-size", "2", "--compress", "topk")
+    train(2, "DP/buckets/intro_DP_buckets.py", tmp_path, *flags, "--world-size", "2", "--compress", "topk")
     resume = ["0", "--resume", str(tmp_path), "--steps", "4"]
     with pytest.raises(InputError, match=r"--sync-every 10: .* add --outer diloco"):
         parse(load(HYBRID).DEFAULTS, "", [*resume, "--dp", "2", "--pp", "1", "--sync-every", "10"])
@@ -290,7 +305,7 @@ def test_a_resumed_run_refuses_it_too_and_has_compressions_of_its_own(tmp_path: 
 def test_pipelines_that_average_gradients_go_on_with_the_checkpoint_s_settings_of_outer_steps(tmp_path: Path) -> None:
     """And do without them: nobody has to give the flags of a part that is left out."""
     flags = "--world-size 2 --optimizer sgd --steps 2 --save-every 2 --sync-every 2 --fragments 2".split()
-    train_on(2, SCRIPT, tmp_path, *flags)
+    train(2, SCRIPT, tmp_path, *flags)
     resume = ["0", "--resume", str(tmp_path), "--steps", "4", "--dp", "2", "--pp", "1"]
     goes_on = parse(load(HYBRID).DEFAULTS, "", resume)
     assert (goes_on.outer, goes_on.fragments) == ("none", 2)
@@ -315,9 +330,9 @@ def test_a_message_has_its_size_and_rounds_to_half_a_step(kind: Compression, ele
 def test_both_scripts_resume_each_others_runs(before: str, after: str, tmp_path: Path) -> None:
     flags = "--world-size 2 --optimizer adamw --lr 1e-2 --steps 8 --sync-every 3".split()
     saving = "--save-every 4 --eval-every 4 --eval-sequences 2".split()
-    expected, _, losses = train_on(2, before, tmp_path / "run", *flags, *saving)
+    expected, _, losses = train(2, before, tmp_path / "run", *flags, *saving)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
-    weights, _, rest = train_on(2, after, tmp_path / "again", *flags, "--resume", str(checkpoint))
+    weights, _, rest = train(2, after, tmp_path / "again", *flags, "--resume", str(checkpoint))
     assert rest == pytest.approx(losses[4:], rel=1e-6)
     for mine, others in zip(weights, expected, strict=True):
         assert_equal(mine, others)
@@ -327,9 +342,9 @@ def test_other_replicas_go_on_with_the_outer_momentum(tmp_path: Path) -> None:
     """With an exchange after every step of SGD, the outer step depends on the global batch alone."""
     flags = "--sync-every 1 --lr 0.3 --steps 6".split()
     before = "--world-size 2 --batch-size 2 --save-every 3".split()
-    _, _, losses = train_on(2, SCRIPT, tmp_path / "run", *flags, *before)
+    _, _, losses = train(2, SCRIPT, tmp_path / "run", *flags, *before)
     resume = [*"--world-size 4 --batch-size 1 --resume".split(), str(tmp_path / "run/checkpoints/step-00000003")]
-    _, _, rest = train_on(4, SCRIPT, tmp_path / "again", *flags, *resume)
+    _, _, rest = train(4, SCRIPT, tmp_path / "again", *flags, *resume)
     assert rest == pytest.approx(losses[3:], rel=1e-5)
     assert rest[2] < rest[0] - 0.1
 
@@ -337,9 +352,9 @@ def test_other_replicas_go_on_with_the_outer_momentum(tmp_path: Path) -> None:
 def test_it_continues_a_run_of_one_process(tmp_path: Path) -> None:
     """From its weights and moments; the outer momentum starts at zero."""
     flags = "--optimizer adamw --lr 1e-2 --save-every 2".split()
-    train_on(1, "primer/intro.py", tmp_path / "before", *flags, "--batch-size", "2", "--steps", "2")
+    train(1, "primer/intro.py", tmp_path / "before", *flags, "--batch-size", "2", "--steps", "2")
     resume = ["--resume", str(tmp_path / "before"), "--world-size", "2", "--sync-every", "2", "--steps", "6"]
-    own, _, losses = train_on(2, SCRIPT, tmp_path / "after", *flags, *resume)
+    own, _, losses = train(2, SCRIPT, tmp_path / "after", *flags, *resume)
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert_equal(own[1], own[0])

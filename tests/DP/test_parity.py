@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import OneProcess, Ranks, assert_equal, assert_same_run, records, train_on
+from support.chapters import FEW_TOKENS, OneProcess, Ranks, assert_equal, assert_same_run, records, train_on
 from support.processes import LAB
 
 GRADIENT_AGGREGATION = "DP/gradient_aggr/intro_DP_GA.py"
@@ -17,7 +17,7 @@ SCRIPTS = [GRADIENT_AGGREGATION, OVERLAP, BUCKETS, WEIGHT_AGGREGATION, *WRAPPED]
 
 
 def many_processes(script: str, out: Path, world_size: int, *flags: str) -> Ranks:
-    return train_on(world_size, script, out, "--world-size", str(world_size), *flags)
+    return train_on(world_size, script, out, "--world-size", str(world_size), *FEW_TOKENS, *flags)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_is_the_run_of_one_process(
         (own := tmp_path / "overlap.py").write_text(text.replace(size, "BUCKET_BYTES = 10_000"))
         script = str(own)
     clip = "--clip-norm 0.3 --lr 1.5".split() if world_size == 1 and script != WEIGHT_AGGREGATION else []
-    expected = one_process(world_size * batch_size, *clip)
+    expected = one_process(world_size * batch_size, *FEW_TOKENS, *clip)
     flags = [*batch.split(), "--transport", transport, *clip]
     parameters, gradients, losses = many_processes(script, out, world_size, *flags)
     assert json.loads((out / "config.json").read_text())["settings"]["transport"] == transport
@@ -60,12 +60,12 @@ def test_ranks_with_other_weights_start_with_those_of_rank_0(
     own.write_text(text.replace(options, '**run.model_options() | {"seed": run.settings.seed + run.rank}'))
     parameters, _, _ = many_processes(str(own), tmp_path / "run", 2, "--batch-size", "1")
     for of_rank in parameters:
-        assert_equal(of_rank, one_process(2)[0])
+        assert_equal(of_rank, one_process(2, *FEW_TOKENS)[0])
 
 
 @pytest.mark.parametrize("topology", ["naive", "ring"])
 def test_our_own_all_reduce_gives_the_same_run(topology: str, one_process: OneProcess, tmp_path: Path) -> None:
-    expected, flags = one_process(3), ["--batch-size", "1", "--all-reduce", topology]
+    expected, flags = one_process(3, *FEW_TOKENS), ["--batch-size", "1", "--all-reduce", topology]
     assert_same_run(many_processes(BUCKETS, tmp_path, 3, *flags), expected)
     first = records(tmp_path)[0]
     size_bytes = sum(weight.nbytes for weight in expected[0].values())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.chapters import MODEL, STEPS, OneProcess, assert_equal, assert_same_run, records, train_on
+from support.chapters import FEW_TOKENS, MODEL, STEPS, OneProcess, assert_equal, assert_same_run, records, train_on
 from torch import nn
 
 from distlab.parallel.sharded import Sharded
@@ -19,7 +19,7 @@ N_LAYERS = int(MODEL[MODEL.index("--n-layers") + 1])
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.quick)])
 @pytest.mark.parametrize("shard", SHARDED)
 def test_is_the_run_of_one_process(shard: Sharded, world_size: int, one_process: OneProcess, tmp_path: Path) -> None:
-    recipe = "--weight-decay 0.1 --clip-norm 0.3".split() if world_size == 2 else []
+    recipe = [*FEW_TOKENS, *("--weight-decay 0.1 --clip-norm 0.3".split() if world_size == 2 else [])]
     expected = one_process(world_size * 2, *recipe)
     transport = {2: "gloo", 3: "shared"}.get(world_size, "auto")
     flags = ["--world-size", str(world_size), "--batch-size", "2", "--shard", shard, "--transport", transport, *recipe]
@@ -40,7 +40,7 @@ def test_in_bfloat16_weights_travel_as_the_passes_use_them(
     shard: Sharded, one_process: OneProcess, tmp_path: Path
 ) -> None:
     """The bits of one process, with a micro-batch in place of each rank: sums of two numbers, and halves, are exact."""
-    dtype, transport = ("--dtype", "bfloat16"), "gloo" if shard == "optimizer" else "shared"
+    dtype, transport = (*FEW_TOKENS, "--dtype", "bfloat16"), "gloo" if shard == "optimizer" else "shared"
     expected_parameters, expected_gradients, expected_losses = one_process(
         4, "--batch-size", "4", "--micro-batches", "2", *dtype
     )
@@ -66,7 +66,7 @@ def test_in_bfloat16_weights_travel_as_the_passes_use_them(
 def test_by_hand_it_is_the_run_of_one_process(
     world_size: int, transport: str, micro_batches: int, one_process: OneProcess, tmp_path: Path
 ) -> None:
-    decay, batch_size = ("--weight-decay", "0.1"), 2 * micro_batches
+    decay, batch_size = (*FEW_TOKENS, "--weight-decay", "0.1"), 2 * micro_batches
     expected_parameters, expected_gradients, expected_losses = one_process(world_size * batch_size, *decay)
     flags = f"--world-size {world_size} --batch-size {batch_size} --micro-batches {micro_batches}".split()
     flags += ["--transport", transport, *decay]
@@ -87,8 +87,8 @@ def test_by_hand_it_is_the_run_of_one_process(
 
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 def test_micro_batches_change_nothing(shard: Sharded, one_process: OneProcess, tmp_path: Path) -> None:
-    flags = ["--world-size", "2", "--batch-size", "3", "--micro-batches", "3", "--shard", shard]
-    assert_same_run(train_on(2, SCRIPT, tmp_path, *flags), one_process(6))
+    flags = ["--world-size", "2", "--batch-size", "3", "--micro-batches", "3", "--shard", shard, *FEW_TOKENS]
+    assert_same_run(train_on(2, SCRIPT, tmp_path, *flags), one_process(6, *FEW_TOKENS))
 
 
 def held_bytes(out: Path) -> list[dict[str, int]]:
@@ -98,7 +98,7 @@ def held_bytes(out: Path) -> list[dict[str, int]]:
 
 def test_memory_is_that_of_the_formulas(one_process: OneProcess, tmp_path: Path) -> None:
     """Adam in float32: 16 bytes for a weight in one process; shared out, as Rajbhandari et al., §3.3, count."""
-    parameters, _, _ = one_process(6)
+    parameters, _, _ = one_process(6, *FEW_TOKENS)
     weights = sum(weight.numel() for weight in parameters.values())
     block = sum(weight.numel() for name, weight in parameters.items() if ".layers.0." in name)
     n = 3
@@ -111,7 +111,7 @@ def test_memory_is_that_of_the_formulas(one_process: OneProcess, tmp_path: Path)
     }
     for shard, per_weight in formulas.items():
         out, transport = tmp_path / shard, "gloo" if shard == "optimizer" else "shared"
-        flags = ["--world-size", str(n), "--batch-size", "2", "--steps", "2", "--optimizer", "adam"]
+        flags = ["--world-size", str(n), "--batch-size", "2", "--steps", "2", "--optimizer", "adam", *FEW_TOKENS]
         train_on(n, SCRIPT, out, *flags, "--shard", shard, "--transport", transport)
         for held in held_bytes(out):
             all_the_time = held["parameters"] + held["gradients"] + held["optimizer state"]
@@ -121,9 +121,9 @@ def test_memory_is_that_of_the_formulas(one_process: OneProcess, tmp_path: Path)
 
 
 def test_by_hand_a_rank_holds_its_range_of_the_optimizers_state(one_process: OneProcess, tmp_path: Path) -> None:
-    parameters, _, _ = one_process(6)
+    parameters, _, _ = one_process(6, *FEW_TOKENS)
     weights = sum(weight.numel() for weight in parameters.values())
-    flags = "--world-size 3 --batch-size 2 --steps 1 --optimizer adam".split()
+    flags = [*"--world-size 3 --batch-size 2 --steps 1 --optimizer adam".split(), *FEW_TOKENS]
     train_on(3, PLAIN, tmp_path, *flags)
     for held in held_bytes(tmp_path):
         assert held["parameters"] == held["gradients"] == 4 * weights

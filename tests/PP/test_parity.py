@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.chapters import MODEL, STEPS, OneProcess, State, assert_equal, load, train_on
+from support.chapters import FEW_TOKENS, MODEL, STEPS, OneProcess, State, assert_equal, load, train_on
 from torch import Tensor
 
 from distlab.pipeline.schedules import dapple
@@ -49,9 +49,11 @@ def clipping_in(flags: str) -> list[str]:
     ],
 )
 def test_a_pipeline_is_the_run_of_one_process(script: str, flags: str, one_process: OneProcess, tmp_path: Path) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(6, *clipping_in(flags))
+    expected_parameters, expected_gradients, expected_losses = one_process(6, *FEW_TOKENS, *clipping_in(flags))
     world_size = int(flags.split()[1])
-    parameters, gradients, own_losses = train_on(world_size, script, tmp_path, "--batch-size", "6", *flags.split())
+    parameters, gradients, own_losses = train_on(
+        world_size, script, tmp_path, "--batch-size", "6", *FEW_TOKENS, *flags.split()
+    )
     assert "changed nothing" not in (tmp_path / "rank0.log").read_text(), "with --transport shared"
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     assert_equal(together(parameters), expected_parameters)
@@ -99,10 +101,10 @@ def test_a_stage_lets_go_of_a_micro_batch_after_its_backward_pass(monkeypatch: p
 def test_a_hybrid_is_the_run_of_one_process(
     script: str, dp: int, pp: int, flags: str, one_process: OneProcess, tmp_path: Path
 ) -> None:
-    expected_parameters, expected_gradients, expected_losses = one_process(dp * 6, *clipping_in(flags))
+    expected_parameters, expected_gradients, expected_losses = one_process(dp * 6, *FEW_TOKENS, *clipping_in(flags))
     layout = ["--dp", str(dp), "--pp", str(pp)]
     parameters, gradients, own_losses = train_on(
-        dp * pp, script, tmp_path, "--batch-size", "6", *layout, *flags.split()
+        dp * pp, script, tmp_path, "--batch-size", "6", *FEW_TOKENS, *layout, *flags.split()
     )
     assert own_losses == pytest.approx(expected_losses, rel=1e-6)
     for replica in range(dp):
