@@ -78,11 +78,21 @@ def test_exact_is_bit_for_bit_the_same_run(tmp_path: Path) -> None:
     assert kept == [True, False], "after a repair, nobody knows which rank has sent how much"
 
 
-@pytest.mark.parametrize("point", [8, 9])
-def test_a_death_while_saving_costs_no_checkpoint(point: int, expected: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(0, DIES_IN, 8, "SIGKILL")],
+        # The checkpoint is complete, and rank 1 has yet to go on with the next step.
+        [(1, DIES_IN, 9, "lost"), (0, DIES_IN + 1, 0, "SIGKILL")],
+    ],
+    ids=["unfinished", "complete"],
+)
+def test_a_death_while_saving_costs_no_checkpoint(
+    deaths: list[tuple[int, int, int, str]], expected: list[float], tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     often = f"--save-every 1 --keep {STEPS} --eval-every {DIES_IN + 1} --eval-sequences 2".split()
-    printed = run_with([(0, DIES_IN, point, "SIGKILL")], out, LESSON, *FLAGS, *often)
+    printed = run_with(deaths, out, LESSON, *FLAGS, *often)
     assert losses(out) == pytest.approx(expected, abs=1e-6)
     assert printed.count("# validation after ") == 1, "the others evaluate again, and say nothing new"
     saved = sorted((out / "checkpoints").iterdir())
