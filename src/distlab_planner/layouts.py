@@ -192,7 +192,7 @@ def layouts(
             continue
         for micro_batches, schedule, split in _schedules(model, axes["pp"], batch_size, among):
             for recompute, shard in itertools.product(among.recompute or RECOMPUTE, among.shard or SHARDS):
-                has_copies = axes["dp"] * axes.get("cp", 1) > 1
+                has_copies = axes["dp"] * axes.get("cp", 1) > 1  # of each expert, without which no run shards
                 if (shard != "none" and not has_copies) or (shard == "weights" and axes["pp"] > 1):
                     continue
                 one = RunLayout(axes, batch_size, micro_batches, schedule, recompute, shard, split, kind)
