@@ -198,7 +198,7 @@ def stand_still_in_turn(rank: int, submission: Submission) -> Facts:
     if rank == 1:
         while not turns[0].exists():
             pass
-    time.sleep(1.2)
+    time.sleep(1 + 0.9 * rank)  # the second time so long that it would be the end, if rank 0 still stood still
     turns[rank].touch()
     while not turns[1].exists():
         pass
