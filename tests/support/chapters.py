@@ -30,7 +30,9 @@ from support.processes import LAB, free_port, run_ranks
 
 STEPS = 3  # of the runs of `train_on`, which need no more to show in weights and gradients what is wrong
 MODEL = "--dmodel 32 --num-heads 2 --n-layers 2 --seq-len 24 --device cpu".split()
-FEW_TOKENS = "--tokenizer", str(Path(__file__).with_name("small.model"))  # 602: a rank takes a quarter less time
+# 602 tokens, with which a rank takes a quarter less time. `small_tokenizers.trained` has written the file, with the
+# options vocab_size=602, normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False.
+FEW_TOKENS = "--tokenizer", str(Path(__file__).with_name("small.model"))
 TRAINING = "--steps 4 --optimizer sgd --lr 0.5 --data sample".split()
 BATCH = 6  # sequences to a step in each of the layouts, of all replicas together
 LAYOUTS = {  # ranks, script, flags
