@@ -46,6 +46,7 @@ DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
 SECONDS_TO_BE_READY, SECONDS_TO_CLOSE, SECONDS_TO_SEND = 20.0, 5.0, 0.3
 IS_AWAITED = "a spare is awaited"  # name of a file in the folder of the run
+IS_LOST = "rank {} has lost its connections"  # the same
 WITHIN: dict[str, tuple[Any, str]] = {"agree": (Survivor, "agree"), "groups": (dist, "init_process_group")}
 starting = os.environ.get("RANK") if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
 for rank, step, number, how in DEATHS:
@@ -88,6 +89,13 @@ def await_news(run: TrainingRun[RepairSettings]) -> None:
             time.sleep(0.01)
 
 
+def await_lost(out: Path, before: int) -> None:
+    """Wait until all ranks that take their connections for lost in a step `before` this one have done so."""
+    for rank, step, _, how in DEATHS:
+        while how == "lost" and step < before and not (out / IS_LOST.format(rank)).exists():
+            time.sleep(0.01)
+
+
 def with_wait(function: Callable[[], None], for_file: Path) -> Callable[[], None]:
     def call() -> None:
         while not for_file.exists():
@@ -107,14 +115,16 @@ def train(run: TrainingRun[RepairSettings]) -> None:
             *where, how = death
             if where == [run.rank, at["step"], at["point"]]:
                 DEATHS.remove(death)
+                if how == "lost":
+                    (run.out / IS_LOST.format(run.rank)).touch()
+                    await_news(run)
+                    raise TrafficError("lost", RuntimeError("Connection closed by peer"))
+                await_lost(run.out, at["step"])
                 if how == "exception":
                     raise ValueError("a bad row")
                 if how == "corrupt":
                     optimizers[0].param_groups[0]["params"][0].data.view(-1)[0] += 1
                     continue
-                if how == "lost":
-                    await_news(run)
-                    raise TrafficError("lost", RuntimeError("Connection closed by peer"))
                 if how == "replaced":
                     (run.out / IS_AWAITED).touch()
                     await_news(run)

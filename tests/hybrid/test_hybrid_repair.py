@@ -59,7 +59,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Rank 0, the writer, dies between its micro-batches, and has not printed the loss of the step before; rank 4
         # then has a step more than rank 1.
         (
-            [(0, DIES_IN, 1, "SIGKILL"), (1, DIES_IN + 1, 10, "lost"), (4, DIES_IN + 2, 1, "SIGKILL")],
+            [(0, DIES_IN, 1, "SIGKILL"), (1, DIES_IN + 1, 9, "lost"), (4, DIES_IN + 2, 1, "SIGKILL")],
             ["--run-on", *CLIP],
             MANY,
         ),

@@ -42,7 +42,7 @@ class Options:
     places: Sequence[Place] | None = None  # by rank, its host and GPUs, from a run; None: the ranks exchange them
     describe: Callable[[int], str] = "rank {}".format  # as in "rank 4 (stage 1 of replica 1)"
     remark: Callable[[str], object] = say
-    check: Callable[[], object] | None = None  # called while ranks connect; an exception that it raises ends that
+    check: Callable[[], object] | None = None  # called in waits over gloo; an exception that it raises ends the wait
     previous: "Context | None" = None  # of groups that were abandoned; its ledger and its recorder are used further
 
 
@@ -108,10 +108,13 @@ class Context:
         """Return those of some ranks that are on this rank's host."""
         return [rank for rank in ranks if self.hosts[rank] == self.hosts[self.rank]]
 
-    def abandon(self) -> None:
-        """Close the connections of all groups (`ContextGroup.abandon`)."""
-        for group in list(self.groups):
-            group.abandon()
+    def abandon(self) -> list[object]:
+        """Close the connections of all groups (`ContextGroup.abandon`).
+
+        Returns:
+            the groups of gloo, for `distlab.comm.gloo.drop`.
+        """
+        return [group.abandon() for group in list(self.groups)]
 
     def held_back(self) -> dict[str, list[int]]:
         """Return the collectives in shared memory of which this rank has yet to compute its part: numbers, by ranks.
@@ -135,8 +138,11 @@ class ContextGroup(dist.ProcessGroup):
         """Return the collectives in shared memory of which this rank has yet to compute its part."""
         return []
 
-    def abandon(self) -> None:
-        """Close the connections, whatever is under way: waits in this group fail at once, also those of other ranks."""
+    def abandon(self) -> object:
+        """Close the connections, whatever is under way: waits in this group fail at once, also those of other ranks.
+
+        Returns the group of gloo.
+        """
 
 
 @uncompiled

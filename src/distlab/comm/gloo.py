@@ -51,7 +51,8 @@ def connect(
         return own_store
 
     def meet(own_store: dist.Store) -> dist.ProcessGroupGloo:
-        nonlocal undisturbed_until
+        nonlocal before, undisturbed_until
+        before = open_sockets()  # with that of the store
         group = dist.ProcessGroupGloo(own_store, rank, size, timeout)
         undisturbed_until = 0.0
         say(own_store, "is there")
@@ -77,3 +78,12 @@ def connect(
             has_left = True
         shut_down(sockets)
         raise
+
+
+def drop(groups: list[object]) -> None:
+    """Give back the threads, connections and memory of abandoned groups, once nothing else refers to them.
+
+    In a thread, because the destructor of a group waits for the operations under way, and one whose failure gloo has
+    not noticed lasts until its deadline.
+    """
+    threading.Thread(target=groups.clear, daemon=True).start()

@@ -101,9 +101,10 @@ class LabGroup(ContextGroup):
         for transport in self.transports:
             transport.close()
 
-    def abandon(self) -> None:
+    def abandon(self) -> object:
         for transport in reversed(self.transports):
             transport.abandon()
+        return self._library.group
 
     def held_back(self) -> list[Wait]:
         return self.memory.held_back() if self.memory else []

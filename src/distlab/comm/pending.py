@@ -1,11 +1,13 @@
 """A message or collective under way: one type, whatever carries it."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ from distlab.comm.context import ENVIRONMENT, Context, Operation
 from distlab.comm.recorder import MESSAGE, WAIT
 from distlab.comm.waits import StreamWait, Wait, is_timeout
 from distlab.machine.streams import passed
+from distlab.machine.time_limits import within
 from distlab.machine.torch_patches import call_after_backward_pass, uncompiled
+
+SECONDS_BETWEEN_CHECKS = 1.0  # during a wait over gloo
 
 
 class SharedWork(ABC):
@@ -168,6 +173,9 @@ class Pending(Operation):
             with waits.during(self._wait):
                 if isinstance(carrier, Future):
                     carrier.result()  # each of its messages has the group's deadline
+                elif (check := self._context.options.check) and isinstance(carrier, dist.Work):
+                    # gloo may not notice that another rank has left: see `shut_down`, and a message half received.
+                    within(math.inf, partial(carrier.wait, limit), check, SECONDS_BETWEEN_CHECKS).result()
                 else:
                     carrier.wait(limit)
         finally:

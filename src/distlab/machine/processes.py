@@ -8,7 +8,8 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -115,11 +116,27 @@ def open_sockets() -> set[tuple[int, int]]:
     return found
 
 
-def shut_down(sockets: Iterable[tuple[int, int]]) -> None:
-    """End the connections of `open_sockets` that are still open, at both ends. Their owner has yet to close them."""
+def shut_down(sockets: Collection[tuple[int, int]], seconds: float = 0.1) -> None:
+    """End the connections of `open_sockets` that are still open, at both ends. Their owner has yet to close them.
+
+    At first they are only shut down for reading, and their owner has some time to notice that. A send of gloo's that
+    finds its connection shut down for writing before gloo has noticed would wait until its deadline: `Pair::write`
+    leaves the error to the next read, and that does not report it to sends that are not complete.
+    """
+    deadline = time.monotonic() + seconds
+    while _shut_down(sockets, socket.SHUT_RD) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    _shut_down(sockets, socket.SHUT_RDWR)
+
+
+def _shut_down(sockets: Iterable[tuple[int, int]], how: int) -> bool:
+    """Return whether one of the connections was still open."""
+    any_open = False
     for each in sockets:
         with contextlib.suppress(OSError):
             if os.fstat(each[0]).st_ino == each[1]:
                 with socket.socket(fileno=os.dup(each[0])) as connection:
                     connection.getpeername()  # gloo would end the process if its listener were shut down
-                    connection.shutdown(socket.SHUT_RDWR)
+                    any_open = True
+                    connection.shutdown(how)
+    return any_open

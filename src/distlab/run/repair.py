@@ -15,6 +15,7 @@ A death during the repair starts it again. (ReCycle: Gandhi et al., arXiv 2405.1
 those that hold the same weights; it has no code.)
 """
 
+import gc
 import os
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from distlab.axes.layout import REPLICAS, ranks_along
 from distlab.comm.context import context_of
+from distlab.comm.gloo import drop
 from distlab.comm.names import CONTROL, named
 from distlab.comm.recorder import DEATH, REPAIR, Event
 from distlab.comm.waits import TrafficError, is_lost_peer, list_ranks
@@ -78,6 +80,7 @@ class Repair:
         self._describe = copy(joined.grid).describe  # with the names of dead ranks too
         self._processes = dict.fromkeys(joined.grid.alive, 0)  # as `News.processes` returns them
         self.position = NOWHERE if self._newcomer else Position(first_step, TAKE)  # of this rank, as its steps note it
+        self._abandoned: list[object] = []  # as `Context.abandon` returns them
         self.goes_back = False  # whether the steps have yet to go back to `position`, which a repair has set
 
     def after(self, error: Exception) -> tuple[str, list[Arrived]]:
@@ -92,7 +95,7 @@ class Repair:
         if self.late.unsettled == self.position.updates - 1:
             self.late.keep_arrived()
         while True:
-            self._joined.context.abandon()
+            self._abandoned += self._joined.context.abandon()
             if dist.is_initialized():
                 dist.destroy_process_group()
             number_groups_from_zero()
@@ -123,6 +126,12 @@ class Repair:
             recorder.events.append(Event(DEATH, what, news.timestamp, news.timestamp))
         recorder.add(REPAIR, sentence, started)
         return sentence, [Arrived(*answer.late) for answer in known.values() if answer.late is not None]
+
+    def drop_abandoned_groups(self) -> None:
+        """Give back what the groups before the repair hold; this rank's stack has no reference to them any more."""
+        gc.collect()
+        drop(self._abandoned)
+        self._abandoned = []
 
     def compare(self) -> None:
         """Compare this rank's state with that of the ranks with the same weights; all ranks call it together.

@@ -4,7 +4,6 @@ The steps are divided into phases, each of which may fail when a rank dies and i
 """
 
 import contextlib
-import gc
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -109,7 +108,7 @@ class RepairableSteps(UndoableSteps):
     def _go_back(self, timed: int) -> None:
         """After a repair, drop the records of what is done again from its position on."""
         at, self._repair.goes_back = self._repair.position, False
-        gc.collect()  # the earlier groups, with their threads, connections and memory
+        self._repair.drop_abandoned_groups()
         self._run.records.take_back(timed - at.updates)
         if len(self._alive) == layout_size(self._run.settings.layout) and self._to_measure <= 0:
             self._usual_seconds = self._usual_seconds or self._seconds()

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 from datetime import timedelta
 from multiprocessing.synchronize import Barrier
@@ -14,10 +15,12 @@ from support.held import threads
 from support.processes import free_port, join, leave_group, meeting_of, run_ranks, wait_for
 
 from distlab.comm.context import Options
-from distlab.comm.gloo import connect
+from distlab.comm.gloo import connect, drop
 from distlab.comm.waits import TrafficError
+from distlab.machine.processes import shut_down
 
 ROUNDS = 4  # which of two ranks waits for the other one's connection is chance
+SECONDS_OF_A_WAIT = 2.0  # at most
 SECONDS_UNTIL_NEWS, SECONDS_TO_END = 0.2, 5.0  # the latter for gloo's threads, on busy cores; the timeout is longer
 
 
@@ -100,6 +103,76 @@ def leave_in_use(rank: int, port: int, meeting: Barrier) -> None:
 
 def test_a_rank_that_abandons_its_groups_is_not_waited_for() -> None:
     run_ranks(2, leave_in_use, free_port(), meeting_of(2))
+
+
+def seconds_of_last_sum(group: Any) -> float:
+    """Add up numbers over the ranks, again and again, until that fails."""
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=SECONDS_OF_A_WAIT)
+    while True:
+        started = time.monotonic()
+        try:
+            group.allreduce([torch.zeros(3)], options).wait()
+        except RuntimeError:
+            return time.monotonic() - started
+
+
+def shut_down_in_use(rank: int, port: int) -> None:
+    """While two ranks add up numbers, one all-reduce after the other, rank 0 shuts down its connections."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    leave_group()
+    of_both = dist.TCPStore("localhost", port, is_master=rank == 0)
+    for number in range(12):
+        store = dist.PrefixStore(f"round {number}", of_both)
+        group, sockets = connect(store, rank, 2, timedelta(seconds=60), check=lambda: None)
+        timer = threading.Timer(0.02 + 0.001 * number, shut_down, [sockets] if rank == 0 else [()])
+        timer.start()
+        seconds = seconds_of_last_sum(group)
+        assert rank == 1 or seconds < SECONDS_OF_A_WAIT / 2  # rank 1 may notice nothing, as if rank 0 had been killed
+        timer.join()
+    of_both.set(f"has ended/{rank}", "")
+    of_both.wait(["has ended/0", "has ended/1"])
+
+
+def test_whoever_shuts_its_connections_down_does_not_wait_for_the_message_that_it_is_sending() -> None:
+    run_ranks(2, shut_down_in_use, free_port())
+
+
+def wait_until_there_are_news(rank: int, port: int, meeting: Barrier) -> None:
+    """Rank 1 neither sends what rank 0 waits for nor leaves."""
+    news = threading.Event()
+
+    def check() -> None:
+        if news.is_set():
+            raise InterruptedError
+
+    join(rank, 2, port, 60, Options(transport="gloo", check=check))
+    if rank == 0:
+        threading.Timer(SECONDS_UNTIL_NEWS, news.set).start()
+        started = time.monotonic()
+        with pytest.raises(InterruptedError):
+            dist.recv(torch.empty(1), 1)
+        assert time.monotonic() - started < SECONDS_TO_END
+    meeting.wait(30)
+
+
+def test_a_wait_over_gloo_ends_when_there_are_news() -> None:
+    run_ranks(2, wait_until_there_are_news, free_port(), meeting_of(2))
+
+
+@pytest.mark.quick
+def test_a_group_whose_destructor_waits_keeps_nobody_waiting() -> None:
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    class Group:
+        def __del__(self) -> None:
+            may_end.wait()
+            has_ended.set()
+
+    drop([Group()])
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(SECONDS_TO_END)
 
 
 def test_nothing_is_left_of_ranks_that_leave_while_others_connect() -> None:
