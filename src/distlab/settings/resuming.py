@@ -62,9 +62,9 @@ def check_checkpoint(settings: Any, checkpoint: Checkpoint) -> None:
         require_same(f"{flag}: it was trained with", name, record["settings"].get(name, own), own)
     for name, value in settings.lacks.items():
         saved = record["settings"].get(name, value)
-        given = f"{flag}: it was trained with {as_flag(name)} {saved}"
-        sentence = "which the script with the other flags does not have; resume it with the script that wrote it, and "
-        require(saved == value, f"{given}, {sentence}only with flags of that script")
+        given = f"{flag}: it was trained with {as_flag(name)} {saved}, which the script for these flags does not have"
+        asked = "resume it with the script that wrote it, and only with flags of that script"
+        require(saved == value, f"{given}; {asked}")
     tokenizer = settings.tokenizer_model
     is_same = tokenizer is None or checkpoint.has_tokenizer(tokenizer)
     given = f"--tokenizer {tokenizer}; leave --tokenizer out"

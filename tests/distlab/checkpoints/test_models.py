@@ -117,7 +117,7 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     saving.save(tmp_path / "fragments", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
     resume = ["0", "--resume", str(tmp_path / "fragments")]
     assert parse(StreamingSettings(), "", resume).fragments == 2
-    with pytest.raises(InputError, match="with --fragments 2, which the script with the other flags does not have"):
+    with pytest.raises(InputError, match="with --fragments 2, which the script for these flags does not have"):
         parse(DiLoCoSettings(), "", resume)
     record |= {"settings": {"compress": "topk", "outer": "diloco"}, "layout": {"dp": 3}}
     saving.save(tmp_path / "topk", dict(model.parameters), record, SHIPPED_MODEL.read_bytes(), keep=1)
@@ -125,7 +125,7 @@ def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:
     assert parse(StreamingSettings(), "", resume).compress == "none", "as topk is of dp-buckets, with other choices"
     for script in (GradientAverageSettings(), RepairSettings(), ThreeAxesSettings()):
         flag = "outer diloco" if isinstance(script, ThreeAxesSettings) else "compress topk"
-        with pytest.raises(InputError, match=f"with --{flag}, which the script with the other flags does not have"):
+        with pytest.raises(InputError, match=f"with --{flag}, which the script for these flags does not have"):
             parse(script, "", resume)
     with pytest.raises(InputError, match="the script that wrote it, and only with flags of that script"):
         read_script_for(LAB / "DP/buckets/intro_DP_buckets.py", [*resume, "--run-on"])
