@@ -44,7 +44,8 @@ sys.path.insert(0, str(LESSON.parent))
 lesson: Any = importlib.import_module(LESSON.stem)
 DEFAULTS = lesson.DEFAULTS
 DEATHS = json.loads(os.environ.get("DEATHS", "[]"))
-SECONDS_TO_BE_READY, SECONDS_TO_CLOSE, SECONDS_TO_SEND = 20.0, 5.0, 0.3
+SECONDS_TO_BE_READY, SECONDS_TO_SEND = 20.0, 0.3
+SECONDS_TO_CLOSE = 30.0  # usually less than 1; a group with a message that gloo has lost lasts until --timeout
 IS_AWAITED = "a spare is awaited"  # name of a file in the folder of the run
 IS_LOST = "rank {} has lost its connections"  # the same
 WITHIN: dict[str, tuple[Any, str]] = {"agree": (Survivor, "agree"), "groups": (dist, "init_process_group")}
