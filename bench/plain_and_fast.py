@@ -25,6 +25,7 @@ PAIRS = {  # the plain script, the fast one, the flags of both
     "pp-dapple, 2 stages": ("pp-dapple", EXECUTOR, "--world-size 2 --batch-size 4 --micro-batches 4 --steps 8"),
     "pp-dapple, 3 stages": ("pp-dapple", EXECUTOR, "--world-size 3 --batch-size 6 --micro-batches 6 --steps 8"),
     "tp, 2 ranks": ("tp", "tp-styles", "--world-size 2 --batch-size 2 --steps 8"),
+    "hybrid-plain, 2 pipelines of 3 stages": ("hybrid-plain", "hybrid", "--steps 8"),
     "hybrid, 2 pipelines of 3 stages": ("hybrid", "5d", "--steps 8"),
 }
 
