@@ -273,9 +273,9 @@ def test_a_worker_holds_as_many_stages_as_the_run_gives_it(hybrid: Path) -> None
 
 def test_slices_and_parts_stand_side_by_side_in_the_place_of_a_stage(alone: Path) -> None:
     run = read(alone)
-    page = contents(replace(run, config=run.config | {"layout": {"dp": 1, "cp": 2, "tp": 2}}, ledger=[]))
-    assert ([rank["inner"] for rank in page["layout"]["ranks"]], page["layout"]["inner"]) == ([0, 1, 2, 3], 4)
-    assert page["title"] == f"{run.name}: 2 cp x 2 tp"
+    page = contents(replace(run, config=run.config | {"layout": {"dp": 1, "cp": 2, "tp": 3}}, ledger=[]))
+    assert ([rank["inner"] for rank in page["layout"]["ranks"]], page["layout"]["inner"]) == ([*range(6)], 6)
+    assert page["title"] == f"{run.name}: 2 cp x 3 tp"
     assert contents(run)["missing"]["ledger"] == "One process sends nothing."
     without = {name: value for name, value in run.settings.items() if name != "steps"}  # as of a run with --niters
     page_without = contents(replace(run, config=run.config | {"settings": without}))
