@@ -9,6 +9,7 @@ class Mend:
     changes: Mapping[str, str]  # old and new texts; the script has each old one once
     says: str = ""  # a part of the sentence about it; "" if it is right
     also: str = ""  # a part of a further sentence
+    elsewhere: tuple[str, ...] = ()  # other lines at which the fault can be corrected as well
 
 
 AVERAGE = "            parameter.grad /= run.world_size\n"
@@ -32,7 +33,10 @@ SQUARE = "dist.all_reduce(square, ReduceOp.AVG)"
 
 MENDS = {
     "experts": [
-        Mend({"gradient /= holders": "gradient /= dist.get_world_size()"}),
+        Mend(
+            {"gradient /= holders": "gradient /= dist.get_world_size()"},
+            elsewhere=("average(parameter.grad, 1 if is_expert else run.world_size)",),
+        ),
         Mend({"gradient /= holders": "gradient /= holders * dist.get_world_size()"}, "model.embed_tokens.weight and"),
         Mend({"1 if is_expert else run.world_size": "run.world_size"}, "is no combination of the 2 ranks'"),
     ],
@@ -41,7 +45,10 @@ MENDS = {
         Mend({SQUARE: ""}, "after step 0: the weights"),
     ],
     "micro_batches": [
-        Mend({BACKWARD: "        loss /= micro_batches\n        loss.backward()\n        losses = [loss]\n"}),
+        Mend(
+            {BACKWARD: "        loss /= micro_batches\n        loss.backward()\n        losses = [loss]\n"},
+            elsewhere=("loss.backward()",),
+        ),
         Mend({"losses.append(loss / micro_batches)": "losses.append(loss)"}, "the loss of step 0 is 3"),
         Mend(
             {"dist.send(inputs.grad, stage - 1)": "dist.send(inputs.grad / micro_batches, stage - 1)"},
@@ -49,7 +56,10 @@ MENDS = {
         ),
     ],
     "routers": [
-        Mend({ROUTER: 'if parameter.requires_grad and ".experts." not in name'}),
+        Mend(
+            {ROUTER: 'if parameter.requires_grad and ".experts." not in name'},
+            elsewhere=("for name, parameter in net.named_parameters()",),
+        ),
         Mend({ROUTER: "if parameter.requires_grad"}, "gate_proj.weight and 23 other parameters on all ranks is no"),
     ],
     "slices": [
@@ -79,7 +89,13 @@ MENDS = {
         ),
     ],
     "groups": [
-        Mend({GROUPS: GROUPS.replace("ranks", "ranks.T")}),
+        Mend(
+            {GROUPS: GROUPS.replace("ranks", "ranks.T")},
+            elsewhere=(
+                "ranks = torch.arange(run.world_size).view(args.dp, args.tp)",
+                "dist.all_reduce(parameter.grad, ReduceOp.AVG, replicas)",
+            ),
+        ),
         Mend({"ReduceOp.AVG, replicas)": "ReduceOp.AVG)"}, "is no combination of the 2 replicas'"),
         Mend(
             {GROUPS: GROUPS.replace("ranks", "ranks.T"), "ReduceOp.AVG, replicas)": "ReduceOp.SUM, replicas)"},
@@ -87,7 +103,7 @@ MENDS = {
         ),
     ],
     "labels": [
-        Mend({LABELS: "labels = batch.roll(-1, dims=1)[:, own]"}),
+        Mend({LABELS: "labels = batch.roll(-1, dims=1)[:, own]"}, elsewhere=("ids = batch[:, own]",)),
         Mend({LABELS: "labels = batch[:, (own + 1).clamp(max=own[-1])]"}, "the loss of step 0"),
         Mend({LABELS: LABELS + "\n        labels[:, -1] = 0"}, "other numbers went into it"),
     ],
@@ -120,7 +136,13 @@ MENDS = {
         ),
     ],
     "shared_weight": [
-        Mend({"        x = y\n": "        x = y.detach().requires_grad_()\n"}),
+        Mend(
+            {"        x = y\n": "        x = y.detach().requires_grad_()\n"},
+            elsewhere=(
+                "saved.append((layer, x, y))",
+                "weight.grad = own if weight.grad is None else weight.grad + own",
+            ),
+        ),
         Mend({"        x = y\n": "        x = y.detach()\n"}, "failed"),
         Mend(
             {
@@ -133,7 +155,10 @@ MENDS = {
         ),
     ],
     "resume": [
-        Mend({POSITION: "self.position += self.batch_size * dist.get_world_size()\n"}),
+        Mend(
+            {POSITION: "self.position += self.batch_size * dist.get_world_size()\n"},
+            elsewhere=("for _ in itertools.islice(self.sequences, self.position):",),
+        ),
         Mend(
             {"        for _ in itertools.islice(self.sequences, self.position):\n            pass\n": ""},
             "the sequences of rank 0 in step 0",
