@@ -144,9 +144,13 @@ def test_what_cannot_be_split_is_refused() -> None:
             (lambda: tp_model.ColWiseLinear(8, 2), "output width of 2 .* 4 ranks .*; give a multiple of 4$"),
             (lambda: tp_model.Embedding(8, 6), "width of 6 .* 4 ranks"),
             (lambda: tp_model.ColRowLinearPair(8, 6, 8, []), "inner width .* of 6 .* 4 ranks"),
+            (lambda: tp_model.Block(24, 2, 0.0), "heads of 2 .* 4 ranks"),
         ]:
             with pytest.raises(InputError, match=numbers):
                 build()
+        before = torch.get_rng_state()
+        tp_model.ColWiseLinear(8, 8)
+        assert torch.equal(torch.get_rng_state(), before), "a layer after one that was refused moves the generator"
         for between, sentence in [
             (nn.AlphaDropout(0.1), "AlphaDropout.* would draw otherwise than in one process"),
             (nn.RReLU(), "RReLU.* would draw otherwise than in one process"),

@@ -263,6 +263,8 @@ def test_a_tokenizer_json_is_a_tokenizer(tokenizer_json: Path, tmp_path: Path) -
     other = SPTokenizer(indented)  # the same file, with another end of documents
     assert other.eos_id != tokenizer.eos_id
     assert other.identity != tokenizer.identity
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "a", "pad_token": SPECIAL[0]}))
+    assert read_llama(folder).options["padding_idx"] == 0, "a token like any other"
     for content in (b'{"model": 3}', b'{"model": ', b'{"model": {"type": "Magic"}}'):
         (tmp_path / "bad.json").write_bytes(content)
         with pytest.raises(InputError, match=r"tokenizer .*bad.json: is not a tokenizer.json that can be read; give"):
