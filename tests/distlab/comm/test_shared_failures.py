@@ -135,8 +135,8 @@ def test_a_collective_of_a_group_that_is_gone_cannot_be_waited_for() -> None:
     run_ranks(2, wait_when_the_group_is_gone, free_port())
 
 
-def send_with_gaps(rank: int, port: int) -> None:
-    """Columns, which have gaps between their elements, in shared memory and outside."""
+def send_other_memory(rank: int, port: int) -> None:
+    """Columns, which have gaps between their elements, in shared memory and outside; and a negative view."""
     with process_group(rank, 2, port, options=SHARED):
         buffer = empty(6000, torch.empty(0)).view(-1, 2)
         assert shares(buffer)
@@ -161,10 +161,14 @@ def send_with_gaps(rank: int, port: int) -> None:
                 with pytest.raises(ValueError, match=r"\(3000,\) with strides \(2,\) is not contiguous"):
                     call(matrix[:, 0])
             assert (matrix == rank).all()
+        negative = torch.full((1,), complex(1, 2)).conj().imag
+        for transfer in (dist.send, dist.recv):
+            with pytest.raises(ValueError, match=r"yet to negate; call \.resolve_neg"):
+                transfer(negative, 1 - rank)
 
 
-def test_a_tensor_with_gaps_is_refused() -> None:
-    run_ranks(2, send_with_gaps, free_port())
+def test_a_tensor_whose_memory_is_not_its_content_is_refused() -> None:
+    run_ranks(2, send_other_memory, free_port())
 
 
 def mix_dtypes(rank: int, port: int) -> None:

@@ -213,7 +213,10 @@ def ring_bytes(tensor: Tensor, ranks: int) -> int:
 
 
 def require_plain(*tensors: Tensor) -> None:
-    """Raise `ValueError` for tensors of several dtypes, sparse ones, or with gaps, whose content gloo would send."""
+    """Raise `ValueError` for tensors of several dtypes, sparse ones, or ones whose memory is not their content.
+
+    That memory would be sent as it is: with its gaps, or without the sign of a view such as `z.conj().imag`.
+    """
     require_one_dtype(tensors)
     for tensor in tensors:
         if tensor.layout != torch.strided:
@@ -221,6 +224,8 @@ def require_plain(*tensors: Tensor) -> None:
         if not tensor.is_contiguous():
             shape, strides = tuple(tensor.shape), tensor.stride()
             raise ValueError(f"a tensor {shape} with strides {strides} is not contiguous; call .contiguous() first")
+        if tensor.is_neg():
+            raise ValueError("a view that torch has yet to negate; call .resolve_neg() first")
 
 
 def kind_of(operation: Any, tensor: Tensor) -> ReduceOp.RedOpType:
