@@ -51,9 +51,10 @@ def all_reduce_odd_sizes(rank: int, size: int, port: int) -> None:
         conjugate = numbers.conj()
         allreduce_ring(conjugate)
         assert torch.equal(conjugate, expected)
-        imaginary = torch.full((5,), complex(rank, 1 + rank)).conj().imag
-        allreduce_ring(imaginary)
-        assert torch.equal(imaginary, expected.imag)
+        for elements in (5, 1):  # of which a single one has no gaps, and the contiguous form is the view itself
+            imaginary = torch.full((elements,), complex(rank, 1 + rank)).conj().imag
+            allreduce_ring(imaginary)
+            assert torch.equal(imaginary, expected.imag[:elements])
 
 
 def messages_by_size(rank: int, port: int) -> list[int]:

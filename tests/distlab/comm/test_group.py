@@ -264,9 +264,13 @@ def test_messages_arrive_in_order_and_are_counted_where_they_are_sent() -> None:
         assert taken == by_rank[before][3]
 
 
-def receive_from_any(rank: int, port: int) -> list[tuple[int | None, float]]:
-    """The ranks whose messages rank 0 has received, in the order of their sending, and these messages."""
-    with process_group(rank, 3, port):
+def receive_from_any(rank: int, port: int) -> tuple[list[tuple[int | None, float]], list[str]]:
+    """The ranks whose messages rank 0 has received, in the order of their sending, and these messages.
+
+    Rank 0 then receives one that it expects. The last value is the name in a trace of the last message, at each end.
+    """
+    with process_group(rank, 3, port) as context:
+        context.recorder.enabled = True
         group = dist.new_group([0, 2])
         received, found = torch.empty(1), list[tuple[int | None, float]]()
         for sender, among in ((2, None), (1, None), (2, group)):
@@ -275,11 +279,18 @@ def receive_from_any(rank: int, port: int) -> list[tuple[int | None, float]]:
             elif rank == sender:
                 dist.send(torch.full((1,), 10.0 * rank), 0, group=among)
             dist.barrier()
-        return found
+        if rank == 0:
+            dist.recv(received, 2, group=group)
+        elif rank == 2:
+            dist.send(received, 0, group=group)
+        return found, [event.flow for event in context.recorder.events if event.flow][-1:]
 
 
 def test_a_message_of_any_rank_comes_with_its_sender() -> None:
-    assert run_ranks(3, receive_from_any, free_port())[0] == [(2, 20), (1, 10), (2, 20)]
+    (found, taken), _, (_, sent) = run_ranks(3, receive_from_any, free_port())
+    assert found == [(2, 20), (1, 10), (2, 20)]
+    assert taken == sent, "in a trace, the arrow to the next message begins where that was sent"
+    assert taken
 
 
 def share_in_groups(rank: int, port: int) -> list[bool]:

@@ -54,7 +54,10 @@ COLLECTIVES: dict[str, Callable[[Tensor, dist.ProcessGroup], object]] = {
 
 
 def give_several_dtypes(rank: int, port: int) -> list[str]:
-    """What ranks say of each collective, of tensors in shared memory and outside, in a group of its own."""
+    """What ranks say of each collective, of tensors in shared memory and outside, in a group of its own.
+
+    Ranks 1 and 2 then also make a call without rank 0.
+    """
     said, dtype = [], (torch.float32, torch.float32, torch.float16)[rank]
     with process_group(rank, 3, port, options=SHARED) as context:
         context.waits.timeout_seconds = 5
@@ -64,6 +67,10 @@ def give_several_dtypes(rank: int, port: int) -> list[str]:
             with pytest.raises(RuntimeError) as caught:
                 call(own.view(dtype)[:600], group)
             said.append(str(caught.value))
+        pair = dist.new_group([1, 2])
+        if rank > 0:
+            with pytest.raises(RuntimeError, match=r"rank 1 broadcast from rank 1 .*, rank 2 broadcast from rank 1 "):
+                dist.broadcast(torch.ones(600, dtype=dtype), 1, pair)
     return said
 
 
