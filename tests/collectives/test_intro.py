@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.chapters import load
-from support.processes import LAB
+from support.processes import LAB, free_port
 from support.terminals import fork_launcher, fork_python
 
 from distlab.comm.link import Link
@@ -100,7 +100,8 @@ def test_the_librarys_collectives_are_gloos_own_which_the_lab_does_not_count() -
 
 def test_a_world_of_one_has_nobody_to_talk_to(tmp_path: Path) -> None:
     flags = "0 --world-size 1 --sizes 1000 --rounds 1".split()
-    ended = fork_python(PLAIN, *flags, "--out", tmp_path).finish()  # which takes the comparison's flags, too
+    flags += ["--master-port", str(free_port()), "--out", str(tmp_path)]
+    ended = fork_python(PLAIN, *flags).finish()  # which takes the comparison's flags, too
     assert ended.status == 0, ended.err
     assert (tmp_path / "collectives.jsonl").exists()
     assert "# 1 MB at a time: adding at " in ended.out

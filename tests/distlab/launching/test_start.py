@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support.processes import LAB
+from support.processes import LAB, free_port
 from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES, find_script, launch
@@ -223,7 +223,7 @@ def test_a_script_with_more_flags_takes_over(flags: list[str], name: str, starts
     (tmp_path / "more.py").write_text(LESSON.format(settings="LocalStepsSettings", name="more"))
     flags = [*flags, "--world-size", "1", "--out", str(tmp_path / "run")]
     if starts_alone:
-        ended = fork_python(tmp_path / "lesson.py", "0", *flags).finish()
+        ended = fork_python(tmp_path / "lesson.py", "0", *flags, "--master-port", free_port()).finish()
     else:
         ended = fork_launcher(tmp_path / "lesson.py", *flags).finish()
     assert ended.status == 0, ended.err

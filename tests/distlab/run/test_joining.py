@@ -88,6 +88,16 @@ def test_ranks_that_run_different_scripts_do_not_begin(tmp_path: Path) -> None:
         assert sentence.startswith(f"the script, with the modules beside it: rank 0 has {scripts[0]} (SHA-256 ")
 
 
+def test_ranks_without_a_port_meet_at_that_which_help_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(_: int, host: str, port: int, __: float) -> None:
+        raise InputError(f"{host}:{port}")
+
+    monkeypatch.setattr("distlab.rendezvous.ranks.open_store", meet)
+    for way in (join, join_late):
+        with pytest.raises(InputError, match=r"^localhost:29500$"):
+            way(parse(DataParallelSettings(), "", ["0"]), LAB / DAPPLE)
+
+
 def join_as(rank: int, scripts: list[Path], *flags: str) -> str:
     """Join a run of another script than the other ranks."""
     try:

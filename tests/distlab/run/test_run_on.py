@@ -287,7 +287,7 @@ def test_a_script_without_track_is_told_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_error_within_track_is_one_sentence(tmp_path: Path) -> None:
-    flags = "0 --world-size 1 --data sample --run-on --record-gradients 1000000 --out".split()
-    ended = fork_python(LAB / PIPELINE, *flags, tmp_path).finish()
+    flags = "0 --world-size 1 --data sample --run-on --record-gradients 1000000 --master-port".split()
+    ended = fork_python(LAB / PIPELINE, *flags, free_port(), "--out", tmp_path).finish()
     assert ended.status == 2
     assert "give at most" in ended.err.splitlines()[-1]
