@@ -143,12 +143,14 @@ def test_a_repaired_run_shows_detours_and_an_unfinished_one_formulas(hybrid: Pat
     assert twice.alive == (0, 1, 2, 3, 4), "of the last repair"
     [row] = contents(repaired)["ended"]["detours"]["rows"]
     assert row == [7, "rank 4 (stage 1 of replica 1)", "0, 1, 2", "rank 1 (stage 1 of replica 0)"]
-    said = ["rank 2 was terminated by SIGKILL: ranks 0, 1, 4, 5, 6 and 7 go on with step 7, 0.1 s after that"]
-    config = repaired.config | {"layout": {"dp": 2, "pp": 2, "tp": 2}}
+    said = [
+        "rank 2 was terminated by SIGKILL: ranks 0, 1, 4, 5, 6, 7, 8, 9, 10 and 11 go on with step 7, 0.1 s after that"
+    ]
+    config = repaired.config | {"layout": {"dp": 2, "pp": 3, "tp": 2}}
     found = detours(replace(repaired, config=config, logs={"rank 0": said}, trace=None, ledger=[]))
     assert found is not None
     pairs = [(dead[:6], numbers, other[:6]) for _, dead, numbers, other in found["rows"]]
-    assert pairs == [("rank 2", "0, 1, 2", "rank 6"), ("rank 3", "0, 1, 2", "rank 7")]
+    assert pairs == [("rank 2", "0, 1, 2", "rank 8"), ("rank 3", "0, 1, 2", "rank 9")]
     for repair, hosts in ("exact", ["rank 3"]), ("approx", ["rank 3", "rank 5"]):  # of what rank 1 would have done
         config = run.config | {"settings": settings | {"repair": repair}, "layout": {"dp": 3, "pp": 2}}
         said = ["rank 1 was terminated by SIGKILL: ranks 0, 2, 3, 4 and 5 go on with step 7, 0.1 s after that"]
