@@ -46,7 +46,7 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
         try:
             with named(what, CONTROL):
                 dist.all_reduce(at_work)
-        except RuntimeError:
+        except Exception:  # also that of `Options.check`
             futures.wait([answer], longest)  # whoever goes on without a lost rank may do the work again
             raise
         if int(at_work) == 0:

@@ -26,6 +26,7 @@ from distlab.comm import together as rounds
 from distlab.comm.context import context_of
 from distlab.comm.together import texts_of_all, together
 from distlab.comm.waits import TrafficError
+from distlab.rendezvous.survivors import NewsError
 from distlab.run.checkpointer import choose
 from distlab.settings.common import parse
 from simplellm.errors import InputError
@@ -120,7 +121,8 @@ def test_a_rank_that_ends_or_stops_is_found_while_others_work(ends: str) -> None
     assert time.monotonic() - started < 3 + 5
 
 
-def test_a_rank_that_loses_another_ends_its_own_work_first(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lost", [RuntimeError("Connection closed by peer"), NewsError("a rank has died")])
+def test_a_rank_that_loses_another_ends_its_own_work_first(lost: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if that ends in an exception which would end a thread."""
     ended = list[bool]()
 
@@ -130,12 +132,12 @@ def test_a_rank_that_loses_another_ends_its_own_work_first(monkeypatch: pytest.M
 
     def lose(at_work: Tensor) -> None:
         if at_work:
-            raise RuntimeError("Connection closed by peer")
+            raise lost
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lose)
-    with pytest.raises(RuntimeError, match="closed by peer"):
+    with pytest.raises(type(lost), match=str(lost)):
         together("the test's work", work)
     assert ended
     monkeypatch.setattr(rounds, "SHORTEST_ROUND", 1.0)
