@@ -132,10 +132,12 @@ def shut_down(sockets: Collection[tuple[int, int]], seconds: float = 0.1) -> Non
 def _shut_down(sockets: Iterable[tuple[int, int]], how: int) -> bool:
     """Return whether one of the connections was still open."""
     any_open = False
-    for each in sockets:
+    for descriptor, inode in sockets:
         with contextlib.suppress(OSError):
-            if os.fstat(each[0]).st_ino == each[1]:
-                with socket.socket(fileno=os.dup(each[0])) as connection:
+            if os.fstat(descriptor).st_ino != inode:
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if os.fstat(connection.fileno()).st_ino == inode:  # gloo's thread may just have closed it
                     connection.getpeername()  # gloo would end the process if its listener were shut down
                     any_open = True
                     connection.shutdown(how)

@@ -67,6 +67,11 @@ open({str(tmp_path / "lives")!r}, "w")
     assert not (tmp_path / "lives").exists()
 
 
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("localhost", 0)) as server:
+        return socket.create_connection(server.getsockname()), server.accept()[0]
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("are_listed", [True, False])
 def test_only_connections_that_were_there_are_shut_down(are_listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +82,6 @@ def test_only_connections_that_were_there_are_shut_down(are_listed: bool, monkey
 
     if not are_listed:  # /dev/fd is a link into /proc, which may be missing
         monkeypatch.setattr(os, "listdir", list_nothing)
-
-    def connected() -> tuple[socket.socket, socket.socket]:
-        with socket.create_server(("localhost", 0)) as server:
-            return socket.create_connection(server.getsockname()), server.accept()[0]
 
     before = open_sockets()
     stays, peer = connected()
@@ -95,6 +96,16 @@ def test_only_connections_that_were_there_are_shut_down(are_listed: bool, monkey
     assert later.recv(20) == b"still there"
     peer.settimeout(10)
     assert stays.recv(20) == peer.recv(20) == b"", "at both ends"
+
+
+@pytest.mark.quick
+def test_a_connection_that_gets_its_number_at_the_last_moment_is_not_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's thread closes one as it is looked at."""
+    (closed, _), (later, its_peer), copy = connected(), connected(), os.dup
+    monkeypatch.setattr(os, "dup", lambda _: copy(later.fileno()))
+    shut_down([(closed.fileno(), os.fstat(closed.fileno()).st_ino)])
+    its_peer.send(b"still there")
+    assert later.recv(20) == b"still there"
 
 
 @pytest.mark.parametrize("most", [LEAST_OPEN_FILES - 1, LEAST_OPEN_FILES, resource.RLIM_INFINITY])
