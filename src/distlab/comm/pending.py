@@ -168,12 +168,13 @@ class Pending(Operation):
 
     def _wait_on_host(self, carrier: Carrier, timeout: timedelta) -> None:
         waits, started = self._context.waits, time.perf_counter()
+        check = self._context.options.check
         limit = timeout if timeout > ENVIRONMENT else timedelta(seconds=waits.timeout_seconds)
         try:
             with waits.during(self._wait):
                 if isinstance(carrier, Future):
                     carrier.result()  # each of its messages has the group's deadline
-                elif (check := self._context.options.check) and isinstance(carrier, dist.Work):
+                elif check is not None and isinstance(carrier, dist.Work) and not carrier.is_completed():
                     # gloo may not notice that another rank has left: see `shut_down`, and a message half received.
                     within(math.inf, partial(carrier.wait, limit), check, SECONDS_BETWEEN_CHECKS).result()
                 else:

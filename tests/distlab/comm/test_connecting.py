@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.held import threads
 from support.processes import free_port, join, leave_group, meeting_of, run_ranks, wait_for
 
+from distlab.comm import pending
 from distlab.comm.context import Options
 from distlab.comm.gloo import connect, drop
 from distlab.comm.waits import TrafficError
@@ -158,6 +159,26 @@ def wait_until_there_are_news(rank: int, port: int, meeting: Barrier) -> None:
 
 def test_a_wait_over_gloo_ends_when_there_are_news() -> None:
     run_ranks(2, wait_until_there_are_news, free_port(), meeting_of(2))
+
+
+def wait_for_what_has_arrived(rank: int, port: int) -> None:
+    there_are_news = False
+
+    def check() -> None:
+        if there_are_news:
+            raise InterruptedError
+
+    pending.SECONDS_BETWEEN_CHECKS = 0.0
+    join(rank, 2, port, 60, Options(transport="gloo", check=check))
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(20)]
+    assert wait_for(lambda: all(work.is_completed() for work in works))
+    there_are_news = True
+    for work in works:
+        work.wait()
+
+
+def test_a_result_that_has_arrived_can_be_used_though_there_are_news() -> None:
+    run_ranks(2, wait_for_what_has_arrived, free_port())
 
 
 @pytest.mark.quick
