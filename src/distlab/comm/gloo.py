@@ -80,10 +80,17 @@ def connect(
         raise
 
 
-def drop(groups: list[object]) -> None:
-    """Give back the threads, connections and memory of abandoned groups, once nothing else refers to them.
+def drop(groups: list[object], seconds: float = 1.0) -> None:
+    """Give back the threads, connections and memory of abandoned groups, to which nothing else may refer any more.
 
-    In a thread, because the destructor of a group waits for the operations under way, and one whose failure gloo has
-    not noticed lasts until its deadline.
+    The destructor of a group waits for the operations under way, usually for some milliseconds. They may still write
+    into their tensors, so this function also waits, but not longer than `seconds`: an operation whose failure gloo has
+    not noticed lasts until its deadline. It waits for a message over a closed connection, and so it writes nothing.
+    Each group has a thread, or it would be destroyed only after the ones before it.
     """
-    threading.Thread(target=groups.clear, daemon=True).start()
+    threads = [threading.Thread(target=[groups.pop()].clear, daemon=True) for _ in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

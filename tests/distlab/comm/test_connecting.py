@@ -181,19 +181,44 @@ def test_a_result_that_has_arrived_can_be_used_though_there_are_news() -> None:
     run_ranks(2, wait_for_what_has_arrived, free_port())
 
 
+class Destroyed:
+    """A group whose destructor waits for an event."""
+
+    def __init__(self, may_end: threading.Event) -> None:
+        self.may_end, self.has_ended = may_end, threading.Event()
+
+    def held(self) -> list[object]:
+        """Return a list with the only reference to an object with this destructor."""
+
+        class Group:
+            def __del__(self, destroyed: Destroyed = self) -> None:
+                destroyed.may_end.wait()
+                destroyed.has_ended.set()
+
+        return [Group()]
+
+
 @pytest.mark.quick
 def test_a_group_whose_destructor_waits_keeps_nobody_waiting() -> None:
-    may_end, has_ended = threading.Event(), threading.Event()
-
-    class Group:
-        def __del__(self) -> None:
-            may_end.wait()
-            has_ended.set()
-
-    drop([Group()])
-    assert not has_ended.is_set()
+    may_end = threading.Event()
+    lasting, others = Destroyed(may_end), [Destroyed(threading.Event()) for _ in range(2)]
+    for other in others:
+        other.may_end.set()
+    drop([*others[0].held(), *lasting.held(), *others[1].held()], seconds=0.2)
+    assert not lasting.has_ended.is_set()
+    assert all(other.has_ended.is_set() for other in others)
     may_end.set()
-    assert has_ended.wait(SECONDS_TO_END)
+    assert lasting.has_ended.wait(SECONDS_TO_END)
+
+
+@pytest.mark.quick
+def test_whoever_drops_a_group_waits_while_its_operations_end() -> None:
+    """They may still write into tensors that are used again."""
+    may_end = threading.Event()
+    destroyed = Destroyed(may_end)
+    threading.Timer(0.1, may_end.set).start()
+    drop(destroyed.held(), seconds=SECONDS_TO_END)
+    assert destroyed.has_ended.is_set()
 
 
 def test_nothing_is_left_of_ranks_that_leave_while_others_connect() -> None:
