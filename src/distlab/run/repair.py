@@ -8,8 +8,8 @@ What a survivor does when one of its waits has failed:
    before it. No two ranks are further apart, as each needs the others' gradients for its next update.
 3. It makes the process groups again, of the ranks that are left, and they do again what had failed.
 
-With `--spares`, a newcomer takes a dead rank's place at the end of a step: the others notice the launcher's news, make
-the groups again with it, and a rank with the same weights sends it its state.
+With `--spares`, a newcomer takes a dead rank's place: the others notice the launcher's news at the start of a step, or
+in a longer wait over gloo, make the groups again with it, and a rank with the same weights sends it its state.
 
 A death during the repair starts it again. (ReCycle: Gandhi et al., arXiv 2405.14009, sends the work of a dead worker to
 those that hold the same weights; it has no code.)
