@@ -11,6 +11,7 @@ from torch import Tensor
 
 from simplellm.compiled import applied
 from simplellm.compiler import Compiler, key_of, parts_of_model
+from simplellm.errors import InputError
 from simplellm.layers import MLP
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
@@ -84,6 +85,11 @@ def test_what_a_training_pass_compiles_is_prepared_before_the_first(options: dic
         assert not compiled
         model(ids)
     assert compiled == {key_of(*part) for part in parts_of_model(model, *ids.shape)}
+    compiled.clear()
+    with pytest.raises(InputError, match="999 tokens are too many"), applied(compiler):
+        model(torch.zeros(1, 999, dtype=torch.int64))
+    model(ids)
+    assert not compiled, "after the error"
 
 
 def test_the_plain_form_that_layers_have_inside_of_a_program_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,9 +183,10 @@ def test_an_error_within_the_function_is_the_callers_and_leaves_nothing_behind()
     def fail(x: Tensor) -> Tensor:
         raise RuntimeError("on purpose")
 
-    with pytest.raises(RuntimeError, match="on purpose"):
+    saved, of_the_error = SavedActivations([]), SavedActivations([])
+    with pytest.raises(RuntimeError, match="on purpose"), of_the_error.counting():
         Recomputed(fail)(torch.ones(1, requires_grad=True))
-    saved = SavedActivations([])
     with saved.counting():
         Recomputed(lambda x: x.exp().exp().sum())(torch.ones(1000, requires_grad=True))
     assert saved.peak_bytes == 4000, "only its input: other calls are computed again as before"
+    assert of_the_error.peak_bytes < 4000, "no longer"

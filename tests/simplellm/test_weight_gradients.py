@@ -33,6 +33,14 @@ def grad(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
+def test_after_an_error_layers_compute_weight_gradients_at_once_again() -> None:
+    linear, later = layer(), DeferredWeightGradients()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), later.applied():
+        linear(torch.ones(1, 4))
+    linear(inputs(0)).sum().backward()
+    assert grad(linear.weight).abs().max() > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_micro_batches_are_added_up_to_the_gradients_of_autograd(dtype: torch.dtype) -> None:
     options = {"dmodel": 12, "num_heads": 2, "n_layers": 2, "ctx_size": 6, "dtype": dtype}

@@ -125,6 +125,8 @@ def test_in_a_measurement_all_experts_have_equal_loads_which_leave_no_trace() ->
     record = balance.step()
     assert record["expert_loads"] == [loads] * 2, "without the pass before it was made"
     assert "dropped_rows" not in record, "without a capacity"
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), equal_loads(nets):
+        nets[0](values(0)[:, 1:])  # a measurement that fails
     with equal_loads(nets):
         for net in nets:
             net(values(0))
