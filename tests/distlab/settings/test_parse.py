@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from support.small_models import saved_model
+from support.small_tokenizers import trained
 
 from distlab.checkpoints.models import write_model
 from distlab.settings.common import parse
@@ -40,3 +41,12 @@ def test_routes_do_not_go_with_a_run_that_begins_later(flag: str, tmp_path: Path
     write_model(tmp_path, saved_model(experts=2, experts_per_token=1))
     with pytest.raises(InputError, match=f"^{flag} with --resume: routes begin at the first step"):
         parse(HybridSettings(), "", ["0", "--resume", str(tmp_path), flag, "routes"])
+
+
+def test_a_tokenizer_needs_an_end_of_documents_whichever_piece_that_is(tmp_path: Path) -> None:
+    pieces: dict[str, Any] = {"vocab_size": 300, "bos_id": -1, "unk_id": 1}
+    first = trained(tmp_path / "first.model", eos_id=0, **pieces)
+    assert parse(TrainSettings(), "", ["--tokenizer", str(first)]).tokenizer == first
+    none = trained(tmp_path / "none.model", eos_id=-1, **pieces | {"unk_id": 0})
+    with pytest.raises(InputError, match=rf"^--tokenizer {none}: the model has no end-of-document piece"):
+        parse(TrainSettings(), "", ["--tokenizer", str(none)])
