@@ -312,6 +312,22 @@ def test_a_run_whose_last_step_was_repaired_has_no_step_to_draw(
     assert not list(tmp_path.iterdir())
 
 
+def test_of_several_repairs_the_first_is_drawn_above_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [Event(STEP, "step 0", 0, 2)]
+    for rank, at in ((1, 2), (2, 5)):
+        death = Event(DEATH, f"rank {rank} was terminated", at, at)
+        events += [death, Event(REPAIR, "", at, at + 1), Event(STEP, "step 0", at + 1, at + 3)]
+    (grid := Grid(0, {"dp": 4})).keep([0, 3])
+    panels = list[timeline.Panel]()
+    monkeypatch.setattr(timeline, "draw", lambda _, drawn: panels.extend(drawn))
+    keep_trace([{"events": events, "kept_bytes": []}] * 2, tmp_path, grid, Recorder(), runs_on=False)
+    assert [[row for row, _ in panel.deaths] for panel in panels] == [[1], []]
+    assert panels[1].title == "A step as measured after the last repair"
+    assert capsys.readouterr().out.endswith(": the first repair, and a step of median length, drawn\n")
+
+
 def test_a_spares_records_are_those_of_the_rank_whose_place_it_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
