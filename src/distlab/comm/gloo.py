@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from distlab.machine.processes import open_sockets, shut_down
+from distlab.machine.sockets import open_sockets, shut_down
 from distlab.machine.time_limits import ResultT, within
 
 SECONDS_BETWEEN_LOOKS = 0.005  # while ranks connect that can be abandoned

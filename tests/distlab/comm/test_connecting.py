@@ -18,7 +18,7 @@ from distlab.comm import pending
 from distlab.comm.context import Options
 from distlab.comm.gloo import connect, drop
 from distlab.comm.waits import TrafficError
-from distlab.machine.processes import shut_down
+from distlab.machine.sockets import shut_down
 
 ROUNDS = 4  # which of two ranks waits for the other one's connection is chance
 SECONDS_OF_A_WAIT = 2.0  # at most

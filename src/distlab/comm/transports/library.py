@@ -18,7 +18,7 @@ from distlab.comm.gloo import Sockets, connect
 from distlab.comm.transports.sums import add_in_order, combine_in_order, is_known
 from distlab.comm.transports.transport import Carried, Members, Op, Transport
 from distlab.machine.network import patient_threads
-from distlab.machine.processes import shut_down
+from distlab.machine.sockets import shut_down
 
 
 class Library(Transport):
