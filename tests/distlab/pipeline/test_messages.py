@@ -81,11 +81,10 @@ def test_messages_in_bfloat16_are_half_as_large_and_the_gradients_nearly_the_sam
         run_group(3, losses_and_gradients, dtype, transport=transport) for dtype in (torch.float32, torch.bfloat16)
     )
     assert half[2][0] == pytest.approx(whole[2][0], rel=2e-3)
-    assert half[2][0] != whole[2][0], "they were rounded"
     for (_, wanted, whole_bytes), (_, own, half_bytes) in zip(whole, half, strict=True):
         assert 2 * half_bytes == whole_bytes > 0
         for name, grad in wanted.items():
-            assert (own[name] - grad).norm() < 0.02 * grad.norm(), name
+            assert 0 < (own[name] - grad).norm() < 0.02 * grad.norm(), name  # they were rounded
 
 
 def test_what_passes_between_stages_of_one_worker_is_not_rounded() -> None:
