@@ -92,7 +92,6 @@ class Links:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._links, self._groups, self._message_bytes = {}, [], 0
-        self.link_of, self.incoming, self.confirmed = {}, [], {}
 
     def make_room(self, elements: int, like: Tensor) -> None:
         """Make queues that have room for messages larger than all earlier ones."""
@@ -105,11 +104,10 @@ class Links:
 
     def finish(self, sends: Iterable[dist.Work], run_on: bool) -> None:
         """Wait for the sends of a step, or, if it runs on, for the sends that the step before has left."""
-        before, self._late = self._late, list(sends)
-        for work in before if run_on else [*before, *self._late]:
+        own = list(sends)
+        due, self._late = (self._late, own) if run_on else ([*self._late, *own], [])
+        for work in due:
             work.wait()
-        if not run_on:
-            self._late = []
 
     def _connect(self, rank: int, tensor: Tensor) -> None:
         """Exchange a message over each link in turn: NCCL connects a link at its first use, which blocks both ends."""

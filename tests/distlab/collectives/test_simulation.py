@@ -221,13 +221,13 @@ def test_messages_match_by_their_tags() -> None:
 def test_messages_on_one_link_share_its_bandwidth() -> None:
     def give(endpoint: SimulatedEndpoint) -> None:
         rank = endpoint.get_rank()
-        begun = [(endpoint.isend if rank == 0 else endpoint.irecv)(torch.zeros(250_000), 1 - rank) for _ in range(4)]
-        for message in begun:
+        begin, sizes = endpoint.isend if rank == 0 else endpoint.irecv, (250_000, 750_000)
+        for message in [begin(torch.zeros(size), 1 - rank) for size in sizes]:
             message.wait()
 
-    world = SimulatedWorld(2, Link(0, 1e9))
+    world = SimulatedWorld(2, Link(0, 1e9), keep_messages=True)
     world.run(give)
-    assert world.makespan == pytest.approx(4e-3)
+    assert [passed.ended_seconds for passed in world.messages] == pytest.approx([2e-3, 4e-3])
     ring = SimulatedWorld(4, Link(0, 1e9))
     ring.run(lambda endpoint: allreduce_ring(torch.zeros(10_000_000, device="meta"), endpoint=endpoint))
     assert ring.makespan == pytest.approx(2 * 3 / 4 * 0.04), "in segments, too, 2 (n - 1) / n of the tensor goes"

@@ -103,7 +103,7 @@ def holdings() -> tuple[int, ...]:
 
 def reopen(rank: int, times: int) -> list[tuple[int, ...]]:
     """What this rank holds after a step, and after as many steps again with changes of the schedule in between."""
-    held = []
+    held, before = list[tuple[int, ...]](), mappings()
     schedules = [all_stages(name, 2, 4) for name in ("zb-v", "dualpipe-v")]  # both need a group of their own
     nets = build_stages(stages_of(schedules[0][rank]), (1, 1, 1, 1), VOCAB, **OPTIONS)
     pipeline = Pipeline(nets, schedules[0], Grid(rank, {"pp": 2}), LOSS, WIDTH)
@@ -116,7 +116,10 @@ def reopen(rank: int, times: int) -> list[tuple[int, ...]]:
     until = time.monotonic() + 5
     while holdings()[::2] > held[0][::2] and time.monotonic() < until:  # a thread of gloo may be about to end
         time.sleep(0.05)
-    return [held[0], holdings()]
+    after = holdings()
+    pipeline.links.close()
+    assert mappings() == before
+    return [held[0], after]
 
 
 @pytest.mark.parametrize(("transport", "times"), [("auto", 5), ("gloo", 5)])
