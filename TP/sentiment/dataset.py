@@ -28,9 +28,6 @@ class Batch:
     is_padding: Tensor
     labels: Tensor
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def rows_of(self, replica: int, replicas: int) -> "Batch":
         """Return one replica's rows: consecutive ones, divided as evenly as possible."""
         parts = (x.tensor_split(replicas)[replica] for x in (self.tokens, self.is_padding, self.labels))

@@ -50,6 +50,12 @@ def test_a_missing_or_wrong_rank_and_a_port_that_is_not_a_number_are_told(rank: 
     assert sentence in ended.err
 
 
+def test_help_tells_what_the_program_shows() -> None:
+    ended = fork_python(SCRIPT, "--help").finish()
+    assert ended.status == 0
+    assert "./launch.sh hello --deadlock " in ended.out
+
+
 def test_rank_0_started_twice_is_told_in_a_sentence_and_ctrl_c_ends_the_one_that_waits() -> None:
     port = str(free_port())
     first = fork_python(SCRIPT, "0", MASTER_PORT=port)

@@ -125,11 +125,11 @@ def test_the_rows_that_are_told_are_those_of_the_largest_pass_of_training() -> N
 
 
 def test_ties_go_to_the_lower_number() -> None:
-    net = mixture_of(Mixture(7, 3))
+    net = mixture_of(Mixture(40, 3))  # torch's sort happens to keep the order of up to 16
     with torch.no_grad():
         net.gate.weight.zero_()
     net(torch.randn(TOKENS, DMODEL, dtype=torch.float64))
-    assert net.load.tolist() == [TOKENS] * 3 + [0] * 4
+    assert net.load.tolist() == [TOKENS] * 3 + [0] * 37
     assert net.smallest_gap == 0
     other, x = mixture_of(Mixture(7, 3)), torch.randn(TOKENS, DMODEL, dtype=torch.float64)
     other(x)

@@ -60,9 +60,6 @@ class Hub(Source):
         except Exception as error:
             raise self._unreadable(first_line(error)) from error
 
-    def no_text(self) -> InputError:
-        return self._unreadable("it holds no document")
-
     def _unreadable(self, why: str) -> InputError:
         advice = "give sample, or the path of a .txt, .jsonl or .parquet file"
         return unusable("tinystories", f"{HUB_REPOSITORY} cannot be read ({why}); {advice}")
