@@ -57,7 +57,7 @@ class Solution:
         return getattr(self.module, self.name)
 
     def join(self, ranks: int, defaults: object, kind: type[RunSettings] = RunSettings, **values: Any) -> Any:
-        """Return this rank's run, which has met the others and computes on the CPU.
+        """Return this rank's run, which has met the others, computes on the CPU, and asks no hub for stories.
 
         Args:
             defaults: the file's, of the class `kind`.
@@ -66,6 +66,8 @@ class Solution:
         world = {"device": "cpu", "out": self._submission.folder / "run", "master_port": self._submission.port}
         if ranks > 1:
             world["world_size"] = ranks
+        if hasattr(defaults, "data"):
+            world["data"] = "sample"
         return Run(settings_for(self.rank, defaults, kind, world | values), self._submission.script)
 
 
