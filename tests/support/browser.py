@@ -16,7 +16,7 @@ from typing import Any
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-extensions --disable-background-networking --no-first-run "
-    "--disable-dev-shm-usage --disable-component-update --hide-scrollbars --window-size=1100,900"
+    "--process-per-site --disable-dev-shm-usage --disable-component-update --hide-scrollbars --window-size=1100,900"
 ).split()
 EVENTS = "Page", "Runtime", "Log", "Network"  # the domains whose events are reported
 KEYS = {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
