@@ -27,14 +27,14 @@ class Library(Transport):
     Args:
         members: the ranks, which meet now.
         store: in which they meet.
-        timeout: of its collectives; NCCL has one for the whole group.
+        timeout: of each of its collectives and messages.
 
     Attributes:
         group, kind, devices: torch's group, its type, and the devices whose tensors it carries.
     """
 
     def __init__(self, members: Members, store: dist.Store, timeout: timedelta) -> None:
-        self._members, self._size, self._timeout = members, members.size, timeout
+        self._members, self._size = members, members.size
         self._is_nccl = members.context.is_over_nccl
         self._sockets: Sockets = set()  # of gloo, if the group can be abandoned
         self._several: _Several | None = None  # the messages that are being started together
@@ -55,13 +55,13 @@ class Library(Transport):
 
     def all_reduce(self, tensor: Tensor, op: Op) -> Carried:
         options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = ReduceOp(op), self._timeout
+        options.reduceOp = ReduceOp(op)
         carried = self._staged(tensor)
         return _brought(self.group.allreduce([carried], options), tensor, carried)
 
     def broadcast(self, tensor: Tensor, source: int) -> Carried:
         options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = source, self._timeout
+        options.rootRank = source
         carried = self._staged(tensor)
         return _brought(self.group.broadcast([carried], options), tensor, carried)
 
@@ -84,7 +84,7 @@ class Library(Transport):
     def reduce_scatter(self, own: Tensor, parts: Tensor, op: Op) -> Carried:
         if self._is_nccl or not is_known(op):
             options = dist.ReduceScatterOptions()
-            options.reduceOp, options.timeout = ReduceOp(op), self._timeout
+            options.reduceOp = ReduceOp(op)
             return Carried(self.group._reduce_scatter_base(own.view(-1), parts.view(-1), options))
         carried, into = self._staged(parts), self._host_buffer(own)
         received = torch.empty_like(carried)
@@ -123,20 +123,20 @@ class Library(Transport):
     def reduce(self, tensor: Tensor, root: int, op: Op) -> Carried:
         """Combine all ranks' tensors on one of them."""
         options = dist.ReduceOptions()
-        options.reduceOp, options.rootRank, options.timeout = ReduceOp(op), root, self._timeout
+        options.reduceOp, options.rootRank = ReduceOp(op), root
         carried = self._staged(tensor)
         return _brought(self.group.reduce([carried], options), tensor, carried)
 
     def gather(self, output: Sequence[Sequence[Tensor]], own: Tensor, root: int) -> Carried:
         """Collect all ranks' `own` in the root's `output[0]`."""
         options = dist.GatherOptions()
-        options.rootRank, options.timeout = root, self._timeout
+        options.rootRank = root
         return Carried(self.group.gather(output, [own], options))
 
     def scatter(self, own: Tensor, input: Sequence[Sequence[Tensor]], root: int) -> Carried:
         """Give each rank its tensor of the root's `input[0]`."""
         options = dist.ScatterOptions()
-        options.rootRank, options.timeout = root, self._timeout
+        options.rootRank = root
         return Carried(self.group.scatter([own], input, options))
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Carried:

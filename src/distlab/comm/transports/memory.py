@@ -8,7 +8,6 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -58,15 +57,15 @@ class SharedMemory:
     def has_slots(self) -> bool:
         return bool(self._slots)
 
-    def make_slots(self, timeout: timedelta) -> None:
+    def make_slots(self) -> None:
         """Make the slots; all ranks call it together. It raises the same as `allocate`, which also makes them."""
         whole = torch.empty(2, HEADER.size + SLOT_BYTES, dtype=torch.uint8, device="meta")
-        mapping = self._new_mapping(whole.nbytes, timeout)
+        mapping = self._new_mapping(whole.nbytes)
         by_rank = [mapping.part(rank, whole).view_as(whole) for rank in range(self.size)]
         self._slots = [[part[turn, HEADER.size :] for part in by_rank] for turn in range(2)]
         self._headers = [[part[turn, : HEADER.size].numpy().data for part in by_rank] for turn in range(2)]
 
-    def allocate(self, elements: int, dtype: torch.dtype, timeout: timedelta) -> Tensor:
+    def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return zeros (elements,) in this rank's part of a new mapping; all ranks of the group call it together.
 
         Raises:
@@ -74,23 +73,23 @@ class SharedMemory:
             RuntimeError: raised by gloo; a rank did not take part.
         """
         like = torch.empty(elements, dtype=dtype, device="meta")
-        mapping = self._new_mapping(like.nbytes, timeout)
+        mapping = self._new_mapping(like.nbytes)
         self._allocated += 1
         self._mappings[self._allocated] = mapping
         if not self.has_slots():
-            self.make_slots(timeout)
+            self.make_slots()
         return mapping.part(self.rank, like)
 
-    def _new_mapping(self, room_bytes: int, timeout: timedelta) -> Mapping:
+    def _new_mapping(self, room_bytes: int) -> Mapping:
         """Return a mapping with a part for each rank."""
 
         def worst(problem: int) -> int:
             verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            self.group.allgather([verdicts], [torch.tensor([problem])]).wait(timeout)
+            self.group.allgather([verdicts], [torch.tensor([problem])]).wait()
             return next((int(code) for code in verdicts if code), 0)
 
         def tell(numbers: Tensor) -> None:
-            self.group.broadcast([numbers], from_rank_0(timeout)).wait()
+            self.group.broadcast([numbers], dist.BroadcastOptions()).wait()
 
         pipes_to, reserved = 0 if self._channels else self.size - 1, range(self.rank, self.rank + 1)
         mapping, channels = share(self.rank, room_bytes, self.size, reserved, pipes_to, tell, worst, huge=True)
@@ -253,9 +252,3 @@ def call_of(name: str, tensor: Tensor) -> str:
     """Return in words the collective `name` of a tensor, whose size and dtype must be the same on all ranks."""
     size = f"{tensor.numel():,} elements of " if tensor.numel() else ""
     return f"{name} of {size}{tensor.dtype}"
-
-
-def from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.timeout = 0, timeout
-    return options

@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 
 from distlab.comm.context import SMALLEST_OF_HOSTS_BYTES
 from distlab.comm.transports.mappings import NotShared
-from distlab.comm.transports.memory import ELSEWHERE, SharedCollective, SharedMemory, call_of, from_rank_0
+from distlab.comm.transports.memory import ELSEWHERE, SharedCollective, SharedMemory, call_of
 from distlab.comm.transports.one_host import all_reduce_in_place, broadcast_in_place
 from distlab.comm.transports.signals import SECONDS_MORE
 from distlab.comm.transports.transport import Carried, Members, MemoryTransport, Op, ring_bytes
@@ -63,12 +63,14 @@ class SeveralHosts(MemoryTransport):
         deadline = time.perf_counter() + self.limit.total_seconds()
         problem: NotShared | None = None
         try:
-            buffer = memory.allocate(elements, dtype, self.limit)
+            buffer = memory.allocate(elements, dtype)
         except NotShared as error:
             problem = error
         failed = torch.tensor([int(problem is not None)])
         self._reduce_between(failed, ReduceOp.MAX, deadline)
-        memory.group.broadcast([failed], from_rank_0(_until(deadline))).wait()
+        options = dist.BroadcastOptions()
+        options.timeout = _until(deadline)
+        memory.group.broadcast([failed], options).wait()
         if failed:
             raise problem or NotShared("the ranks of another host cannot share memory")
         return buffer
