@@ -33,7 +33,7 @@ class OneHost(MemoryTransport):
         self._memory = SharedMemory(library, members.ranks, members.rank, members.context.has_own_core)
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
-        return self._memory.allocate(elements, dtype, self.limit)
+        return self._memory.allocate(elements, dtype)
 
     def empty(self, elements: int, like: Tensor) -> Tensor | None:
         return None if is_overlapping.get() else super().empty(elements, like)
@@ -53,7 +53,7 @@ class OneHost(MemoryTransport):
         if is_overlapping.get() or not tensor.is_cpu or not (at_any_size or self.is_worth_it(tensor.nbytes, tensor)):
             return False
         if not self._memory.has_slots():
-            self.together(lambda: self._memory.make_slots(self.limit))
+            self.together(self._memory.make_slots)
         return self._memory.has_slots()
 
     def _carry(
