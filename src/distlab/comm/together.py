@@ -38,7 +38,7 @@ def together(what: str, work: Callable[[], ResultT]) -> ResultT:
             answer.set_exception(error)
 
     threading.Thread(target=do, daemon=True).start()
-    seconds = min(SHORTEST_ROUND, longest)
+    seconds = SHORTEST_ROUND
     while True:
         futures.wait([answer], seconds)
         seconds = min(2 * seconds, longest)

@@ -132,12 +132,11 @@ def all_reduce_in_place(memory: SharedMemory, own: Tensor, op: Op, *, all_get_it
         all_get_it: whether all ranks get the result, or only the first.
     """
     parts = yield from _tensors_of_all(memory, own)
-    elements, item_bytes = own.numel(), own.element_size()
-    line = max(1, 64 // item_bytes)  # elements: ranks that wrote to the same cache line would slow each other
-    length = -(-elements // (memory.size * line)) * line
-    start = min(elements, memory.rank * length)
-    in_a_chunk = max(1, CHUNK_BYTES // item_bytes)
-    for chunks in zip(*(part[start : start + length].split(in_a_chunk) for part in parts), strict=True):
+    item_bytes = own.element_size()
+    line = 64 // item_bytes  # elements: ranks that wrote to the same cache line would slow each other
+    length = -(-own.numel() // (memory.size * line)) * line
+    start = memory.rank * length
+    for chunks in zip(*(part[start : start + length].split(CHUNK_BYTES // item_bytes) for part in parts), strict=True):
         result, *others = chunks
         combine_in_order(chunks, op, result)
         if op == ReduceOp.AVG:

@@ -85,7 +85,7 @@ def uneven_all_to_all(memory: SharedMemory, received: Sequence[Tensor], sent: Se
     room = SLOT_BYTES - sizes.nbytes
     sent_at = (sizes.cumsum(0) - sizes).tolist()  # where each part begins in all that this rank sends
     received_at: list[int] = []  # where this rank's part begins in all that another rank sends
-    turn, turns = 0, 1  # at least; the sizes tell how many
+    turn, turns = 0, 1  # the sizes tell how many
     while turn < turns:
         slots = memory.next_slots()
         pieces = [slot[sizes.nbytes :] for slot in slots]
@@ -98,7 +98,7 @@ def uneven_all_to_all(memory: SharedMemory, received: Sequence[Tensor], sent: Se
         if turn == 0:
             table = torch.stack([_first(slot, sizes) for slot in slots])  # (source, target)
             received_at = table[:, :rank].sum(dim=1).tolist()
-            turns = max(1, -(-int(table.sum(dim=1).max()) // room))
+            turns = -(-int(table.sum(dim=1).max()) // room)
         for source in ranks:
             for inside, of_part in _overlap(turn * room, room, received_at[source], len(into[source])):
                 into[source][of_part].copy_(pieces[source][inside])

@@ -37,7 +37,7 @@ def add_in_order(rows: Sequence[Tensor], total: Tensor) -> None:
 
     Numbers of 16 bits are added in float32, and the sum is rounded once. `total`, (elements,), may be one of the rows.
     """
-    dtype, in_a_chunk = total.dtype, max(1, CHUNK_BYTES // total.element_size())
+    dtype, in_a_chunk = total.dtype, CHUNK_BYTES // total.element_size()
     if dtype in (torch.bfloat16, torch.float16):
         dtype = torch.float32
     for into, first, *others in zip(*(row.split(in_a_chunk) for row in (total, *rows)), strict=True):
