@@ -148,9 +148,11 @@ class Waits:
         all_kinds = self.waiting, in_library, self.of_stream.under_way()
         return min((wait for wait in all_kinds if wait is not None), key=lambda wait: wait[1], default=None)
 
-    def failure_of(self, error: Exception) -> TrafficError | None:
+    def failure_of(self, error: BaseException) -> TrafficError | None:
         """Return the failed wait behind an error that a library raised; None if the error has a different cause."""
-        if isinstance(error, RuntimeError) and self.in_libraries and (is_lost_peer(error) or is_timeout(error)):
+        if not isinstance(error, RuntimeError):
+            return None
+        if self.in_libraries and (is_lost_peer(error) or is_timeout(error)):
             return self.failed(*next(iter(self.in_libraries.values())), error)
         if is_lost_peer(error):
             why = reason(error, self.timeout_name)

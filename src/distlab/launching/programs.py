@@ -35,9 +35,6 @@ def explain_failures(rank: int) -> None:
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.stderr = stderr  # torch's hook calls this one, and would print its output after it; but this process exits
-        if not isinstance(error, Exception | KeyboardInterrupt):
-            sys.__excepthook__(kind, error, trace)
-            return
         Failure.of(error, rank).end()
 
     sys.excepthook = end

@@ -41,7 +41,7 @@ class Failure:
     is_diagnosed: bool = False  # the ranks have found out together which rank waits for which
 
     @classmethod
-    def of(cls, error: Exception | KeyboardInterrupt, rank: int = 0) -> "Failure":
+    def of(cls, error: BaseException, rank: int = 0) -> "Failure":
         """Return the failure for an error. Only a bug of the lab prints a traceback.
 
         `rank` is the rank that fails.

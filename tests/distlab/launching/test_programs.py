@@ -137,14 +137,15 @@ def test_it_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_an_exception_prints_its_traceback(tmp_path: Path) -> None:
-    program = written(tmp_path, FAULTY)
-    program_of_one = start(sys.executable, program, **alone())
-    for ended in (finish(program_of_one), fork_launcher(program, "--world-size", "2").finish()):
+    for kind, ranks in (("TypeError", 1), ("GeneratorExit", 2)):  # the second one is no `Exception`
+        program = written(tmp_path, FAULTY.replace("TypeError", kind))
+        of_one = finish(start(sys.executable, program, **alone())) if ranks == 1 else None
+        ended = of_one or fork_launcher(program, "--world-size", "2").finish()
         assert ended.status == 1
-        assert 'raise TypeError("a fault")' in ended.err
+        assert f'raise {kind}("a fault")' in ended.err
         assert "watches the waits of rank 0" in ended.out
         assert "FutureWarning" not in ended.err, "torch's, of a name that is old since 2.13"
-        assert ended.err.splitlines()[-1].endswith("failed: TypeError: a fault"), ended.err
+        assert ended.err.splitlines()[-1].endswith(f"failed: {kind}: a fault"), ended.err
 
 
 def test_ctrl_c_ends_a_program_in_a_sentence(tmp_path: Path) -> None:
