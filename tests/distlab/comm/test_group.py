@@ -343,11 +343,11 @@ def test_is_completed_does_not_wait_and_comes_to_be_true(transport: TransportNam
 
 
 def wait_for_one_after_the_other(rank: int, port: int) -> list[dict[str, list[int]]]:
-    """What a rank holds back of three collectives before it waits for the second, before the third, and after it."""
+    """What a rank holds back of three collectives before and after it waits for the second, the first and the third."""
     with process_group(rank, 2, port, options=Options(transport="shared")) as context:
         begun = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
         found = [context.held_back()]
-        for pending in begun[1:]:
+        for pending in (begun[1], begun[0], begun[2]):
             assert pending is not None
             pending.wait()
             found.append(context.held_back())
@@ -355,7 +355,7 @@ def wait_for_one_after_the_other(rank: int, port: int) -> list[dict[str, list[in
 
 
 def test_a_rank_holds_back_what_it_has_not_waited_for() -> None:
-    held_back = [{"0,1": [0, 1, 2]}, {"0,1": [2]}, {}]
+    held_back = [{"0,1": [0, 1, 2]}, {"0,1": [2]}, {"0,1": [2]}, {}]
     assert run_ranks(2, wait_for_one_after_the_other, free_port()) == [held_back] * 2
 
 

@@ -30,5 +30,5 @@ def test_a_rank_that_loses_its_core_while_it_reads_the_clocks(monkeypatch: pytes
     recorder.add(COMPUTE, "F0", time.perf_counter())
     recorder.keeps(8)
     (event,), ((kept_at, _),) = recorder.events, recorder.kept_bytes
-    for at in (event.end, kept_at):
+    for at in (event.start, event.end, kept_at):
         assert before - 0.005 < at < time_of_day() + 0.005

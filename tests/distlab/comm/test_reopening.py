@@ -105,6 +105,7 @@ def begin_twice_with_the_same_options(rank: int) -> None:
         dist.destroy_process_group()
         dist.init_process_group("lab", store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
         assert context_of().ledger is first.ledger
+        assert context_of().options.previous is None, "or every earlier context would stay"
         assert options == given
 
 

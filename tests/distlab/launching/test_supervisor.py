@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.processes import ranks_of, wait_for
+from support.processes import children, ranks_of, wait_for
 
 from distlab.launching.forks import fork_ranks
 from distlab.launching.nodes import ElsewhereError, NodeRendezvous
@@ -243,7 +243,7 @@ def test_a_rank_that_was_stopped_and_goes_on_is_not_killed(tmp_path: Path, monke
         ranks.end(signal.SIGKILL)
 
 
-def test_a_spare_does_not_leave_the_record_of_the_rank_before_it(tmp_path: Path) -> None:
+def test_a_spare_does_not_leave_the_record_of_the_rank_before_it_nor_a_process(tmp_path: Path) -> None:
     program = f"""
 import json, os, sys, time
 if "{NEWCOMER}" in os.environ:
@@ -266,5 +266,11 @@ sys.exit(1)
         os.kill(ranks.processes[3].pid, signal.SIGKILL)
         assert failure() == (-signal.SIGKILL, {})
         assert not ranks.exited_spares(), "it was a rank"
+        before = {*children(os.getpid())}
+        ranks.start_spare(2, {})
+        [spare] = {*children(os.getpid())} - before
+        ranks.kill_spare(2)
+        assert spare not in children(os.getpid()), "it has been waited for, too"
+        assert not ranks.exited_spares()
     finally:
         ranks.end(signal.SIGKILL)

@@ -5,7 +5,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from support.terminals import fork_command
 from torch.torch_version import TorchVersion
 
 from distlab.axes.grid import Grid
+from distlab.comm.context import Options, first_context
 from distlab.machine import network
 from distlab.machine.devices import (
     SHARE_GPUS,
@@ -77,6 +80,18 @@ def test_nccl_with_two_ranks_on_one_gpu_is_refused(monkeypatch: pytest.MonkeyPat
     assert pick_backend("auto", places("x", "y", "y", hosts="ABB")) == "gloo"
     with pytest.raises(InputError, match="--backend nccl: NCCL moves CUDA tensors only"):
         pick_backend("nccl", places("", ""))
+
+
+def test_over_nccl_ranks_that_share_a_gpu_are_hosts_of_their_own_and_torchs_deadline_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = SimpleNamespace(group_rank=1, group_size=3, store=None)
+    for gpus, host in (("xyz", None), ("xyy", "lab-rank-1")):
+        monkeypatch.setattr(os, "environ", {SHARE_GPUS: "1"})
+        context = first_context(made, Options(library="nccl", places=places(*gpus), timeout_seconds=5))
+        assert (context.device, context.library) == (torch.device("cuda", 0), "nccl")
+        assert (os.environ.get("NCCL_HOSTID"), os.environ.get("NCCL_IB_DISABLE")) == (host, host and "1")
+        assert context.group_timeout > timedelta(seconds=5), "NCCL ends the process when it passes"
 
 
 def test_shared_memory_is_for_the_cpus_of_one_host() -> None:
