@@ -134,7 +134,6 @@ class ShardedDP(ReplicaShards):
     def finish_gradients(self) -> None:
         """Wait for the mean gradients, and set each shard's `grad`. Call this after the last backward pass."""
         self._buckets.finish()
-        self._reducing = None
         self.release_weights()  # those of parameters that took no part in the backward pass
         for flat in self._flats:
             flat.give_gradients()

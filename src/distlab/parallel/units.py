@@ -18,7 +18,8 @@ class Unit:
     def __init__(self, modules: Sequence[nn.Module], flats: Sequence[FlatParameters]) -> None:
         self.modules, self.flats = modules, flats
         self._inputs: list[object] = []  # a token for each input of a forward pass that has a gradient
-        self._left: set[object] = set()  # the parts that the backward pass has yet to compute with these parameters
+        self._awaited: set[object] = set()  # parts that the backward pass computes with these parameters
+        self._computed: set[object] = set()  # those that it has computed
         self._backward_pass: int | None = None  # the pass that has started to compute with them
 
     def gather(self) -> None:
@@ -69,9 +70,10 @@ class Unit:
             self.arrive()
             if not self._is_computed_again:
                 self._backward_pass = running_backward_pass()
-                self._left = {*trained, *inputs}
+                self._awaited, self._computed = set(trained), set()
                 if before is not None:
                     before.gather()
+            self._awaited.update(inputs)  # of each time that the forward pass has used the modules
 
         parameters = [p for flat in self.flats for p in flat.parameters]
         trained = [p for p in parameters if p.requires_grad]
@@ -84,8 +86,8 @@ class Unit:
 
     def _done(self, part: object, _: object = None) -> None:
         """Note that the backward pass has computed a parameter's gradient, or, if some are frozen, an input's."""
-        self._left.discard(part)
-        if self._backward_pass is not None and not self._left:
+        self._computed.add(part)
+        if self._backward_pass is not None and self._awaited <= self._computed:
             self.release()
 
 

@@ -1,17 +1,19 @@
 """ShardedDP around other models: tied, frozen and idle parameters, several dtypes, shards that are not equally long."""
 
+import copy
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from support.mixed_model import Mixed
+from support.mixed_model import HalfFrozen, Mixed
 from support.processes import run_group
 from torch import Tensor, nn
 
 from distlab.axes.placement import placement_of
 from distlab.comm.context import TransportName
 from distlab.comm.group import shares
+from distlab.parallel.flat_parameters import is_whole
 from distlab.parallel.sharded import Sharded, ShardedDP
 from distlab.pipeline.activations import Stage
 from distlab.run.model import build_optimizer
@@ -124,6 +126,42 @@ def test_weights_gathered_for_a_backward_pass_that_does_not_follow_are_not_used_
         net.own_parameters()["lm_head.weight"].zero_()
     net.gather_weights()
     assert not net(ids).any()
+
+
+def test_no_weights_are_whole_between_passes_also_of_what_took_no_part() -> None:
+    net = ShardedDP(Mixed(), "weights")
+    for ids in (ALL_USED[0], ALL_USED[0].clamp(min=1)):
+        with torch.no_grad():
+            net(ids, ids)
+        assert not any(is_whole(flat) for flat in net.flat_weights()), "after a forward pass"
+        net(ids, ids).backward()
+        net.finish_gradients()
+        assert not any(is_whole(flat) for flat in net.flat_weights()), "after a backward pass"
+
+
+class UsedTwice(nn.Module):
+    """A block with a frozen layer, which the forward pass uses twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), HalfFrozen()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, block = self.blocks
+        return block(block(first(x), True)["y"], True)["y"].square().sum()
+
+
+def test_a_block_with_frozen_parameters_is_whole_until_each_of_its_uses_has_its_gradients() -> None:
+    plain, x = UsedTwice(), torch.randn(3, 4)
+    net = ShardedDP(copy.deepcopy(plain), "weights", backward_passes=2)
+    for model in (plain, net, plain, net):
+        model(x).backward()
+        assert not any(is_whole(flat) for flat in net.flat_weights()), "and no longer"
+    net.finish_gradients()
+    for own, expected in zip(net.own_parameters().values(), plain.parameters(), strict=True):
+        assert (own.grad is None) == (expected.grad is None)
+        if own.grad is not None and expected.grad is not None:
+            torch.testing.assert_close(own.grad.flatten(), expected.grad.flatten())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
