@@ -82,6 +82,7 @@ def test_along_an_axis_are_the_ranks_that_differ_there_only(layout: dict[str, in
                 assert all(grids[other].axis(apart).rank == grid.axis(apart).rank for apart in layout if apart != name)
         everywhere = grid.axis(*layout)
         assert everywhere.ranks == tuple(range(grid.size))
+        assert everywhere.names == tuple(name for name, size in layout.items() if size > 1)
         for name in layout:
             assert everywhere.without(name) is grid.axis(*(other for other in layout if other != name))
 

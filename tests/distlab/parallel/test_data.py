@@ -194,6 +194,21 @@ def test_parameters_become_views_of_the_flat_weights() -> None:
     assert model.frozen.weight.grad is None, "or weight decay would change it"
 
 
+def test_sums_of_gradients_each_have_their_micro_batches_and_the_total_is_the_gradient() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    gradients = GradientSums(layer, sums=2, micro_batches=4)
+    for scale in (1.0, 10.0):
+        gradients.flat.zero_()
+        for micro_batch in (0, 3, 1, 2):
+            if micro_batch > 0:  # a step begins with the first sum
+                gradients.use(micro_batch)
+            layer(scale * torch.tensor([1.0, 2.0**micro_batch])).backward()
+        assert gradients.flat.tolist() == [[2 * scale, 3 * scale], [2 * scale, 12 * scale]]
+        total = gradients.total()
+        total /= 2
+        assert torch.as_tensor(layer.weight.grad).tolist() == [[2 * scale, 7.5 * scale]]
+
+
 def test_ranges_that_do_not_fit_a_model_are_refused() -> None:
     model = Mixed()
     flat = flatten_weights(model)

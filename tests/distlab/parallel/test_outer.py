@@ -34,7 +34,11 @@ def merge_early(rank: int, merged: Barrier, compress: Compression) -> list[float
     resumed.load_state(OuterOptimizer(weights, FragmentSchedule(4)).state())
     weights += 1
     resumed.merge(0)  # nothing was sent before the checkpoint of a run without overlap
-    return weights[::4999].tolist()
+    ended = weights[::4999].tolist()
+    weights += rank
+    outer.send(0)
+    assert outer.state()["outer_optimizer.fragment"].eq(-1.5).all(), "a checkpoint waits for the fragment under way"
+    return ended
 
 
 @pytest.mark.parametrize("compress", ["none", "bf16"])

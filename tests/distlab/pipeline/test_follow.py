@@ -10,10 +10,12 @@ from support.processes import run_group
 
 from distlab.axes.grid import Grid
 from distlab.comm.context import TransportName, context_of
+from distlab.parallel.context_parallel import ContextParallel
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
 from distlab.pipeline.stages import build_stages
+from simplellm.attention import SequencePart
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
 
@@ -76,9 +78,11 @@ def test_a_schedule_whose_stages_are_on_other_workers_is_refused() -> None:
 
 def test_over_nccl_the_first_step_of_each_schedule_loads_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_of(), "library", "nccl")  # this process is alone: it sends nothing
-    net, passes = LLama(CausalLLama, VOCAB, n_layers=1, **OPTIONS), list[int]()
-    pipeline = Pipeline(net, all_stages("dapple", 1, 3), Grid(0, {}), LOSS, WIDTH)
-    net.register_forward_hook(lambda *_: passes.append(len(passes)))
+    net, passes = LLama(CausalLLama, VOCAB, n_layers=1, **OPTIONS), list[SequencePart]()
+    part_of = ContextParallel(Grid(0, {}).axis("cp"), document_end=1).part
+    dapple = all_stages("dapple", 1, 3)
+    pipeline = Pipeline(net, dapple, Grid(0, {}), lambda y, part: part.loss(y), WIDTH, part_of=part_of)
+    net.register_forward_pre_hook(lambda _, args, kwargs: passes.append(kwargs["part"]), with_kwargs=True)
     taken = list[int]()
     for name in ("dapple", "dapple", "zb-h1", "zb-h1"):
         if len(taken) == 2:
