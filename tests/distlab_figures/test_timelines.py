@@ -81,6 +81,9 @@ def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, sever
     rows: dict[float, list[tuple[int, int]]] = {}
     for bar in sorted(axes.patches, key=lambda bar: bar.get_y()):
         rows.setdefault(bar.get_y(), []).append((round(bar.get_x()), round(bar.get_width())))
+    middles = sorted({bar.get_y() + bar.get_height() / 2 for bar in axes.patches})
+    halves = middles[: len(ranks)], middles[len(ranks) :]
+    assert [*axes.get_yticks()] == pytest.approx([sum(half) / len(ranks) for half in halves]), "plan, and measured"
     bars = [[(round(1e3 * span.start), round(1e3 * (span.end - span.start))) for span in line] for line in by_rank]
     assert [sorted(row) for row in rows.values()] == 2 * bars, "each rank's passes, by the plan, and as measured"
     numbers = {(text.get_position()[1], round(text.get_position()[0])): int(text.get_text()) for text in axes.texts}
