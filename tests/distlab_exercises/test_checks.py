@@ -3,15 +3,21 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from support.attempts import ATTEMPTS
 from support.exercises_attempts import PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
+from torch import nn
 
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.checker import check, prepare
+from distlab_exercises.classifier import MODEL, try_classifier
 from distlab_exercises.skeleton import write_out
 from distlab_exercises.training import expected_of
+from distlab_exercises.verdict import Wrong
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,6 +56,38 @@ def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: st
 )
 def test_an_attempt_is_judged_by_what_it_does(name: str, attempt: Attempt, tmp_path: Path) -> None:
     judge(name, attempt, tmp_path)
+
+
+class Classifier(nn.Module):
+    """Linear layers with tanh between them, and a change of the logits."""
+
+    def __init__(self, change: nn.Module) -> None:
+        super().__init__()
+        first, second, last = (nn.Linear(*size, bias=False) for size in ((24, 40), (40, 40), (40, 5)))
+        for layer in (first, second, last):
+            nn.init.kaiming_uniform_(layer.weight, nonlinearity="tanh")
+        self.layers = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last, change)
+
+    def forward(self, data: torch.Tensor, _: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        return self.layers(data).detach(), None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (nn.Softmax(-1), "are probabilities: they went through a softmax"),
+        (nn.LogSoftmax(-1), "went through a log-softmax"),
+        (nn.ReLU(), "differ from those of linear layers with tanh between them"),
+        (nn.Flatten(0), r"are \(40,\), and should be \(8, 5\)"),
+    ],
+    ids=["softmax", "log-softmax", "other", "shape"],
+)
+def test_what_became_of_logits_is_told(change: nn.Module, told: str) -> None:
+    run: Any = SimpleNamespace(settings=SimpleNamespace(**MODEL))
+    solution: Any = SimpleNamespace(name="MLP", join=lambda *_, **__: run, module=SimpleNamespace(DEFAULTS=None))
+    solution.function = lambda _: Classifier(change)
+    with pytest.raises(Wrong, match=f"^its logits {told}$"):
+        try_classifier(solution)
 
 
 def test_the_run_of_one_process_is_computed_once_for_all_files() -> None:

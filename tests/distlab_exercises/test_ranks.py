@@ -1,5 +1,6 @@
 """Forked ranks of a student's code end whatever it does, with all that it has started."""
 
+import math
 import os
 import re
 import socket
@@ -213,20 +214,25 @@ def test_a_rank_that_moves_on_does_not_stand_still(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("layout", "own", "told"),
     [
-        ([[1, 2], [3, 4]], "the sequences of rank 0 in step 0"),
-        ([[7, 8], [9, 0]], "sequences from number 1 of rank 1 in step 0 on"),
-        ([[0, 0], [0, 0]], "sequences of none of the steps up to 0"),
+        ({"dp": 2}, [[1, 2], [3, 4]], "the sequences of rank 0 in step 0"),
+        ({"dp": 2}, [[7, 8], [9, 0]], "sequences from number 1 of rank 1 in step 0 on"),
+        ({"dp": 2}, [[0, 0], [0, 0]], "sequences of none of the steps up to 0"),
+        ({"dp": 2, "pp": 2}, [[5, 6], [7, 8]], "the sequences of pipeline 1 in step 0"),
+        ({"dp": 2, "tp": 2}, [[5, 6], [7, 8]], "the sequences of replica 1 in step 0"),
     ],
 )
-def test_whose_sequences_a_rank_has_is_told(own: list[list[int]], told: str, tmp_path: Path) -> None:
+def test_whose_sequences_a_rank_has_is_told(
+    layout: dict[str, int], own: list[list[int]], told: str, tmp_path: Path
+) -> None:
     facts = {"losses": [1.0], "tokens": [[[[1, 2], [3, 4]], [[5, 6], [7, 8]]]]}
-    reports = [Report(rank, "ended", facts={"tokens": [tokens]}) for rank, tokens in enumerate(([[1, 2], [3, 4]], own))]
-    run, one = (Recordings(tmp_path, {"layout": layout, "world_size": n}) for layout, n in (({"dp": 2}, 2), ({}, 1)))
+    tokens = [[[1, 2], [3, 4]], *[own] * (math.prod(layout.values()) - 1)]
+    reports = [Report(rank, "ended", facts={"tokens": [of_rank]}) for rank, of_rank in enumerate(tokens)]
+    run, one = (Recordings(tmp_path, {"layout": axes, "world_size": 1}) for axes in (layout, {}))
     with pytest.raises(Wrong) as found:
-        Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, reports).expect_right_data()
-    assert found.value.sentences == (f"step 0: rank 1 has {told}, not its own",)
+        Comparison(Trial(layout, 2), run, one, facts, 0.5, reports).expect_right_data()
+    assert found.value.sentences == (f"step 0: {run.describe(1)} has {told}, not its own",)
 
 
 def test_the_rank_that_does_too_much_is_named_though_others_do_not(tmp_path: Path) -> None:

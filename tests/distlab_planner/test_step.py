@@ -16,7 +16,7 @@ from distlab_planner.costs import Costs
 from distlab_planner.layouts import CP_KINDS, RECOMPUTE, SAME_WEIGHTS, SHARDS, RunLayout, default_split
 from distlab_planner.machine import AllReduce, Machine, Measured, PassSeconds, Waking
 from distlab_planner.model import Model
-from distlab_planner.sent import LOSS_BYTES, sent_bytes
+from distlab_planner.sent import LOSS_BYTES, sent_bytes, sent_in_step
 from distlab_planner.sequences import SharedAttention
 from distlab_planner.step import Step, least_seconds, predict
 
@@ -242,6 +242,17 @@ def test_the_update_is_of_the_weights_that_a_rank_holds_the_state_of(name: str) 
     assert least_seconds(costs) <= step.seconds, "or a search would leave out layouts that are fastest"
     assert predict(replace(costs, optimizer="sgd"), worker=0).updating == pytest.approx(1e-3 + 1e-9 * held)
     assert in_all(step) == pytest.approx(step.seconds)
+
+
+def test_the_bytes_sent_are_those_of_every_run_and_not_of_some_or_small_ones() -> None:
+    axes = {"dp": 1, "cp": 2, "pp": 1, "tp": 1}
+    own = RunLayout(axes, 4, 2, "dapple", "none", "none", (MODEL.n_layers,))
+    costs = Costs(CLUSTER, replace(MODEL, sizes=replace(SIZES, experts=2)), own)
+    formulas = {kind: one.bytes for (kind, _), one in sent_in_step(costs, 0).items()}
+    counted = "gradients", "keys and values", "gradients of keys and values"
+    assert sent_bytes(costs) == [sum(formulas[kind] for kind in counted)]
+    others = {"loss", "loads", "gradient norm", "other routes", "choices of experts"}
+    assert formulas.keys() - {*counted} == others, "small, or with a flag that is not part of a layout"
 
 
 def test_a_collective_that_is_not_played_takes_what_was_measured() -> None:
