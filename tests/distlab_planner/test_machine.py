@@ -1,6 +1,6 @@
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,17 +293,22 @@ def test_each_measurement_has_its_place_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of two hosts with four ranks each: a pair of ranks on a host, one on two hosts, and two on a host at once."""
+    sliced = dict[Sizes, frozenset[int]]()
     latencies = {((0, 1),): 1.0, ((0, 4),): 2.0, ((0, 1), (2, 3)): 3.0}
 
     def passes_of(sizes: Sizes) -> PassSeconds:
         seconds = (4e-3 if sizes.dtype == "float32" else 2e-3) / (4 if sizes.compiled else 1)
         return replace(PASSES, F=(seconds, 2 * seconds))
 
+    def measure(sizes: Sizes, kinds: Sequence[measuring.Slicing], *_: object) -> list[Measured]:
+        sliced[sizes] = frozenset(kind.tp for kind in kinds)
+        return [Measured(sizes, 1, 1, (1, 2), PASSES, passes_of(sizes), PASSES)]
+
     instead: dict[str, Callable[..., Any]] = {
         "measure_messages": lambda _, pairs, __: Messages(Link(latencies[tuple(pairs)], 1e9), 0.25),
         "measure_slowdown": lambda *_: (1.0, 1.25),
         "measure_all_reduces": lambda *_: (),
-        "measure_passes": lambda sizes, *_: [Measured(sizes, 1, 1, (1, 2), PASSES, passes_of(sizes), PASSES)],
+        "measure_passes": measure,
         "measure_optimizer": lambda optimizer, _: 2.0 if isinstance(optimizer, torch.optim.Adam) else 1.0,
         "measure_waking": lambda _: (),
         "build": lambda *_: torch.nn.Linear(1, 1),
@@ -329,3 +334,11 @@ def test_each_measurement_has_its_place_in_the_file(
     assert times == pytest.approx((2, 4), rel=1e-4)
     speed = 2 * 4 * found.multiply_adds_per_second / 1e9
     assert f"{found.name}, {speed:.1f} billion multiply-adds/s" in capsys.readouterr().out
+    assert {*sliced.values()} == {frozenset({1})}, "slices are not compiled"
+    run.settings = replace(settings, world_size=4, compile=False)
+    run.world_size, run.joined.places = 4, 4 * [Place("A")]
+    calibrate.calibrate(run)
+    found = read_machine(settings.machine_file)
+    links = found.inside, found.between, *found.inside_together
+    assert (found.hosts, [link.latency_seconds for link in links]) == (1, [0.75, 0.75, 2.75])
+    assert sliced[run.settings.sizes] == {1, 2, 3}, "of six heads, as far as there are ranks"
