@@ -213,7 +213,12 @@ def test_a_limit_on_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "told"), [("-f 0", "TMPDIR"), ("-f 1", "File too large"), ("-v 400000", "have 410 MB of address space, ")]
+    ("limit", "told"),
+    [
+        ("-f 0", "TMPDIR"),
+        ("-f 1", "File too large"),
+        ("-v 400000", "have 410 MB of address space, and a rank needs 750 MB; "),
+    ],
 )
 def test_a_limit_on_the_size_of_files_or_of_address_space_that_is_too_low_is_named(
     limit: str, told: str, tmp_path: Path
