@@ -61,7 +61,7 @@ class Reviews:
             texts = read_hub(HUB_REPOSITORY if data == "imdb" else data, split, samples, seed)
         self.ids = [torch.tensor([tokenizer.bos_id, *tokenizer.encode(text)][:seq_len]) for text, _ in texts]
         self.labels = torch.tensor([label for _, label in texts])
-        self._pad_id = max(tokenizer.pad_id, 0)
+        self._pad_id = tokenizer.pad_id
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -33,7 +33,7 @@ def train(out: Path, world_size: int, tp: int, *flags: str, deadline: float = 60
     """
     port = str(free_port())
 
-    def rank_work(rank: int) -> tuple[dict[str, Tensor], int]:
+    def rank_work(rank: int) -> tuple[dict[str, Tensor], int, float]:
         script = load("tp_tensor_parallel")
         built: list[nn.Module] = []
         build = script.Transformer
@@ -53,12 +53,14 @@ def train(out: Path, world_size: int, tp: int, *flags: str, deadline: float = 60
         batch = reviews.batch(torch.arange(len(reviews)))
         right = (net.eval()(batch.tokens, batch.is_padding).argmax(-1) == batch.labels).sum().item()
         current.close()
-        return gradients, right
+        return gradients, right, torch.rand(()).item()
 
     ended = run_ranks(world_size, rank_work, deadline=deadline)
+    drawn = [number for *_, number in ended]  # where dropout would draw next: alike in a group, not in another replica
+    assert drawn == [number for number in dict.fromkeys(drawn) for _ in range(tp)]
     said = [int(right) for right in SAYS_ACCURACY.findall((out / "rank0.log").read_text())]
-    assert [right for _, right in ended] == [said[-1]] * world_size
-    return losses(out), [gradients for gradients, _ in ended], said
+    assert [right for _, right, _ in ended] == [said[-1]] * world_size
+    return losses(out), [gradients for gradients, *_ in ended], said
 
 
 SGD = "--optimizer sgd --lr 0.1 --bsz 14 --samples 36".split()  # 14 rows and 9 to validate do not divide by 4
