@@ -125,12 +125,19 @@ def test_in_a_measurement_all_experts_have_equal_loads_which_leave_no_trace() ->
     record = balance.step()
     assert record["expert_loads"] == [loads] * 2, "without the pass before it was made"
     assert "dropped_rows" not in record, "without a capacity"
+    counted = "load", "dropped", "smallest_gap", "most_rows_bytes"
+    kept = [[float(torch.as_tensor(getattr(net, name)).sum()) for name in counted] for net in nets]
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), equal_loads(nets):
         nets[0](values(0)[:, 1:])  # a measurement that fails
     with equal_loads(nets):
         for net in nets:
             net(values(0))
             assert net.load.tolist() == [2 * TOKENS // EXPERTS] * EXPERTS
+            net.capacity = 0.5
+            net(torch.zeros(4 * TOKENS, DMODEL, dtype=torch.float64))
+            assert net.dropped == 4 * TOKENS
+            net.capacity = 0
+    assert [[float(torch.as_tensor(getattr(net, name)).sum()) for name in counted] for net in nets] == kept
     assert all(net(values(0)).equal(y) for net, y in zip(nets, before, strict=True))
     assert balance.step()["expert_loads"] == [loads] * 2, "without the pass of the measurement"
 
