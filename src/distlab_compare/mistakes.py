@@ -29,7 +29,7 @@ class Mistake:
 
 def differs(own: Tensor, right: Tensor, tolerance: float = TOLERANCE, floor: float = 1e-16) -> bool:
     """Return whether two tensors differ by more than a share of the norm of the right one, and by more than `floor`."""
-    return not float((own - right).norm()) <= max(tolerance * float(right.norm()), floor)  # true for NaN
+    return not (own - right).norm().item() <= max(tolerance * right.norm().item(), floor)  # true for NaN
 
 
 def fit(observed: Tensor, columns: Sequence[Tensor]) -> list[float] | None:

@@ -72,6 +72,7 @@ class Classifier(nn.Module):
         return self.layers(data).detach(), None
 
 
+@pytest.mark.filterwarnings("error")  # logits have gradients, of which torch would warn the student
 @pytest.mark.parametrize(
     ("change", "told"),
     [
