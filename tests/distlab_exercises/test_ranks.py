@@ -70,7 +70,7 @@ def misbehave(rank: int, submission: Submission) -> Facts:
 def test_ranks_end_with_what_they_have_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distlab_exercises.ranks.SECONDS_FOR_CONSEQUENCES", 0.2)  # after a death, others say where
     started = time.monotonic()
-    submission = Submission(Path(__file__), tmp_path, Patience(still=5, longest=1))
+    submission = Submission(Path(__file__), tmp_path, Patience(still=60, longest=1))
     reports = submission.run_ranks(3, misbehave)
     assert time.monotonic() - started < 20
     assert [report.state for report in reports][1:] == ["died", "ended"]

@@ -87,6 +87,8 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, alone: Path) ->
         port = str(taken.getsockname()[1])
         with pytest.raises(InputError, match=f"--port {port}: cannot listen there .*; give another one"):
             command([str(alone), "--serve", "--port", port])
+    with pytest.raises(InputError, match="--port 65536: a port is a number from 0 to 65535"):
+        command([str(alone), "--serve", "--port", "65536"])
 
 
 def test_a_script_element_holds_any_text() -> None:

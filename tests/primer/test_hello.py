@@ -50,6 +50,12 @@ def test_a_missing_or_wrong_rank_and_a_port_that_is_not_a_number_are_told(rank: 
     assert sentence in ended.err
 
 
+def test_one_rank_has_nobody_to_send_to() -> None:
+    ended = fork_launcher("hello", "--world-size", 1).finish()
+    assert ended.status == 2
+    assert "# --world-size 1: a rank cannot send to itself; give at least 2" in ended.out + ended.err
+
+
 def test_help_tells_what_the_program_shows() -> None:
     ended = fork_python(SCRIPT, "--help").finish()
     assert ended.status == 0

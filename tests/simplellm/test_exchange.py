@@ -264,7 +264,7 @@ def test_damaged_files(folder: Path) -> None:
     for damaged in (content[: len(content) // 2], content[:100], b"", b"\xff" * 200):
         weights.write_bytes(damaged)
         assert refusal(folder).startswith("DIR/model.safetensors: is not a complete safetensors file (")
-    for damaged in (config.read_bytes()[:50], b"\xff\xfe"):
+    for damaged in (config.read_bytes()[:50], b"\xff\xfe", b"[" * 100_000):
         config.write_bytes(damaged)
         assert refusal(folder).startswith("DIR/config.json: is not JSON (")
     config.write_text("[]")

@@ -190,7 +190,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
         "original_max_position_embeddings": 32,
     },
-    "wide heads": {"head_dim": 32},
+    "wide heads": {"head_dim": 24},
     "narrow heads": {"head_dim": 6, "num_key_value_heads": 1},
     "biases of attention": {"attention_bias": True},
     "biases of the MLP": {"mlp_bias": True},
