@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 from distlab.machine.processes import end_with_parent, leave
 
 
@@ -53,6 +55,9 @@ def _run(
     with suppress(OSError):
         os.setpgid(0, 0)
     end_with_parent(signal.SIGKILL, parent)
+    # A fork replaces torch's pool of threads when a thread first asks for it. If autograd's threads do so at the same
+    # time, one of them may find no pool, and end the process ("Invalid thread pool!"); so this thread asks first.
+    torch.set_num_threads(torch.get_num_threads())
     work(rank, pipes[rank][1])
     leave(0)
 

@@ -24,7 +24,7 @@ from distlab_compare.records import Recordings
 from distlab_exercises.catalogue import Trial
 from distlab_exercises.collectives import name_difference, whose
 from distlab_exercises.comparison import Comparison
-from distlab_exercises.forked import leaving_no_process
+from distlab_exercises.forked import forked, leaving_no_process
 from distlab_exercises.loading import settings_for
 from distlab_exercises.ranks import LAST_LINES, Facts, Patience, Report, Submission, free_port, raise_trouble
 from distlab_exercises.verdict import Wrong
@@ -84,6 +84,16 @@ def test_ranks_end_with_what_they_have_started(tmp_path: Path, monkeypatch: pyte
     assert second.startswith("rank 0 was in line ")
     child = int((tmp_path / "pid").read_text())
     assert wait_for(lambda: not alive(child), 5)
+
+
+def test_a_fork_replaces_the_pool_of_threads_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise autograd's threads replace it, and if two do so at the same time, torch may abort the process."""
+    replaced: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", replaced.append)
+    with forked(1, lambda _, pipe: pipe.send(replaced)) as pipes:
+        (pipe,) = pipes
+        assert pipe.recv() == [torch.get_num_threads()]
+    assert not replaced, "in the fork alone"
 
 
 def test_what_is_left_behind_ends_with_the_outer_of_two_contexts() -> None:
