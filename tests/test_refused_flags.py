@@ -33,7 +33,10 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --nnodes 3 --node-rank 0 --master-addr 10.0.0.1 --tell Once", "--tell on several machines: give --out"),
         (NODES(2) + " --max-restarts 1", "--max-restarts on several machines: give --out"),
         (NODES(2) + " --repair", "--repair on several machines: one launcher must see all ranks"),
-        ("sentiment --tell Once", "--tell: tp_tensor_parallel.py does not train a Llama, which could tell a story; leave --tell out"),
+        (
+            "sentiment --tell Once",
+            "--tell: tp_tensor_parallel.py does not train a Llama, which could tell a story; leave --tell out",
+        ),
         ("mlp-ddp --tell Once", "--tell: mlp_ddp.py does not train a Llama"),
         ("collectives --tell Once", "--tell: intro_collectives.py does not train a Llama"),
         ("mpi --tell Once", "--tell: mpi-test.py does not train a Llama"),

@@ -30,7 +30,6 @@ from distlab.show_schedule import plan_of
 from distlab_page.contents import NO_BUBBLE
 from distlab_planner.collective_model import CostModel, predict_collective
 from distlab_playground import classroom, command, drawing, playback, runs, schedules
-from distlab_playground.guesses import ask, missing
 from distlab_playground.lessons import Outcome, all_lessons
 from simplellm.errors import InputError
 
@@ -172,12 +171,6 @@ def test_a_playback_ends_with_the_last_place_and_begins_again() -> None:
     for control, value in ((playback.clock(3, moves.append), None), (playback.switch(3, moves.append), True)):
         control._on_change(value)
     assert [[move(place) for place in (1, 2, 3)] for move in moves] == [[2, 3, 3], [1, 2, 1]]
-
-
-def test_a_guess_is_an_answer_to_each_question() -> None:
-    assert missing(None) == missing({"guess": None}) == missing({"loss": 0, "bytes": None}) == "Give an answer first."
-    assert missing({"guess": 0}) is missing({"loss": 0, "student": ""}) is None
-    assert "Your guess, locked: " in ask("How many bytes?", None, lambda: 0, lambda _: None).text
 
 
 def test_the_bubbles_are_those_of_the_library_s_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
