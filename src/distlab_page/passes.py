@@ -123,20 +123,20 @@ def time_spent(run: Records) -> Json | None:
         which = "the steps after the last repair" if run.repairs else "all steps of the trace but the first"
         if len(run.trace.steps()) == 1:
             which = "the last step of the trace"
-        caption, source = f"Seconds in {which}, by rank", "trace.json"
+        caption = f"Seconds in {which}, by rank"
     elif run.ledger:
         rows = [_activities(account) for account in run.ledger]
-        caption, source = "Seconds in all steps, by rank", "ledger.json"
+        caption = "Seconds in all steps, by rank"
     elif run.metrics and "waited_seconds" in run.metrics[0]:
         counted = "seconds", "waited_seconds", "collective_seconds"
         rows = [_activities({name: sum(record[name] for record in run.metrics) for name in counted})]
-        caption, source = f"Seconds in all steps of {run.reporter} ({run.why_alone})", "metrics.jsonl"
+        caption = f"Seconds in all steps of {run.reporter} ({run.why_alone})"
     else:
         return None
     names = [run.trace.describe(rank) if run.trace else name_of(run, rank) for rank in range(len(rows))]
     shown = table(caption, ("rank", *head), ((name, *row) for name, row in zip(names, rows, strict=True)))
     factors = efficiency(run.trace) if run.trace else None
-    return {"ranks": names, "head": head, "rows": rows, "source": source, "table": shown, "factors": factors}
+    return {"ranks": names, "head": head, "rows": rows, "table": shown, "factors": factors}
 
 
 def _activities(record: Json) -> tuple[float, float, float]:
@@ -188,22 +188,14 @@ def efficiency(trace: Trace) -> Json | None:
     most = max(by_rank)
     if not (most and ideal and taken):
         return None
-    factors = {
-        "load balance": statistics.fmean(by_rank) / most,
-        "serialization": most / ideal,
-        "transfer": ideal / taken,
-        "all three: efficiency": statistics.fmean(by_rank) / taken,
-    }
-    means = {
-        "load balance": "mean computing time of the ranks / that of the busiest",
-        "serialization": "computing time of the busiest / time of the steps with free messages",
-        "transfer": "time of the steps with free messages / time that they took",
-        "all three: efficiency": "mean computing time of the ranks / time that the steps took",
-    }
-    seconds = {"mean": statistics.fmean(by_rank), "busiest": most, "free messages": ideal, "taken": taken}
-    rows = [(name, factor, means[name]) for name, factor in factors.items()]
-    shown = table("Factors of efficiency", ("factor", "share", "computed as"), rows, ["share"])
-    return {"seconds": seconds, "table": shown}
+    mean = statistics.fmean(by_rank)
+    rows = (
+        ("load balance", mean / most, "mean computing time of the ranks / that of the busiest"),
+        ("serialization", most / ideal, "computing time of the busiest / time of the steps with free messages"),
+        ("transfer", ideal / taken, "time of the steps with free messages / time that they took"),
+        ("all three: efficiency", mean / taken, "mean computing time of the ranks / time that the steps took"),
+    )
+    return table("Factors of efficiency", ("factor", "share", "computed as"), rows, ["share"])
 
 
 def _ideal_seconds(trace: Trace, steps: Sequence[Sequence[Event]]) -> float:

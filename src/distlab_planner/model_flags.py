@@ -51,7 +51,8 @@ class ModelFlags:
         """Raise `InputError` for values that no model can have, or that the planner does not know."""
         require_positive(self, *"dmodel num_heads num_kv_heads hidden_dim vocab_size".split())
         check_heads(self.dmodel, self.num_heads, self.num_kv_heads)
-        check_mixture(self.experts, self.experts_per_token if self.experts else 1)
+        if self.experts:
+            check_mixture(self.experts, self.experts_per_token)
         require_experts(self.experts, ("--qk-norm", self.qk_norm), ("--shared-expert", self.shared_expert))
         require(not (self.compile and self.experts), f"--compile with --experts {self.experts}: {WHOLE_BLOCKS}")
         require(self.seq_len > 1, f"--seq-len {self.seq_len}: predicting the next token needs at least 2")

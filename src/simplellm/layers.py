@@ -35,13 +35,7 @@ class Linear(nn.Linear):
 
     def _product(self, x: Tensor) -> Tensor:
         weight, later = self.weight, current()
-        if (
-            later is not None
-            and torch.is_grad_enabled()
-            and x.requires_grad
-            and weight.requires_grad
-            and weight.is_leaf
-        ):
+        if later is not None and x.requires_grad and weight.requires_grad and weight.is_leaf:
             return _Linear.apply(x, weight.detach(), functools.partial(later.add, weight, weight_gradient))
         return _Linear.apply(x, weight, None) if x.dtype == torch.bfloat16 else F.linear(x, weight)
 

@@ -159,6 +159,8 @@ class LLamaPart(nn.Module):
         self.options |= {name: value for name, value in unusual.items() if value}
         mixture = None
         if experts:
+            from simplellm.experts import MixtureOfExperts
+
             check_mixture(experts, experts_per_token)
             mixture = Mixture(experts, experts_per_token, shared_expert, router_scores, own_experts)
             self.options |= mixture.options
@@ -173,7 +175,7 @@ class LLamaPart(nn.Module):
 
         def block() -> Block:
             attention = Attention(dmodel, num_heads, num_kv_heads, self.head_dim, attention_bias, of_heads)
-            mlp = _experts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
+            mlp = MixtureOfExperts(dmodel, hidden_dim, mixture) if mixture else MLP(dmodel, hidden_dim, mlp_bias)
             return Block(attention, mlp, partial(norm_of, dmodel))
 
         with torch.device("meta") if without_weights else device:
@@ -314,12 +316,6 @@ PartT = TypeVar("PartT", bound=LLamaPart)
 def LLama(model_class: type[PartT], vocab_size: int, **options: Any) -> PartT:
     """Build `model_class`, e.g. ``LLama(CausalLLama, tokenizer.vocab_size, dmodel=288)``; options as in `LLamaPart`."""
     return model_class(vocab_size, **options)
-
-
-def _experts(dmodel: int, hidden_dim: int, mixture: Mixture) -> nn.Module:
-    from simplellm.experts import MixtureOfExperts
-
-    return MixtureOfExperts(dmodel, hidden_dim, mixture)
 
 
 def _check_vocabulary(vocab_size: int, padding_idx: int | None) -> None:

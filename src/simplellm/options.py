@@ -30,7 +30,7 @@ def check_mixture(experts: int, experts_per_token: int) -> None:
     """Raise `InputError` unless each token can have different experts."""
     if experts < 0:
         raise InputError(f"experts {experts}: give 0 for none, or how many each block has", "experts")
-    if not 1 <= experts_per_token <= max(1, experts):
+    if not 1 <= experts_per_token <= experts:
         sentence = (
             f"experts_per_token {experts_per_token}: there are {experts} experts; give a number from 1 to {experts}"
         )

@@ -134,7 +134,7 @@ class TokenChunks:
             self._documents, ahead = self._source.read(document), 0
         text = next(islice(self._documents, ahead, None), None)
         if text is None:
-            self._documents, self._document = None, -1
+            self._documents = None
         else:
             self._document, self._text = document, text
         return text

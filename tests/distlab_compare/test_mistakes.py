@@ -1,16 +1,15 @@
 """The names of the mistakes in gradients, weights and losses, by the coefficients of their parts."""
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from support.written_records import SHAPE, record
+from support.written_records import SHAPE, configure, record
 
 from distlab_compare.command import Request, compare
-from distlab_compare.mistakes import name_loss, name_ratios, name_weights
+from distlab_compare.mistakes import name_gradient, name_loss, name_ratios, name_weights
 
 pytestmark = pytest.mark.quick
 
@@ -59,6 +58,9 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     mixed = name_ratios([[1, 2], [3, 4], [0, 6]], 0)
     told = "rank 1's micro-batch 1 4 times, rank 2's micro-batch 0 not at all, rank 2's micro-batch 1 6 times"
     assert (mixed.name, mixed.sentence.endswith(told)) == ("other-weights", True)
+    share, other = torch.eye(2)
+    for made_of, words in (([[share], [share]], "2 ranks"), ([[share, share]], "micro-batches")):
+        assert f"no combination of the {words}' gradients" in name_gradient(other, made_of, None, 0).sentence
     before, *shares = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     without_last, mean = (shares[0] + shares[1]) / 3, torch.stack(shares).mean(0)
     for observed, name, told in (
@@ -93,8 +95,7 @@ def test_factors_are_told_with_their_digits_and_not_taken_for_others(
     micro_batches = 64
     for name, scale in (("own", factor), ("right", 1.0)):
         record(tmp_path / name, 0, {"gradient.weight": scale * torch.ones(SHAPE)})
-        config = {"settings": {"micro_batches": micro_batches}, "layout": {}, "world_size": 1}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        configure(tmp_path / name, settings={"micro_batches": micro_batches})
     assert compare(Request(tmp_path / "own", tmp_path / "right")) == 1
     shown = capsys.readouterr().out
     assert f" is {told} what it should be (factor {factor:g})" in shown, shown

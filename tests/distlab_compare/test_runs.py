@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.processes import LAB
-from support.written_records import ONE_PROCESS, SHAPE, record
+from support.written_records import ONE_PROCESS, SHAPE, configure, record
 from torch import Tensor
 
 from distlab.checkpoints.saving import save
@@ -81,16 +81,14 @@ def test_one_process_resumes_what_the_run_has_resumed_with_a_micro_batch_for_eac
 ) -> None:
     settings: dict[str, Any] = {"dp": 2, "pp": 3, "batch_size": 6, "micro_batches": 3}
     settings |= {"n_layers": 4, "lr": 8e-4, "seed": 7, "device": "cpu"}
-    config = {"settings": settings, "layout": {"dp": 2, "pp": 3}, "world_size": 6, "data": "sample"}
-    config |= {"script": str(LAB / "hybrid/intro_hybrid.py"), "resume": "runs/before"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    layout, config = {"dp": 2, "pp": 3}, {"script": str(LAB / "hybrid/intro_hybrid.py"), "resume": "runs/before"}
+    configure(tmp_path, layout, settings, data="sample", **config)
     script, *flags = one_process_flags(RecordedRun(tmp_path), None)
     assert script == str(LAB / "primer/intro.py")
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     wanted = {"--batch-size": "12", "--micro-batches": "6", "--n-layers": "4", "--seed": "7"}
     assert given == {**wanted, "--resume": "runs/before", "--data": "sample", "--device": "cpu"}
-    config["settings"] = settings | {"experts": 4, "betas": [0.8, 0.95]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    configure(tmp_path, layout, settings | {"experts": 4, "betas": [0.8, 0.95]}, data="sample", **config)
     script, *flags = one_process_flags(RecordedRun(tmp_path), None)
     assert script == str(LAB / "hybrid/intro_5d.py")
     assert "--experts 4" in " ".join(flags)
@@ -103,8 +101,8 @@ def test_one_process_records_the_steps_whose_gradients_the_run_has_recorded(
     for step in (3, 4, 5):  # the last one has the weights after the others
         tensors = {"gradient.weight": torch.ones(SHAPE)} if step < 5 else {}
         record(tmp_path / "run", 0, {**tensors, "weights.weight": torch.ones(SHAPE)}, step=step)
-    config = {"settings": {}, "layout": {}, "world_size": 1, "script": str(LAB / "primer/intro.py")}
-    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    script = str(LAB / "primer/intro.py")
+    configure(tmp_path / "run", script=script)
     shutil.copytree(tmp_path / "run", tmp_path / "same")
 
     given, until = dict[str, str](), list[str]()
@@ -123,7 +121,7 @@ def test_one_process_records_the_steps_whose_gradients_the_run_has_recorded(
         shutil.rmtree(folder)
         for step in (2, 4, 6, 8):
             save(folder, {"weight": torch.ones(SHAPE)}, {**ABOUT, "step": step}, None, keep=4)
-        (folder / "config.json").write_text(json.dumps(config | {"settings": {"save_every": 2}}))
+        configure(folder, settings={"save_every": 2}, script=script)
     assert compare(Request(tmp_path / "run", with_one_process=True)) == 0
     assert (given["--save-every"], until[1]) == ("2", "8")
     assert int(given["--keep"]) >= 4, "all that are compared"
@@ -136,10 +134,10 @@ def test_one_process_records_the_steps_whose_gradients_the_run_has_recorded(
     told = r"intro\.py does not run as one process: rank 0 failed: no memory; give another --script$"
     with pytest.raises(InputError, match=told):
         compare(Request(tmp_path / "run", with_one_process=True))
-    (tmp_path / "run/config.json").write_text(json.dumps(config | {"script": "gone.py", "settings": {"save_every": 2}}))
+    configure(tmp_path / "run", settings={"save_every": 2}, script="gone.py")
     with pytest.raises(InputError, match=r"its script gone\.py is not there; give --script$"):
         compare(Request(tmp_path / "run", with_one_process=True))
-    (tmp_path / "run/config.json").write_text(json.dumps(config | {"settings": {"lr": None}}))
+    configure(tmp_path / "run", settings={"lr": None}, script=script)
     with pytest.raises(InputError, match=r"run/config\.json: its setting lr is null, and must be a number$"):
         compare(Request(tmp_path / "run", with_one_process=True))
 
@@ -161,8 +159,7 @@ DEFAULTS = OwnSettings()
 def test_one_process_has_the_settings_of_a_script_s_own(tmp_path: Path) -> None:
     (script := tmp_path / "own.py").write_text(OWN_SCRIPT)
     settings = {"has_bias": False, "is_wide": True, "width": 16, "batch_size": 2}
-    config = {"settings": settings, "layout": {}, "world_size": 1, "script": str(script)}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    configure(tmp_path, settings=settings, script=str(script))
     flags = " ".join(one_process_flags(RecordedRun(tmp_path), script)[1:])
     assert all(f"{flag} --" in f"{flags} --" for flag in ("--no-has-bias", "--is-wide", "--width 16")), flags
 
@@ -186,8 +183,7 @@ def test_trainings_that_should_not_be_equal_are_not_compared(
 ) -> None:
     for name, settings in (("own", own), ("others", others)):
         record(tmp_path / name, 0, {"gradient.weight": torch.ones(SHAPE)})
-        config = {"settings": {"data": "x.txt", **settings}, "layout": {}, "world_size": 1, **settings}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        configure(tmp_path / name, **{"settings": {"data": "x.txt", **settings}, "world_size": 1, **settings})
     request = Request(tmp_path / "own", tmp_path / "others")
     with pytest.raises(InputError, match=f"are different trainings: {told}") if told else contextlib.nullcontext():
         assert compare(request) == 0
@@ -197,7 +193,7 @@ def test_a_parameter_that_only_one_model_has_is_told_whichever_counts_as_right(t
     for name, more in (("small", []), ("large", ["weights.bias"])):
         kinds = ["gradient.weight", "weights.weight", *more]
         record(tmp_path / name, 0, dict.fromkeys(kinds, torch.ones(SHAPE)))
-        (tmp_path / name / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+        configure(tmp_path / name)
     for own, right in itertools.permutations((tmp_path / "small", tmp_path / "large")):
         with pytest.raises(InputError, match=r"have different models: only .*/large has bias"):
             compare(Request(own, right))
@@ -213,7 +209,7 @@ def test_another_shape_is_told(tmp_path: Path) -> None:
     told = "before step 0: the weights weight on rank 0 is (3,), and should be (4, 2)"
     assert compared(tmp_path).sentences == [told]
     for name in ("run", "one"):
-        (tmp_path / name / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+        configure(tmp_path / name)
     with pytest.raises(InputError, match=r"have different models: weight is \[3\] and \[4, 2\]"):
         compare(Request(tmp_path / "run", tmp_path / "one"))
 
@@ -268,6 +264,7 @@ START, OTHER = torch.ones(SHAPE), torch.arange(8.0).view(SHAPE)
         (START, OTHER, 1.00005, "after {}: the weights weight on rank 0 differ ("),
         (3 * START, OTHER, 2.0, "before {}: the weights weight on rank 0 are 3 times what they should be ("),
         (OTHER, OTHER, 2.0, "before {}: the weights weight on rank 0 differ ("),  # and all else follows from it
+        (START, torch.nan * START, 1.0, "after {}: the weights weight on rank 0 are not finite"),
         (START, OTHER, 2.0, "{}: the loss differs: "),
     ],
 )
@@ -306,6 +303,11 @@ def test_a_certain_mistake_is_told_without_what_may_follow_from_it() -> None:
     for names in itertools.combinations(("part", "summed", "other", "imprecise"), 2):  # the clearest first
         found = [Difference(0, rank, "weight", Mistake(name, name)) for rank, name in enumerate(reversed(names))]
         assert tell("", found, "rank {}".format, [["weight"]] * 2)[0].endswith(names[0])
+    found = [
+        Difference(0, rank, "weight", Mistake(name, name)) for rank, name in enumerate(("a", "b", "b", "c", "c", "c"))
+    ]
+    told = tell("", found, "rank {}".format, [["weight"]] * 6)
+    assert [sentence[-1] for sentence in told] == ["c", "b"], "the two most frequent ones"
 
 
 def test_ranks_of_the_right_run_that_part_among_each_other_are_told(
@@ -314,8 +316,7 @@ def test_ranks_of_the_right_run_that_part_among_each_other_are_told(
     for name, factors in (("own", (1, 1)), ("right", (1, 2))):
         for rank, factor in enumerate(factors):
             record(tmp_path / name, rank, {"gradient.weight": factor * torch.ones(SHAPE)})
-        config = {"settings": {}, "layout": {"dp": 2}, "world_size": 2}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        configure(tmp_path / name, {"dp": 2})
     assert compare(Request(tmp_path / "own", tmp_path / "right")) == 1
     told = f"the ranks of {tmp_path / 'right'}, which counts as right, part among each other:"
     assert told in capsys.readouterr().out
@@ -327,7 +328,7 @@ def test_runs_that_have_no_step_in_common_are_told(tmp_path: Path) -> None:
         record(tmp_path / f"recorded-{name}", 0, {"gradient.weight": torch.ones(SHAPE)}, step=step)
         save(tmp_path / f"saved-{name}", dict(tensors), {**ABOUT, "step": step}, None, keep=1)
     for folder in tmp_path.iterdir():
-        (folder / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+        configure(folder)
     for own, right, told in (
         ("recorded-a", "recorded-b", "has recorded step 2, .*recorded-b step 4: there is no step that both have"),
         ("saved-a", "saved-b", r"no two checkpoints are of the same step \(.*saved-a step 2, .*saved-b step 4\)"),
@@ -358,7 +359,7 @@ def test_elements_that_no_rank_has_recorded_are_told(tmp_path: Path) -> None:
 
 
 def test_metrics_end_with_the_last_complete_line_and_others_are_told(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"settings": {}, "layout": {}, "world_size": 1}')
+    configure(tmp_path)
     lines = '{"step": 0, "loss": 2.5}\n{"step": 1, "loss": null}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo'
     (tmp_path / "metrics.jsonl").write_text(lines)
     assert RecordedRun(tmp_path).losses == {0: 2.5, 2: 1.5}

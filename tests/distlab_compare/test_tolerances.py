@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.written_records import ONE_PROCESS, SHAPE, record
+from support.written_records import ONE_PROCESS, SHAPE, configure, record
 
 from distlab_compare.command import Request, compare
 from distlab_compare.records import Recordings
@@ -48,8 +48,7 @@ def test_a_run_beside_one_in_bfloat16_has_its_tolerance(tmp_path: Path, capsys: 
     for run, factor in ((plain, 1.0), (rounded, 1.01), (other, 1.01)):
         values = {"first": factor, "middle": 1e-6 * (1.005 - factor), "last": 1.0}  # the second one is rounding
         record(run, 0, {f"gradient.{name}": torch.full(SHAPE, value) for name, value in values.items()})
-        config = {"settings": {"dtype": run.name}, "layout": {}, "world_size": 1}
-        (run / "config.json").write_text(json.dumps(config))
+        configure(run, settings={"dtype": run.name})
         (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": factor}) + "\n")
     for own, right in ((plain, rounded), (rounded, plain), (other, plain)):
         assert compare(Request(own, right)) == 0
@@ -72,10 +71,9 @@ def test_with_adam_or_in_bfloat16_rounding_is_larger_after_the_first_update_and_
     assert Pair(second, one, tolerance=1e-4).first_divergence() is not None
     assert Pair(second, one, tolerance=4e-4).first_divergence() is None, "a tolerance larger than that of float32"
     assert Pair(first, one, tolerance=4e-4).first_divergence() is not None
-    for optimizer, status in (("adam", 0), ("adamw", 0), ("sgd", 1)):
+    for optimizer, status in (("adam", 0), ("adamw", 0), ("sgd", 1), (None, 1)):
         for name in ("run1", "one"):
-            config = {"settings": {"optimizer": optimizer}, "layout": {}, "world_size": 1}
-            (tmp_path / name / "config.json").write_text(json.dumps(config))
+            configure(tmp_path / name, settings={"optimizer": optimizer} if optimizer else {})
         assert compare(Request(tmp_path / "run1", tmp_path / "one")) == status
         told = "difference: 0.0005 (tolerance 0.0001; 0.001 for gradients and weights" in capsys.readouterr().out
         assert told == (status == 0), "a difference above the first tolerance, in runs that are equal"
@@ -87,8 +85,7 @@ def test_with_adam_the_weights_after_the_only_step_have_the_larger_tolerance(
     for name, after in (("run", 1 + 5e-4), ("one", 1.0)):
         record(tmp_path / name, 0, {"gradient.weight": torch.ones(SHAPE)}, step=0)
         record(tmp_path / name, 0, {"weights.weight": torch.full(SHAPE, after)}, step=1)
-        config = {"settings": {"optimizer": "adam"}, "layout": {}, "world_size": 1}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        configure(tmp_path / name, settings={"optimizer": "adam"})
     assert compare(Request(tmp_path / "run", tmp_path / "one")) == 0
     assert "difference: 0.0005 (tolerance 0.0001; 0.001 for gradients and weights" in capsys.readouterr().out
 

@@ -62,6 +62,15 @@ def test_arrows_have_the_colors_and_directions_of_their_messages(drawn: list[Any
         colors[name] for name in ("activations and their gradients", "gradients of weights, averaged")
     )
     assert sorted(ways) == sorted([(activations, True)] * 4 + [(gradients, False)] * 3)
+    for axes in (drawn[0].axes[0], drawn[1].axes[0]):
+        for (x, y), (to_x, to_y), _ in arrows(axes):
+            middle = (x + to_x) / 2, (y + to_y) / 2
+            over = [
+                low
+                for low, wide, high, _ in boxes(axes)
+                if 0 < middle[0] - low[0] < wide and 0 < middle[1] - low[1] < high
+            ]
+            assert not over, "arrows are between the boxes"
 
 
 def test_f_and_g_have_the_colors_of_their_words(drawn: list[Any]) -> None:
@@ -135,6 +144,7 @@ def test_a_replica_holds_its_own_part_of_what_is_sharded(drawn: list[Any]) -> No
     rows = (lacks[first : first + len(lacks) // 4] for first in range(0, len(lacks), len(lacks) // 4))
     assert [sum(row) for row in rows] == [0, 2, 4, 6]
     texts = {text.get_text(): text.get_position() for text in drawn[0].axes[0].texts}
+    assert {"W", "G", "O"} <= texts.keys(), "weights, gradients, optimizer state"
     lows = [part.get_xy() for part in drawn[0].axes[0].patches]
     assert texts["rank 0"] == (min(x for x, _ in lows), pytest.approx(max(y for _, y in lows) + 0.4, abs=0.4)), "above"
     assert texts["rank 1"][0] > max(x for x, _ in lows[: len(lows) // 8]), "beside"

@@ -283,12 +283,18 @@ def test_steps_of_a_ring_are_side_by_side_and_the_busiest_rank_is_relative_to_th
     tmp_path: Path, drawn: list[Any]
 ) -> None:
     steps = [Event(PART, f"ring step {n}{way}", n / 4, n / 4 + 0.125) for n in range(3) for way in ("", ", backward")]
-    ranks = [RankTrace([Event(STEP, "step 0", 0.0, 1.0), *own]) for own in (steps, steps[:1])]
-    write_chrome(Trace(ranks, {"cp": 2}), tmp_path / "trace.json")
+    ranks = [RankTrace([Event(STEP, "step 0", 0.0, 1.0), *own]) for own in (steps, steps[:1], steps[:1])]
+    write_chrome(Trace(ranks, {"cp": 3}), tmp_path / "trace.json")
     figures.ring_steps(tmp_path / "a.png", [f"run={tmp_path / 'trace.json'}"])
     axes = drawn[0].axes[0]
-    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 250), (250, 250), (500, 250), (0, 125)]
-    assert "busiest rank 1.71 " in axes.get_title()
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [
+        (0, 250),
+        (250, 250),
+        (500, 250),
+        (0, 125),
+        (0, 125),
+    ]
+    assert "busiest rank 2.25 " in axes.get_title()
 
 
 def test_the_load_of_an_expert_is_relative_to_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
@@ -331,6 +337,9 @@ def test_the_bytes_per_weight_are_those_of_all_weights(tmp_path: Path, drawn: li
     for number, shard in enumerate(("optimizer", "gradients"), 1):  # of the same bytes: it holds all of the weights
         figures.sharding(tmp_path / "a.png", [f"{shard}-2={tmp_path}"])
         assert [points for points in curves(drawn[number]) if points[0] == [2]] == [([2], [16.0]), ([2], [24.0])]
+    holdings(tmp_path / "a.png", [str(tmp_path)])
+    names = [text.get_text() for text in drawn[-1].legends[0].get_texts()]
+    assert names == [kind for kind in MEMORY_KINDS if kind != "copy to undo"], "activations too, of which it has none"
     theory = {name.partition(":")[0]: line for name, line in by_name(drawn[0]).items()}
     for name, of_four in {"optimizer": 10, "gradients": 7, "weights": 4}.items():
         ranks, each = theory[name].get_data()

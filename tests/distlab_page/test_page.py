@@ -40,7 +40,7 @@ def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: 
     assert (facts["command"], facts["data"], facts["backend"]) == (own["command"], own["data_because"], own["backend"])
     assert facts["software"] == f"python {own['machine']['python']}, torch {own['machine']['torch']}"
     machine = facts["machine"].split(", ")
-    assert f"{own['machine']['cores']} cores" in machine
+    assert [part for part in machine if "cores" in part] == [f"{own['machine']['cores']} cores"]
     assert own["machine"]["torch"] not in machine
     colors = [kind["color"] for kind in page["timeline"]["kinds"]]
     assert len({*colors}) == len(colors) > 2, "of the passes, and of waits"
@@ -52,6 +52,9 @@ def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: 
         assert shown == pytest.approx(numbers(getattr(expected, panel)()), rel=1e-6, abs=0.0011), panel
 
     sent, shown = expected.ledger(), page.pop("ledger")
+    most = {row[0]: row[3] for row in sorted(shown["table"]["rows"], key=lambda row: row[3])}
+    of_kinds = [*dict.fromkeys(row[0] for row in shown["table"]["rows"])]
+    assert of_kinds == sorted(most, key=lambda kind: (-most[kind], kind)), "those with the most bytes first"
     rows = {(int(rank), row[0]): tuple(row[2:6]) for row in shown["table"]["rows"] for rank in row[1].split(", ")}
     assert rows.keys() == sent["rows"].keys()
     for key, (messages, size, each, formula) in rows.items():
@@ -78,7 +81,8 @@ def test_each_number_of_a_hybrid_is_computed_from_a_record(hybrid: Path, alone: 
     beside = [[of[kind][rank] for of in pair] for rank in expected.ranks for kind in pair[0]]
     assert [row[2:] for row in shown["table"]["rows"]] == beside
 
-    rows = page.pop("schedules")["table"]["rows"]
+    rows = (shown := page.pop("schedules"))["table"]["rows"]
+    assert shown["none"] == [row[0] for row in rows if row[5] < 0.02] != []
     for name, bubble, seconds, kept, bubble_of_6, bubble_in_steps in rows:
         of_own, of_6, in_steps = (of_schedule(name, 3, *one) for one in ((3, 1), (6, 1), (6, 10)))
         assert (bubble, seconds, kept) == pytest.approx(of_own or (None, None, None)), name
@@ -203,6 +207,8 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     assert [row[3] for row in page["prediction"]["table"]["rows"]] == [
         pytest.approx(planned - taken) for _, planned, taken in page["prediction"]["parts"]
     ]
+    early = contents(replace(further, metrics=further.metrics[:2]))["prediction"]
+    assert early["table"]["caption"].endswith("mean of 2 steps"), "there are no later ones"
     assert (page["experts"]["steps"], page["experts"]["loads"][9]) == ([*range(1, STEPS + 1)], 1 + 9 / 64)
     assert page["ring"]["rows"] == [[0.25, 0.25], [0.125, 0.0]]
     sends = [Event(STEP, "step 0", 0.0, 4.0), Event(COMPUTE, "pass", 0.0, 2.0)]
@@ -215,14 +221,15 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     ranks = [RankTrace([*steps, Event(WAIT, "gradients", n + 0.25, n + 0.75)]) for n in (1, 2)]  # each in another step
     factors = efficiency(Trace(ranks, {"dp": 2}))
     assert factors is not None
-    assert [share for _, share, _ in factors["table"]["rows"]] == [1, 0.75, 1, 0.75], "one computes all the time"
+    assert [share for _, share, _ in factors["rows"]] == [1, 0.75, 1, 0.75], "one computes all the time"
 
 
 def test_a_timeline_of_many_bars_shows_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distlab_page.passes.MOST_BARS", 7)
-    rank = RankTrace([Event(STEP, f"step {n}", 10 * n, 11 * n + 1.0) for n in range(10)])
+    lengths = dict(enumerate(range(1, 11))) | {9: 3}
+    rank = RankTrace([Event(STEP, f"step {n}", 20 * n, 20.0 * n + length) for n, length in lengths.items()])
     page = timeline(Trace([rank, rank], {"dp": 2}))
-    assert (page["typical"], page["slowest"]) == (1, 2), "of those that are shown"
+    assert (page["typical"], page["slowest"]) == (2, 1), "of those that are shown, with 2, 6 and 3 s"
     assert ([step["label"] for step in page["steps"]], page["of_steps"]) == (["step 1", "step 5", "step 9"], 9)
 
 
@@ -237,7 +244,7 @@ def test_a_wait_within_a_pass_is_no_time_of_free_messages() -> None:
     assert [row[3] for row in rows] == pytest.approx([0.6, 0.6, 0.4, 0.4]), "the bubbles of neighboring replicas"
     factors = efficiency(Trace(ranks, {"pp": 2}, programs))
     assert factors is not None
-    assert factors["seconds"] == {"mean": 2, "busiest": 2, "free messages": 4, "taken": 5}
+    assert [share for _, share, _ in factors["rows"]] == [2 / 2, 2 / 4, 4 / 5, 2 / 5]
     assert efficiency(Trace([RankTrace([step, Event(WAIT, "a sum", 0.0, 5.0)])], {"dp": 1})) is None, (
         "it computed nothing"
     )

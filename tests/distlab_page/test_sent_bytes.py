@@ -173,6 +173,8 @@ def test_a_run_sends_and_holds_the_bytes_of_the_formulas(which: str, tmp_path: P
             assert computed(words) == pytest.approx(formula, rel=1e-3, abs=1), words
         pairs = page["ledger"]["pairs"]["rows"] if kinds else []
         assert all(formula is not None for *_, kind, _, formula in pairs if kind == "activations"), "of each receiver"
+        assert all(formula is None or size == pytest.approx(formula, rel=0.03) for *_, size, formula in pairs)
+        assert "activations without recomputation" not in page["memory"]["bars"], "they were not held"
         assert (page["memory"]["plan"] is None) == any(flag in command for flag in NOT_PLANNED)
         for kind, planned in (page["memory"]["plan"] or {}).items():
             off = 0.011 if kind == "activations" and "--cp" not in command else 1e-3

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.small_models import enliven
-from torch import Tensor
+from torch import Tensor, nn
 
 from simplellm.compiled import applied
-from simplellm.compiler import Compiler, key_of, parts_of_model
+from simplellm.compiler import Compiler, can_compile, key_of, parts_of_model
 from simplellm.errors import InputError
 from simplellm.layers import MLP
 from simplellm.llama import CausalLLama, LLama
@@ -102,3 +102,15 @@ def test_the_plain_form_that_layers_have_inside_of_a_program_computes_the_same(m
         loss = causalLLMLoss(model(ids), ids, 9)
         results.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
     torch.testing.assert_close(*results)
+
+
+def test_a_part_that_calls_hooks_is_not_compiled() -> None:
+    """As those of collectives; the hooks of the module whose method it is are called outside of the part."""
+    for register in (nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook):
+        mlp = MLP(4, 6)
+        register(mlp, lambda *_: None)
+        assert can_compile(MLP.compute, mlp)
+        register(mlp.up_proj, lambda *_: None)
+        assert not can_compile(MLP.compute, mlp)
+    (mlp := MLP(4, 6)).up_proj.weight.register_hook(lambda gradient: gradient)
+    assert not can_compile(MLP.compute, mlp)

@@ -367,10 +367,10 @@ def test_a_cache_holds_no_more_than_the_context() -> None:
         ({"experts": -1}, "experts -1: give 0 for none, or how many each block has"),
         *(
             (
-                {"experts": 4, "experts_per_token": chosen},
-                f"experts_per_token {chosen}: there are 4 experts; give a number from 1 to 4",
+                {"experts": experts, "experts_per_token": chosen},
+                f"experts_per_token {chosen}: there are {experts} experts; give a number from 1 to {experts}",
             )
-            for chosen in (0, 5)
+            for experts, chosen in ((4, 0), (4, 5), (1, 2))
         ),
         ({"n_layers": -1}, "n_layers -1 is too small: it must be at least 0"),
         ({"n_layers": 0}, "n_layers 0 leaves no model: it must be at least 1"),

@@ -116,11 +116,12 @@ def test_json_lines_may_be_blank_and_texts_empty(tmp_path: Path) -> None:
     assert list(documents(path)) == ["a", "", "é"]
 
 
-def test_validation_documents_without_text(tmp_path: Path) -> None:
+def test_validation_documents_without_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_documents(tmp_path / "stories.jsonl", ["One."] * 19 + [""])
     assert next(documents(path)) == "One."
-    with pytest.raises(InputError, match="every validation document is blank; give a file"):
-        documents(path, "validation")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(InputError, match=f"^data {path}: every validation document is blank; give a file"):
+        documents(Path("~/stories.jsonl"), "validation")
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

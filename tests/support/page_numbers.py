@@ -299,10 +299,7 @@ class Expected:
         return {
             "rows": rows,
             "table": {"rows": [("", *row) for row in rows]},
-            "factors": {
-                "seconds": {"mean": mean, "busiest": busiest, "free messages": free, "taken": taken},
-                "table": {"rows": [("", share) for share in shares]},
-            },
+            "factors": {"rows": [("", share) for share in shares]},
         }
 
 

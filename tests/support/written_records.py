@@ -1,6 +1,8 @@
 """Records of runs, of tensors that are written by hand."""
 
 import json
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,12 @@ from distlab.run.recording import file_of
 
 ONE_PROCESS: dict[str, Any] = {"layout": {}}  # what a run of one process has at least in config.json
 SHAPE = 4, 2  # of a tensor; two ranks hold two rows each
+
+
+def configure(run: Path, layout: Mapping[str, int] = {}, settings: Mapping[str, Any] = {}, **more: Any) -> None:
+    """Write a run's config.json."""
+    config = {"settings": settings, "layout": layout, "world_size": prod(layout.values()), **more}
+    (run / "config.json").write_text(json.dumps(config))
 
 
 def record(
