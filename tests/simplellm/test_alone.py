@@ -9,7 +9,7 @@ import pytest
 
 from simplellm.command_line import read
 from simplellm.errors import InputError, require_text
-from simplellm.exit_status import TOO_MANY_PROCESSES, about_system, status_of
+from simplellm.exit_status import TOO_MANY_PROCESSES, about_system, lost_reader, status_of
 from simplellm.options import check_heads
 from simplellm.sources import open_source
 
@@ -88,3 +88,18 @@ def of_file(number: int, file: str | None = "f") -> OSError:
 )
 def test_errors_of_the_system_are_told_with_a_remedy(error: Exception, sentence: str | None) -> None:
     assert about_system(error) == sentence
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_reader_of_either_output_that_has_exited_is_no_error(stream: int) -> None:
+    kept, (read_end, write_end) = os.dup(stream), os.pipe()
+    os.close(read_end)
+    os.dup2(write_end, stream)
+    try:
+        has_exited = lost_reader(BrokenPipeError())
+    finally:
+        os.dup2(kept, stream)
+        os.close(kept)
+        os.close(write_end)
+    assert has_exited
+    assert not lost_reader(BrokenPipeError()), "that of another pipe"

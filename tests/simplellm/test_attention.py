@@ -1,9 +1,12 @@
 """Attention within documents, and to blocks of keys: the kernels and the formulas give the same."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from simplellm import mixed_precision
 from simplellm.attention import attend_to_earlier
 from simplellm.attention_blocks import (
     LARGEST_IN_FLOAT32,
@@ -22,14 +25,24 @@ END = 7
 
 
 @pytest.mark.parametrize("end", [0, END])
-def test_documents_in_one_sequence_are_computed_as_if_each_were_alone(end: int) -> None:
+def test_documents_in_one_sequence_are_computed_as_if_each_were_alone(
+    end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A document ends with its end token, which attends to the document."""
     documents = [torch.tensor([[*tokens, end]]) for tokens in ([1, 2, 3], [], [4, 4], [5])]
     ids = torch.cat([*documents, torch.tensor([[6, 1]])], 1)
-    net = LLama(CausalLLama, 8, dmodel=12, num_heads=2, n_layers=2, ctx_size=16, document_end=end)
+    sizes: dict[str, Any] = {"dmodel": 12, "num_heads": 2, "n_layers": 2, "ctx_size": 16, "document_end": end}
+    net = LLama(CausalLLama, 8, **sizes)
     together = net(ids).split([part.shape[1] for part in documents] + [2], dim=1)
     for logits, alone in zip(together, [*documents, ids[:, -2:]], strict=True):
         torch.testing.assert_close(logits, net(alone))
+    monkeypatch.setattr(mixed_precision, "CPU_IS_FASTER_IN_BFLOAT16", False)
+    rounded = LLama(CausalLLama, 8, **sizes, dtype=torch.bfloat16)(ids)
+    assert (rounded - net(ids)).norm() < 0.03 * net(ids).norm()
+    with torch.no_grad():
+        cache = net.new_cache()
+        continued = torch.cat([net(part, cache) for part in documents[0].split(2, dim=1)], dim=1)
+    torch.testing.assert_close(continued, net(documents[0]))
     assert within_documents(ids, end).positions.tolist() == [[0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1]]
 
 

@@ -44,7 +44,9 @@ def test_it_compiles_on_the_gpu_of_the_calling_thread(monkeypatch: pytest.Monkey
     assert found == [1]
 
 
-def test_a_part_that_is_compiled_during_a_step_is_told_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_is_compiled_during_a_step_is_told_once_for_each_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
 
@@ -56,6 +58,7 @@ def test_a_part_that_is_compiled_during_a_step_is_told_once_for_each_shape(monke
         assert torch.equal(compiler(double, x), 2 * x)
         assert len(told) == count
     assert {*told} == {"compiling double during this step"}
+    assert key_of(double, (x,)) != key_of(double, (x.detach(),)), "without gradients, it is another program"
 
 
 def test_preparation_leaves_gradients_alone_and_needs_none_for_a_bias_that_is_added_outside(

@@ -1,5 +1,6 @@
 """Text out of tokens that come one by one, and models that have come to nothing."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_the_prompt() -> None:
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_a_model_that_has_diverged(value: float) -> None:
     saved = saved_model()
+    assert (saved.after_steps, replace(saved, step=1200).after_steps) == ("", " after 1,200 steps")
     saved.parameters["model.norm.weight"][3] = value
     with pytest.raises(InputError) as error:
         saved.build()

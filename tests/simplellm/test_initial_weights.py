@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from simplellm.absent_weights import is_absent
 from simplellm.initial_weights import initial_weight, initialize
 from simplellm.llama import CausalLLama, LLama
 
@@ -51,6 +52,15 @@ def test_the_global_random_generator_stays_where_it_is(build: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(12)
     torch.testing.assert_close(build(), first, rtol=0, atol=0)
+
+
+def test_a_model_without_weights_has_those_of_the_whole_one_by_one() -> None:
+    usual, without = (LLama(CausalLLama, 64, **SIZES, experts=2, without_weights=each) for each in (False, True))
+    assert without.initial is not None
+    for (name, parameter), absent in zip(usual.named_parameters(), without.parameters(), strict=True):
+        assert is_absent(absent)
+        assert absent.requires_grad == parameter.requires_grad, "corrections of a router are not trained"
+        assert torch.equal(without.initial(name), parameter)
 
 
 def test_initialize_overwrites_every_parameter() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from simplellm.layers import Linear
 from simplellm.llama import CausalLLama, LLama
@@ -127,3 +128,12 @@ def test_only_the_gradients_of_trained_weights_are_deferred() -> None:
     later.compute()
     assert linear.weight.grad is None
     torch.testing.assert_close(grad(x), linear.weight.sum(0).expand_as(x))
+    x, (trained, plain), base = inputs(1).detach(), (layer(), layer()), torch.ones(4, 5, requires_grad=True)
+    plain(x).sum().backward()
+    with later.applied():
+        y = trained(x).sum()
+        of_base = functional_call(layer(), {"weight": 2 * base}, inputs(1)).sum()
+    y.backward()
+    torch.testing.assert_close(grad(trained.weight), grad(plain.weight), msg="at once, for a first layer")
+    of_base.backward()
+    torch.testing.assert_close(grad(base), 2 * grad(plain.weight), msg="at once, of what a weight is made of")
