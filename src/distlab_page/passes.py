@@ -85,8 +85,12 @@ def _step(trace: Trace, step: Sequence[Event], from_first_pass: bool, names: Num
 
 def _bars(trace: Trace, rank: int, step: Event) -> list[Event]:
     recorded = trace.ranks[rank]
-    passes = recorded.within(step, COMPUTE) or [step]
-    return [*passes, *recorded.within(step, PART), *recorded.within(step, WAIT)]
+    return [*_passes(trace, rank, step), *recorded.within(step, PART), *recorded.within(step, WAIT)]
+
+
+def _passes(trace: Trace, rank: int, step: Event) -> list[Event]:
+    """Return the passes of a rank in a step; the step itself if it has none."""
+    return trace.ranks[rank].within(step, COMPUTE) or [step]
 
 
 def _kind(event: Event) -> str:
@@ -148,11 +152,10 @@ def _activities(record: Json) -> tuple[float, float, float]:
 def _spent(trace: Trace, rank: int) -> tuple[float, float, float, float]:
     """Return the seconds that a rank computed, waited, sent, and did anything else, in all steps."""
     computed = waited = sent = total = 0.0
-    recorded, is_pipeline = trace.ranks[rank], trace.programs is not None
-    for step in trace.steps():
-        own = step[rank]
+    recorded = trace.ranks[rank]
+    for own in (step[rank] for step in trace.steps()):
         waits, sends = recorded.within(own, WAIT), recorded.within(own, SEND)
-        passes = recorded.within(own, COMPUTE) or ([] if is_pipeline else [own])
+        passes = _passes(trace, rank, own)
         # A rank may wait while it sends, and do both within a pass.
         sending = _seconds(sends) - _seconds(_inside(waits, sends))
         within = _inside(sends, passes)
@@ -223,14 +226,13 @@ def _ideal_seconds(trace: Trace, steps: Sequence[Sequence[Event]]) -> float:
 
 def _computing(trace: Trace, rank: int, step: Event) -> float:
     """Return the seconds that a rank computes in the passes of a step."""
-    recorded = trace.ranks[rank]
-    passes = recorded.within(step, COMPUTE) or [step]
-    return _seconds(passes) - _seconds(_inside(recorded.within(step, WAIT), passes))
+    passes = _passes(trace, rank, step)
+    return _seconds(passes) - _seconds(_inside(trace.ranks[rank].within(step, WAIT), passes))
 
 
 def _length(trace: Trace, step: Sequence[Event]) -> float:
     """Return the seconds from the first to the last pass of a step."""
-    passes = [e for rank, own in enumerate(step) for e in trace.ranks[rank].within(own, COMPUTE) or [own]]
+    passes = [e for rank, own in enumerate(step) for e in _passes(trace, rank, own)]
     return max(e.end for e in passes) - min(e.start for e in passes)
 
 

@@ -10,7 +10,7 @@ from distlab.parallel.data import GradientBuckets
 from simplellm.llama import CausalLLama, LLama
 from simplellm.losses import causalLLMLoss
 from simplellm.options import Recompute
-from simplellm.recomputation import Recomputed
+from simplellm.recomputation import Recomputed, once
 from simplellm.saved_activations import SavedActivations
 from simplellm.weight_gradients import DeferredWeightGradients
 
@@ -177,6 +177,16 @@ def test_without_gradients_nothing_is_kept_or_counted() -> None:
     with torch.no_grad(), saved.counting():
         net(IDS)
     assert saved.peak_bytes == 0
+
+
+def test_a_result_of_the_first_run_that_the_second_one_uses_counts() -> None:
+    saved = SavedActivations([])
+    with saved.counting():
+        y = Recomputed(lambda x: x * once(lambda: torch.arange(1000.0)))(torch.ones(1000, requires_grad=True))
+    assert saved.now_bytes == 8000, "with the input"
+    y.sum().backward()
+    del y
+    assert saved.now_bytes == 0
 
 
 def test_an_error_within_the_function_is_the_callers_and_leaves_nothing_behind() -> None:
