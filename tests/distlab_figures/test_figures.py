@@ -279,24 +279,6 @@ def test_the_curves_of_a_collective_are_its_own(recorded: Path, drawn: list[Any]
         assert line.get_ydata()[-1] == pytest.approx(0.1 * (1 + topologies.index(names[name])))
 
 
-def test_steps_of_a_ring_are_side_by_side_and_the_busiest_rank_is_relative_to_the_mean(
-    tmp_path: Path, drawn: list[Any]
-) -> None:
-    steps = [Event(PART, f"ring step {n}{way}", n / 4, n / 4 + 0.125) for n in range(3) for way in ("", ", backward")]
-    ranks = [RankTrace([Event(STEP, "step 0", 0.0, 1.0), *own]) for own in (steps, steps[:1], steps[:1])]
-    write_chrome(Trace(ranks, {"cp": 3}), tmp_path / "trace.json")
-    figures.ring_steps(tmp_path / "a.png", [f"run={tmp_path / 'trace.json'}"])
-    axes = drawn[0].axes[0]
-    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [
-        (0, 250),
-        (250, 250),
-        (500, 250),
-        (0, 125),
-        (0, 125),
-    ]
-    assert "busiest rank 2.25 " in axes.get_title()
-
-
 def test_the_load_of_an_expert_is_relative_to_the_mean(tmp_path: Path, drawn: list[Any]) -> None:
     run_folder = record(tmp_path / "run", [2.0, 1.0])
     steps = [{"step": step, "loss": 1.0, "expert_loads": [[0], [3, 1 + step, 2 - step]]} for step in range(2)]

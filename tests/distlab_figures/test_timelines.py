@@ -1,4 +1,4 @@
-"""Timelines as they are drawn: each bar in its row, at its time, in the color of its kind."""
+"""Timelines and rings as they are drawn: each bar in its row, at its time, in the color of its kind."""
 
 import re
 from pathlib import Path
@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from matplotlib.colors import to_hex
 
-from distlab.comm.recorder import COMPUTE, STEP, Event
+from distlab.comm.recorder import COMPUTE, PART, STEP, Event
 from distlab.pipeline.actions import ACTION_KINDS, ActionCosts
 from distlab.pipeline.plan import simulate
 from distlab.pipeline.schedules import all_stages
 from distlab.reports.timeline import MEASURED, PLANNED, Bar, Panel, draw, draw_schedules
-from distlab.reports.trace import RankTrace, Trace
+from distlab.reports.trace import RankTrace, Trace, write_chrome
+from distlab_figures import runs as figures
 
 
 def test_each_kind_of_bar_has_a_color_of_its_own_that_the_legend_explains(drawn: list[Any]) -> None:
@@ -92,3 +93,21 @@ def test_only_workers_with_several_stages_have_lighter_ones(schedule: str, sever
         for row, line in enumerate(by_rank)
         for span in line
     }
+
+
+def test_steps_of_a_ring_are_side_by_side_and_the_busiest_rank_is_relative_to_the_mean(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    steps = [Event(PART, f"ring step {n}{way}", n / 4, n / 4 + 0.125) for n in range(3) for way in ("", ", backward")]
+    ranks = [RankTrace([Event(STEP, "step 0", 0.0, 1.0), *own]) for own in (steps, steps[:1], steps[:1])]
+    write_chrome(Trace(ranks, {"cp": 3}), tmp_path / "trace.json")
+    figures.ring_steps(tmp_path / "a.png", [f"run={tmp_path / 'trace.json'}"])
+    axes = drawn[0].axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [
+        (0, 250),
+        (250, 250),
+        (500, 250),
+        (0, 125),
+        (0, 125),
+    ]
+    assert "busiest rank 2.25 " in axes.get_title()
