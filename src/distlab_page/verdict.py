@@ -53,7 +53,7 @@ def verdict(run: Records, other: Records) -> Json:
     rows = [(step, a, b, differences.get(step)) for step, a, b in evenly_spaced(shared, MOST_ROWS)]
     head = ("step", run.name, other.name, "difference")
     shown = table(f"Losses of both runs, {shown_of(rows, shared)}", head, rows)
-    return {"is_same": worst <= same, "text": text, "most": most, "steps": len(differences), "table": shown}
+    return {"is_same": worst <= same, "text": text, "table": shown}
 
 
 def _losses(run: Records) -> dict[int, float | None]:

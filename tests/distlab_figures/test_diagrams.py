@@ -119,6 +119,7 @@ def test_the_messages_of_a_topology_go_down_in_time_from_sender_to_receiver(draw
         assert {round(end[0]) for _, end, _ in sent} == {1, 2, 3}, "of a broadcast from rank 0"
         assert all(begin[1] < end[1] for begin, end, _ in sent)
     assert {round(begin[0]) for begin, *_ in arrows(naive)} == {0}
+    assert arrows(naive)[0][1][1] == pytest.approx(1.1), "the transmission and a tenth of it"
     assert {round(begin[0]) for begin, *_ in arrows(tree)} == {0, 1}
     assert {round(begin[0]) for begin, *_ in arrows(ring)} == {0, 1, 2}
     around = {(round(begin[0]), round(end[0])) for begin, end, _ in arrows(reduce_ring)}
@@ -171,6 +172,9 @@ def test_schedules_are_drawn_where_their_worker_is_that_keeps_most(drawn: list[A
         assert kept["zb-v"] == max(zb_v.peak_bytes)
     equal, other = ({text.get_text(): text.xy[1] for text in axes.texts} for axes in drawn[0].axes)
     assert (equal["dapple"] == other["dapple"], equal["zb-h1"] == other["zb-h1"]) == (True, False)
+    diagrams.schedules(Path("a.png"), stages=2, micro_batches=3)
+    idle = {text.get_text(): text.xy[1] for text in drawn[1].axes[0].texts}
+    assert idle["gpipe"] == pytest.approx(25), "percent: of the time for 3 + 1 micro-batches, that for 1"
 
 
 def test_ranks_with_neighboring_numbers_hold_what_was_asked_for(drawn: list[Any]) -> None:

@@ -333,11 +333,12 @@ def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, alone: Path, tm
 def test_the_curves_of_a_long_run_keep_all_validation_losses(alone: Path) -> None:
     record = lines(alone)[0]
     own = {"loss": 2.5, "seconds": record["seconds"], "reviews_per_second": 1.0}  # as of a classifier, without waits
-    steps = [own | {"step": n, "reviews": 2 * n} for n in range(9700)]
+    steps = [own | {"step": n, "reviews": 2 * n, "max_over_mean_load": 1 + n} for n in range(9700)]
     for validated in steps[96::97]:
         validated["validation_loss"] = 1.0
     page = contents(replace(read(alone), metrics=steps, ledger=[]))
     [curve] = page["curves"]["runs"]
+    assert (len(page["experts"]["steps"]), page["experts"]["loads"][-1]) == (4000, 9700)
     assert (curve["at"]["reviews"][-1], page["time"]) == (2 * 9699, None)
     assert curve["values"]["validation_loss"].count(1.0) == 100
     assert 4000 <= len(curve["at"]["steps"]) < 4100

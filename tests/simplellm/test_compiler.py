@@ -67,8 +67,11 @@ def test_preparation_leaves_gradients_alone_and_needs_none_for_a_bias_that_is_ad
     monkeypatch.setattr("torch.compile", lambda function, **_: function)
     mlp = MLP(4, 6, bias=True)
     mlp.down_proj.adds_bias = False  # as in slices, whose results are added up first
+    gradients = list[Tensor]()
+    mlp.up_proj.weight.register_hook(gradients.append)
     Compiler().prepare(MLP.compute, mlp, torch.ones(1, 2, 4, requires_grad=True))
     assert all(parameter.grad is None for parameter in mlp.parameters())
+    assert len(gradients) == 1, "the backward pass is compiled too"
 
 
 @pytest.mark.parametrize("options", [{}, {"document_end": 1}, {"recompute": "except-attention"}, {"experts": 2}])

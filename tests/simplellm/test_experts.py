@@ -9,6 +9,7 @@ from torch import Tensor
 
 from simplellm.experts import MixtureOfExperts
 from simplellm.initial_weights import initialize
+from simplellm.layers import MLP
 from simplellm.llama import CausalLLama, LLama
 from simplellm.options import Mixture, Recompute
 
@@ -69,10 +70,12 @@ def test_is_its_formula(sizes: Mixture) -> None:
 def test_a_model_is_built_again_from_its_options() -> None:
     sizes: dict[str, Any] = {"dmodel": 32, "num_heads": 4, "n_layers": 1, "ctx_size": 9, "experts": 5, "seed": 1}
     others = {"head_dim": 6, "experts_per_token": 3, "shared_expert": True, "router_scores": "sigmoid", "qk_norm": True}
-    net = LLama(CausalLLama, 50, **sizes, **others)
-    ids = torch.arange(9)[None]
-    with torch.no_grad():
-        assert torch.equal(LLama(CausalLLama, **net.options, seed=1)(ids), net(ids))
+    for unusual in (others, {"experts": 0, "attention_bias": True}, {"experts": 0, "mlp_bias": True}):
+        net = LLama(CausalLLama, 50, **sizes | unusual)
+        again, ids = LLama(CausalLLama, **net.options, seed=1), torch.arange(9)[None]
+        assert again.state_dict().keys() == net.state_dict().keys()
+        with torch.no_grad():
+            assert torch.equal(again(ids), net(ids))
 
 
 def test_routers_are_not_rounded_to_bfloat16() -> None:
@@ -84,6 +87,11 @@ def test_routers_are_not_rounded_to_bfloat16() -> None:
     of_model = {"model.embed_tokens.weight", "model.norm.weight"}
     assert exact == of_model | {f"model.layers.0.{name}" for name in of_layer.split()}
     assert LLama(CausalLLama, 50, **sizes).rounded_parameters() == []
+    net, dtypes = LLama(CausalLLama, 50, **sizes, dtype=torch.bfloat16, shared_expert=True), list[torch.dtype]()
+    for module in (module for module in net.modules() if isinstance(module, MLP)):
+        module.register_forward_hook(lambda _, inputs, output: dtypes.extend((inputs[0].dtype, output.dtype)))
+    net(torch.arange(4)[None])
+    assert dtypes == 2 * (3 + 1) * [torch.bfloat16], "of all experts, and of the shared one"
 
 
 def test_a_capacity_drops_the_last_rows_of_each_sequence() -> None:

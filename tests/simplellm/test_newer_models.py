@@ -18,7 +18,6 @@ from distlab.settings.folders import write_config
 from simplellm.errors import InputError
 from simplellm.export import export
 from simplellm.import_hf import read_llama
-from simplellm.llama import CausalLLama, LLama
 from simplellm.options import RopeScaling
 from simplellm.stories import story
 from simplellm.tokenizers import SHIPPED_MODEL, SPTokenizer
@@ -319,10 +318,3 @@ def test_the_lesson_of_tensor_parallelism_refuses_biases(tokenizer_json: Path, t
 def test_a_scaling_that_cannot_be_right(values: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="of scaled positions"):
         RopeScaling.of(values)
-
-
-@pytest.mark.parametrize("options", [{"attention_bias": True}, {"mlp_bias": True}, {"qk_norm": True}, {"head_dim": 8}])
-def test_a_models_options_make_it_again(options: dict[str, Any]) -> None:
-    model = LLama(CausalLLama, 9, dmodel=8, num_heads=2, n_layers=1, **options)
-    LLama(CausalLLama, **model.options).load_state_dict(model.state_dict())
-    assert model.options.keys() >= options.keys()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from simplellm.errors import InputError
+from simplellm.stories import story
 from simplellm.tokenizers import SPTokenizer
-from simplellm.train_tokenizer import LONGEST_TEXT, Settings, parts_of, write
+from simplellm.train_tokenizer import LONGEST_TEXT, Settings, parts_of, training_text, write
 
 
 @pytest.fixture
@@ -37,6 +38,12 @@ def test_the_same_text_gives_the_same_file(
     text = "  two  spaces, \u2581, \x00, caf\u00e9 \U0001f408\n\n\ta tab "
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert [tokenizer.decode([piece]) for piece in tokenizer.encode("1225")] == [*"1225"], "a piece for each digit"
+
+
+def test_a_story_follows_each_document_if_it_is_asked_for(stories: Path) -> None:
+    plain, mixed = (list(training_text(str(stories), generated)) for generated in (False, True))
+    assert mixed[::2] == plain
+    assert mixed[1::2] == [story(index, seed=1, split="tokenizer") for index in range(300)]
 
 
 def test_a_document_that_sentencepiece_would_skip_is_read_in_parts(tmp_path: Path) -> None:
