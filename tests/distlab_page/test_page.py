@@ -216,6 +216,8 @@ def test_predictions_experts_and_rings_are_shown_where_a_run_has_them(hybrid: Pa
     spent = time_spent(replace(further, trace=Trace([RankTrace(sends)], {"dp": 1})))
     assert spent is not None
     assert spent["rows"] == [(1.5, 0.25, 0.25, 2.0)]
+    kinds = timeline(Trace([RankTrace(sends)], {"dp": 1}))["kinds"]
+    assert [kind["key"] for kind in kinds] == ["compute", "wait"], "a wait is no pass, whatever its name begins with"
     assert "the last step" in spent["table"]["caption"], "there is no other"
     steps = [Event(STEP, f"step {n}", n, n + 1.0) for n in range(3)]
     ranks = [RankTrace([*steps, Event(WAIT, "gradients", n + 0.25, n + 0.75)]) for n in (1, 2)]  # each in another step
@@ -231,6 +233,11 @@ def test_a_timeline_of_many_bars_shows_some_steps(monkeypatch: pytest.MonkeyPatc
     page = timeline(Trace([rank, rank], {"dp": 2}))
     assert (page["typical"], page["slowest"]) == (2, 1), "of those that are shown, with 2, 6 and 3 s"
     assert ([step["label"] for step in page["steps"]], page["of_steps"]) == (["step 1", "step 5", "step 9"], 9)
+    monkeypatch.setattr("distlab_page.passes.MOST_STEPS", 4)
+    rank = RankTrace([*rank.events, Event(WAIT, "gradients", 181.5, 183.0)])  # for half of the last step
+    factors = efficiency(Trace([rank, rank], {"dp": 2}))
+    assert factors is not None
+    assert factors["rows"][-1][1] == pytest.approx((2 + 1.5) / (2 + 3)), "of the first and the last step"
 
 
 def test_a_wait_within_a_pass_is_no_time_of_free_messages() -> None:
@@ -258,6 +265,8 @@ def test_a_run_with_a_schedule_of_the_users_own_has_a_page(hybrid: Path) -> None
     assert run.trace is not None
     recorded = replace(own, trace=replace(run.trace, programs=all_stages("interleaved", 3, 3)))
     assert [rank["stages"] for rank in layout(recorded)["ranks"]] == [[0, 3], [1, 4], [2, 5]] * 2
+    with_experts = replace(run, config=run.config | {"layout": {"dp": 2, "ep": 2, "pp": 3}}, trace=None, ledger=[])
+    assert layout(with_experts)["rows"] == 1 + max(rank["row"] for rank in layout(with_experts)["ranks"]) == 4
 
 
 def test_a_run_with_an_optimizer_of_the_users_own_has_a_page_without_a_plan_of_its_memory(hybrid: Path) -> None:
@@ -325,9 +334,9 @@ def test_records_of_some_ranks_are_shown_as_theirs(hybrid: Path, alone: Path, tm
     assert "rank 0 and, after it died, the first rank that was left (after a repair" in caption
     (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())
     (tmp_path / "metrics.jsonl").write_text((hybrid / "metrics.jsonl").read_text() + '{"step": 20, "lo')
-    (tmp_path / "rank0.log").write_bytes(b"# began \xff\n0 8.3\n")
+    (tmp_path / "rank0.log").write_bytes(b"# began \xff\n#   with\n0 8.3\n")
     assert read(tmp_path).steps == STEPS, "a rank is writing the last line"
-    assert read(tmp_path).logs["rank 0"] == ["began \ufffd"]
+    assert read(tmp_path).logs["rank 0"] == ["began \ufffd", "  with"]
 
 
 def test_the_curves_of_a_long_run_keep_all_validation_losses(alone: Path) -> None:

@@ -41,15 +41,6 @@ def stream(texts: list[str]) -> list[int]:
 # ---------------------------------------------------------------------------------------------------- which token where
 
 
-def test_batches_are_the_documents_joined_by_end_of_document_and_cut() -> None:
-    batches = torch.stack(list(islice(sample(batch_size=3, seq_l=50), 20)))
-    assert batches.dtype == torch.int64
-    assert batches.shape == (20, 3, 50)
-    wanted = stream([story(index) for index in range(20)])
-    assert batches.flatten().tolist() == wanted[:3000]
-    assert 10 < wanted[:3000].count(EOS) < 20
-
-
 def test_the_layout_may_change_on_the_way() -> None:
     alone = torch.stack(list(islice(sample(batch_size=6, seq_l=32), 9))).view(-1, 32)
     three = [sample(batch_size=2, seq_l=32, rank=rank, num_replicas=3) for rank in range(3)]
