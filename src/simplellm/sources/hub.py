@@ -29,7 +29,7 @@ def choose_hub() -> tuple[str, str]:
     return "sample", f"the generator: the hub's TinyStories cannot be reached ({problem})"
 
 
-def open_hub(split: str, revision: str | None = None) -> Source:
+def open_hub(split: str, revision: str | None) -> Source:
     """Return a split of the hub's TinyStories, from the local cache if it is there; `InputError` without datasets."""
     require_package("datasets", "data tinystories", "data")
     try:
@@ -42,7 +42,7 @@ def open_hub(split: str, revision: str | None = None) -> Source:
 class Hub(Source):
     """The hub's TinyStories (Eldan and Li, arXiv 2305.07759), streamed over the network."""
 
-    def __init__(self, split: str, revision: str | None = None) -> None:
+    def __init__(self, split: str, revision: str | None) -> None:
         if not os.path.isdir(HUB_REPOSITORY) and (problem := ask_hub()[0]):
             missing = "nothing is cached" if revision is None else f"its revision {revision} is not cached"
             raise self._unreadable(f"the hub cannot be reached and {missing}: {problem}")
@@ -92,7 +92,7 @@ def cached_files(split: str, revision: str | None = None) -> list[Path]:
     return []
 
 
-def hub_identity(split: str, revision: str | None = None) -> dict[str, Any] | None:
+def hub_identity(split: str, revision: str | None) -> dict[str, Any] | None:
     """Return a record that identifies the documents of `open_hub`; None for an unknown revision."""
     try:
         files = [[path.name, path.stat().st_size] for path in cached_files(split, revision)]
