@@ -257,6 +257,7 @@ def test_a_tokenizer_json_is_a_tokenizer(tokenizer_json: Path, tmp_path: Path) -
             ids = tokenizer.encode(text)
             assert tokenizer.decode(ids) == text
             assert not {0, 1, 2} & set(ids)
+            assert tokenizer.decode([0, *ids, 1]) == text, "special tokens have no text"
     assert SPTokenizer(read_llama(folder).tokenizer).vocab_size == 320
     (folder / "tokenizer_config.json").write_text('{"eos_token": "a"}')
     other = SPTokenizer(indented)  # the same file, with another end of documents
