@@ -36,7 +36,7 @@ from distlab_planner.collective_model import (
 )
 from distlab_planner.collective_probes import costs_for, fit_costs, measure
 from distlab_planner.model import NUMBER_BYTES
-from simplellm.errors import InputError
+from simplellm.errors import InputError, require
 
 SHARED = "shared"  # memory: no topology, because every rank reads and writes all the others' memory
 
@@ -57,8 +57,7 @@ class CollectivesSettings(WorldSize, RunSettings):
         require_positive(self, "rounds")
         if not self.sizes or min(self.sizes) < 1:
             raise InputError(f"--sizes {' '.join(map(str, self.sizes))}: give one or more numbers of bytes, from 1 up")
-        if self.device != "cpu" or self.backend != "gloo":
-            raise InputError("the handwritten collectives run on the CPU over gloo: leave --device and --backend out")
+        require(self.device == "cpu", "the handwritten collectives run on the CPU: leave --device out")
 
 
 DEFAULTS = CollectivesSettings(device="cpu", backend="gloo")

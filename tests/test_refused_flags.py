@@ -188,7 +188,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         (f"dist --shapes 1x{'9' * 5000}x1", "give matrices of at most 1,073,741,824 numbers each"),
         ("race --processes 1", "--processes 1: "),
         ("collectives --backend nccl", "--backend nccl with --device cpu"),
-        ("collectives --device cuda", "run on the CPU over gloo"),
+        ("collectives --device cuda", "run on the CPU: leave --device out"),
         ("sentiment --world-size 4 --tp 3", "--world-size 4 with --tp 3"),
         ("sentiment --world-size 4 --tp 4 --heads 2", "--heads 2 with --tp 4"),
         ("sentiment --dim 66", "--dim 66 with --heads 4"),
@@ -209,6 +209,7 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
     with pytest.raises(InputError, match=re.escape(sentence)) as caught:
         launch(command.split())
     assert "\n" not in str(caught.value)
+    assert ("goes with the flags of" in str(caught.value)) == ("goes with the flags of" in sentence)
 
 
 @pytest.mark.parametrize(

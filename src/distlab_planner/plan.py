@@ -217,7 +217,7 @@ def places(ranks: int, machine: Machine) -> str:
 
 def host_flags(ranks: int, machine: Machine) -> list[str]:
     """Return the flags that place ranks on hosts as the planner does, which fills one host after another."""
-    per_host = min(ranks, machine.ranks_per_host)
+    per_host = machine.ranks_per_host
     hosts = math.ceil(ranks / per_host)
     if hosts == 1:
         return []

@@ -29,19 +29,21 @@ from support.processes import (
 )
 from support.terminals import fork_command, fork_launcher, fork_python
 
-from distlab.launch import TOPOLOGIES
+from distlab.launch import TOPOLOGIES, launch
 from distlab.launch import launch as launch_command
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
 GA = "DP/gradient_aggr/intro_DP_GA.py"
 
 
-def test_without_arguments_it_lists_the_topologies_with_a_line_each() -> None:
+def test_without_arguments_it_lists_the_topologies_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     ended = run("./launch.sh")
     assert ended.status == 0
     for name in TOPOLOGIES:
         (line,) = [line for line in ended.out.splitlines() if line.split()[:1] == [name]]
         assert len(line.split()) > 5
+    assert launch(["launch"]) == 0  # as the installed command passes it on
+    assert capsys.readouterr().out == ended.out
 
 
 def test_it_starts_without_what_only_runs_and_plans_need() -> None:

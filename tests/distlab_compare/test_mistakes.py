@@ -81,6 +81,7 @@ def test_mistakes_by_the_coefficients_of_the_shares() -> None:
     ]
     assert name_loss(1.0, 0.0, n, m).name == name_loss(8.1, 8.0, 1, 1).name == "loss"
     assert "is 1/64 of what it should be" in name_loss(8.0 / 64, 8.0, 1, 64).sentence
+    assert "divided by 3 replicas twice" in name_loss(8.0 / 3, 8.0, n, m).sentence
     assert "average" not in name_loss(16.0, 8.0, n, m).sentence
     assert "by their number, 2, or average over the 2 replicas" in name_loss(16.0, 8.0, 2, 2).sentence
 

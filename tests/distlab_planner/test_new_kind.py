@@ -41,7 +41,7 @@ from distlab_planner.costs import Costs
 from distlab_planner.layouts import Choices, RunLayout, default_split
 from distlab_planner.machine import Measured, PassSeconds
 from distlab_planner.search import find_layouts
-from distlab_planner.step import predict
+from distlab_planner.step import least_seconds, predict
 from simplellm.llama import CausalLLama, LLama
 
 BEGIN = "# A stage that keeps only its input, and runs its forward pass again within its backward pass."
@@ -126,6 +126,7 @@ def test_the_planner_costs_them_by_what_they_say(monkeypatch: pytest.MonkeyPatch
     own = predict(lean_one)
     assert own.computing == pytest.approx(predict(usual).computing * 4 / 3, rel=0.2)
     assert own.seconds > predict(usual).seconds
+    assert least_seconds(lean_one) == machine.step_seconds < least_seconds(usual), "they may take any time"
     found = find_layouts(MODEL, machine, 2, 8, 1e12, choices=Choices({"pp": [2]}, schedules=["lean", "dapple"]))
     assert {row.layout.schedule for row in found.rows} == {"lean", "dapple"}
 

@@ -117,7 +117,7 @@ def test_a_machine_is_measured_once_with_the_flags_of_the_model_and_two_to_four_
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("distlab_planner.plan.subprocess.run", measure)
-    request = plan.PlanRequest(vocab_size=99, dmodel=96, n_layers=2, dtype="bfloat16")
+    request = plan.PlanRequest(vocab_size=99, dmodel=96, n_layers=2, optimizer="sgd", dtype="bfloat16")
     part, sizes = PassSeconds((1e-4,), (2e-4,), (1e-4,), (1e-4,)), request.model.sizes
     machine = cluster(measured=(Measured(sizes, 1, 1, (1,), part, part, part),))
     for ranks, measured in ((1, 2), (3, 3), (9, 4)):
@@ -174,6 +174,7 @@ def test_the_commands_place_ranks_as_the_planner_does(
     [command] = [line.split(maxsplit=3)[3] for line in lines if "./launch.sh" in line]
     own, rest = read_flags([*shlex.split(command), "--node-rank", "0"])
     assert own.nnodes == len(shares)
+    assert ("--ranks-per-node" in command) == (len({*shares}) > 1)
     settings = read_script(find_script("5d")[0]).parse(rest, "")
     assert assign_ranks(own, settings.layout, "192.0.2.1").ranks_of == shares
     assert ("--node-rank" in lines[-1]) == (" each, with 80,000 MB for each" in shown) == (len(shares) > 1)

@@ -102,6 +102,15 @@ def test_an_all_reduce_takes_as_long_as_its_halves_between_parts_of_sequences() 
         assert parts.exchanged(letter, 0) == pytest.approx(slices.exchanged(letter, 0), rel=0.05)
 
 
+def test_rows_of_experts_travel_there_and_back_in_both_passes() -> None:
+    mixed = Costs(
+        CLUSTER, replace(MODEL, sizes=replace(SIZES, experts=2)), replace(layout(pp=1), axes={"ep": 2, "pp": 1})
+    )
+    rows_bytes = mixed.tokens * SIZES.dmodel * 4
+    once = mixed.on_hosts.all_to_all(("ep",), rows_bytes).alone
+    assert mixed.exchanged("F", 0) == mixed.exchanged("B", 0) == pytest.approx(2 * MODEL.n_layers * once)
+
+
 def test_a_message_costs_its_ends_time() -> None:
     """Three stages with a micro-batch: the way there and back has four messages, each with two ends."""
     plain = cluster(slowdown=(1.0,), cores_per_host=8)

@@ -50,5 +50,9 @@ def test_what_is_drawn_is_within_the_drawing_and_legible() -> None:
     assert ">10<" in drawing.rows(["worker 0"], [[drawing.Bar(0, 10, "#000000", "", "")]], "", "ticks")
     assert "<b>" not in drawing.table(["<b>"], [["<b>"]], "<b>") + drawing.legend({"<b>": style.INK})
     shares = runs.table(table("", ("run", "busy", "idle"), [("a", 0.25, 0.5)], ("busy", "idle")))
-    assert re.findall(r">([\d.%]+)<", shares) == ["25.0%", "50.0%"]
+    assert re.findall(r'<td style="text-align:(\w+);[^>]*>([^<]+)<', shares) == [
+        ("left", "a"),
+        ("right", "25.0%"),
+        ("right", "50.0%"),
+    ]
     assert runs.not_computing({"rows": [(3.0, 1.0), (0.5, 1.5), (0.0, 2.0)]}) == 1 - 3.5 / 8, "of all ranks together"

@@ -197,6 +197,7 @@ def test_auto_takes_the_generator_if_names_cannot_be_looked_up(monkeypatch: pyte
     problem, _ = hub.ask_hub()
     assert time.perf_counter() - started < 5
     assert problem == "no answer within 0.5 seconds"
+    assert all(thread.daemon for thread in threading.enumerate()[1:]), "none of them keeps a process from ending"
 
 
 def test_the_hub_tells_its_newest_revision_and_an_error_without_a_message_is_told_by_its_name(

@@ -151,7 +151,9 @@ def test_only_restarted_ranks_go_on_by_themselves(tmp_path: Path, monkeypatch: p
         ("model", "head_dim", 0, "its head_dim cannot be 0"),
         ("model", "num_heads", 0, "its num_heads cannot be 0"),
         ("model", "n_layers", True, "its n_layers cannot be True"),
+        ("model", "norm_eps", 0.0, "its norm_eps cannot be 0.0"),
         ("model", "mlp_bias", "no", "its mlp_bias cannot be 'no'"),
+        ("model", "qk_norm", 2, "its qk_norm cannot be 2"),
         ("model", "experts_per_token", 0, "its experts_per_token cannot be 0"),
         ("model", "router_scores", "tanh", "its router_scores cannot be 'tanh'"),
         ("model", "padding_idx", 0, "--ep 0 with --dp 2: give a divisor of --dp"),  # the record is right

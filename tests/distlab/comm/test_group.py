@@ -148,12 +148,15 @@ def fill_in_inference_mode(rank: int, world_size: int, port: int, transport: Tra
         dist.reduce_scatter_tensor(added, wide, ReduceOp.AVG)
         rows = list(wide.chunk(world_size))
         dist.all_to_all(rows, [torch.full((6,), rank + 1.0) for _ in rows])
+        turned = [torch.empty(2, 3).t() for _ in rows]
+        dist.all_to_all(turned, [torch.arange(6.0).view(3, 2) + rank for _ in rows])
         other = torch.full((6,), rank + 1.0)
         dist.all_reduce(other)
         ranks = range(1, world_size + 1)
         assert first.tolist() == second.tolist() == other.tolist() == [sum(ranks)] * 6
         assert added.tolist() == [sum(ranks) / world_size] * 6
         assert wide.tolist() == [rank for rank in ranks for _ in range(6)]
+        assert [part.flatten().tolist() for part in turned] == [[*range(r, r + 6)] for r in range(world_size)]
 
 
 @pytest.mark.parametrize(("world_size", "transport"), [(1, "gloo"), (3, "gloo"), (3, "shared")])

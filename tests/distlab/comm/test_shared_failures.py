@@ -169,7 +169,7 @@ def send_other_memory(rank: int, port: int) -> None:
                     call(matrix[:, 0])
             assert (matrix == rank).all()
         negative = torch.full((1,), complex(1, 2)).conj().imag
-        for transfer in (dist.send, dist.recv):
+        for transfer in (dist.send, dist.recv, lambda part, _: dist.scatter(torch.empty(1), [part] * 2, rank)):
             with pytest.raises(ValueError, match=r"yet to negate; call \.resolve_neg"):
                 transfer(negative, 1 - rank)
 

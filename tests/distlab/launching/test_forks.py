@@ -1,5 +1,6 @@
 """Ranks that are forks of their launcher: as new interpreters would be, and with nothing of the launcher's."""
 
+import contextlib
 import errno
 import gc
 import logging
@@ -39,9 +40,11 @@ def fork(folder: Path, text: str, *args: str, **environment: str) -> Forked:
     [("", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("sys.exit('no')", 1), ("1 / 0", 1), ("os.kill(0, 9)", -9)],
 )
 def test_ends_as_an_interpreter_does(end: str, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert fork(tmp_path, f"import os, sys\nprint('begun')\n{end}").wait(20) == status
+    with open(os.dup(1), "w") as stdout, contextlib.redirect_stdout(stdout):
+        print("launched")  # and not flushed: a fork must not write it once more
+        assert fork(tmp_path, f"import os, sys\nprint('begun')\n{end}").wait(20) == status
     out, err = capfd.readouterr()
-    assert out == "begun\n", "it is written line by line"
+    assert out == "launched\nbegun\n", "it is written line by line"
     assert err.splitlines()[-1:] == {"sys.exit('no')": ["no"], "1 / 0": ["ZeroDivisionError: division by zero"]}.get(
         end, []
     )

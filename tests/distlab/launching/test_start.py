@@ -100,6 +100,12 @@ def test_a_script_that_computes_when_it_is_imported(tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
 
 
+def test_a_folder_is_no_script(tmp_path: Path) -> None:
+    (folder := tmp_path / "mine.py").mkdir()
+    with pytest.raises(InputError, match=r"mine\.py: no such topology or script"):
+        find_script(str(folder))
+
+
 def test_settings_of_a_script_anywhere(tmp_path: Path) -> None:
     """With what it imports from its own folder, and annotations of its own."""
     (tmp_path / "beside_the_script.py").write_text("SECONDS = 7\n")
@@ -188,6 +194,14 @@ def test_how_ranks_ended_is_told_here_and_to_other_machines_unless_they_know(
     monkeypatch.setattr(NodeRendezvous, "leave", lambda _, cause: print(f"left: {cause}", flush=True))
     ended = fork_launcher(script).finish()
     assert (ended.status, ended.err, ended.out) == (status, f"# {told}\n", f"left: {told_elsewhere}\n")
+
+
+def test_a_node_0_that_was_never_found_has_not_exited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (script := tmp_path / "never_started.py").touch()
+    silent = Mock(side_effect=StoreError("node 0 does not answer", TimeoutError()))
+    monkeypatch.setattr("distlab.launching.local_ranks.NodeRendezvous", silent)
+    ended = fork_launcher(script).finish()
+    assert (ended.status, ended.err) == (1, "# node 0 does not answer\n")
 
 
 @pytest.mark.parametrize(("kills", "by"), [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGABRT")])

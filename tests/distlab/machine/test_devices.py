@@ -139,6 +139,9 @@ def test_only_ranks_that_share_a_gpu_over_gloo_have_few_queues(
     monkeypatch.setenv(SHARE_GPUS, shares)
     assert pick_device_type("auto", 1 if is_launched else ranks) == "cuda"
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the user wants it
+    pick_device_type("auto", ranks)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_a_run_on_the_cpu_never_opens_a_gpu(tmp_path: Path) -> None:

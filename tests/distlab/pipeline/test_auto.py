@@ -137,6 +137,8 @@ def test_with_recomputation_a_limit_in_bytes_has_room_for_many_inputs_and_r_fill
         makespans[str(limit)] = plan.makespan
     usual = simulate(all_stages("dapple", 4, 8, recompute=True), costs)
     assert max(makespans.values()) < usual.makespan
+    by_name = all_stages("auto", 2, 4, 1, costs, Limit(150, True), recompute=True)
+    assert simulate(by_name, costs).makespan < simulate(all_stages("dapple", 2, 4, recompute=True), costs).makespan
     for amount in (105, 150, 199):  # less than two whole micro-batches: one for each stage of a worker
         programs = auto(4, 8, 2, costs, Limit(amount, True), tries=12, recompute=True)
         plan = simulate(with_recomputation(programs), costs)

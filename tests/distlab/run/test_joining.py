@@ -144,6 +144,7 @@ def test_the_code_is_that_of_the_packages_and_of_what_is_beside_the_script(
     assert len(seen) == 7
     (tmp_path / "notes.txt").write_text("not code")
     (tmp_path / "scratch.py").write_text("not imported")
+    (tmp_path / "json.py").write_text("nor this one, but Python's")
     assert digests() in seen
 
 

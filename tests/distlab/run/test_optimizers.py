@@ -136,7 +136,7 @@ def test_weights_that_are_columns_of_a_matrix_are_trained_and_the_other_columns_
     matrix = torch.arange(60.0).view(6, 10)
     columns, copied = nn.Parameter(matrix[:, 2:6]), nn.Parameter(matrix[:, 2:6].clone())
     for weight in (columns, copied):
-        optimizer = build_optimizer(name, [weight], 0.1)
+        optimizer = build_optimizer(name, [nn.Parameter(torch.ones(2)), weight], 0.1)
         for _ in range(3):
             optimizer.zero_grad()
             weight.square().sum().backward()

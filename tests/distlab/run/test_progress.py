@@ -244,7 +244,8 @@ def test_a_status_line_is_cut_to_less_than_the_width_of_the_terminal(monkeypatch
     with status.instead("saving after 3 steps"):
         assert screen(terminal.getvalue()) == ["# saving af"]
     assert screen(terminal.getvalue()) == ["# 3 of 30 s"]
-    status.clear()
+    with status.instead("saving after 3 steps"):
+        status.clear()
     assert screen(terminal.getvalue()) == [""]
 
 

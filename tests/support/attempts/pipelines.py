@@ -100,7 +100,7 @@ ATTEMPTS = {
         ),
         Attempt(
             "wrong-order",
-            "runs B0 before F0",
+            "stage 0: B0 B1 B2 F0 F1 F2",  # the lists, below the sentence
             "return [kind(stage, k) for kind in (Backward, Forward) for k in range(micro_batches)]",
         ),
         Attempt(
