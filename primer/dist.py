@@ -82,7 +82,7 @@ def par_matmul_by_row(A: Matrix, B: Matrix) -> Matrix:
     """
     A, B = agree_on_shapes(A, B)
     rows_of_A = scatter(A, 0, "A")
-    B = B.clone(memory_format=torch.contiguous_format)  # to send from, or to receive into
+    B = B.contiguous()  # to send from, or to receive into
     with named("B", "B"):
         dist.broadcast(B, 0)
     return gather_rows(rows_of_A @ B, len(A), "C")

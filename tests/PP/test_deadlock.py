@@ -60,6 +60,7 @@ def test_under_the_launcher_one_rank_shows_who_waits_for_whom(tmp_path: Path) ->
     assert time.monotonic() - started < TIMEOUT + 20
     check("order", ended)
     assert "# checked before the run: deadlock: stage 0, before B0, waits for" in ended.out
+    assert ended.out.count("checked before the run") == 1, "by one rank"
 
 
 @pytest.mark.parametrize("case", ["both-send", "skipped"])

@@ -130,10 +130,13 @@ def test_split_layers_do_what_their_twins_do() -> None:
     on_ranks(3, 3, all_layers)
 
 
-def test_each_dropout_of_the_model_has_the_given_probability() -> None:
+def test_each_dropout_of_the_model_is_applied_and_has_the_given_probability() -> None:
     net = load("model").Transformer(VOCABULARY, HIDDEN, 2, HEADS, dropout_prob=0.3)
-    dropouts = [module.p for module in net.modules() if isinstance(module, nn.Dropout)]
-    assert dropouts == [0.3] * 6, "of attention weights, after attention, after the feed-forward block, of two layers"
+    applied = list[float]()
+    for module in (module for module in net.modules() if isinstance(module, nn.Dropout)):
+        module.register_forward_hook(lambda module, *_: applied.append(module.p))
+    net(*inputs("Transformer"))
+    assert applied == [0.3] * 6, "of attention weights, after attention, after the feed-forward block, of two layers"
 
 
 def test_what_cannot_be_split_is_refused() -> None:

@@ -79,7 +79,7 @@ def test_equals_the_product_of_one_process(world_size: int) -> None:
 
 
 def test_without_a_process_group_it_is_a_world_of_one() -> None:
-    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2)
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2, requires_grad=True)
     for product in PRODUCTS:
         assert_is_the_product(product(a, b), a.detach(), b)
 

@@ -211,7 +211,7 @@ def test_a_launcher_that_waits_for_the_others_ends_with_a_sentence(
         os.kill(launcher.pid, sent)
         if has_nohup:
             with pytest.raises(ElsewhereError, match=f"node 0, the launcher was terminated by {sent.name}"):
-                wait_for(other.check_others, 5)  # type: ignore[arg-type]
+                other.await_cause()
             other.leave("")
         launcher.join(5)
         assert launcher.exitcode == 128 + sent

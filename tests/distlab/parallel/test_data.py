@@ -239,7 +239,7 @@ def wrap_different(rank: int, how: str) -> list[str]:
     said = []
     wraps: list[Callable[[nn.Module], object]] = [MyDP, flatten_weights, flatten_gradients]
     wraps += [lambda net: ShardedDP(net, "weights"), lambda net: ShardedDP(net, "optimizer")]
-    wraps += [lambda net: GradientSums(net, 1, 1)]
+    wraps += [lambda net: ShardedDP(net, "weights", initial=net.get_parameter), lambda net: GradientSums(net, 1, 1)]
     for wrap in wraps:
         net = DIFFERENT[how][0]() if rank == 1 else nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
         with pytest.raises(InputError) as refused:

@@ -94,6 +94,8 @@ def test_a_rank_that_says_nothing_holds_up_the_others() -> None:
     assert found.sentence.startswith("rank 1 does not answer, and the others wait")
     assert "--timeout 5" in found.sentence
     assert "  rank 1  has published no wait: it is computing, is stopped, or has exited" in found.picture
+    both = explain(collective(0, "the loss", 4, 5)).sentence
+    assert both.startswith("rank 1 and rank 2 do not answer, and the others wait")
 
 
 def test_a_closed_connection_means_that_the_silent_rank_has_ended_also_where_others_pass_it_on() -> None:
@@ -175,6 +177,8 @@ def test_a_rank_that_computes_for_long_is_alive() -> None:
     assert found.sentence.startswith("rank 1 answers, but has not reached this point")
     lost = Notice(1, None, failure_number=1, lost_a_peer=True)
     assert explain(receives(0, 1), lost, receives(2, 0)).sentence == found.sentence, "it is not known in which wait"
+    both = explain(collective(0, "the loss", 4, 5), Notice(1, None), Notice(2, None)).sentence
+    assert both.startswith("rank 1 and rank 2 answer, but have not reached this point")
 
 
 def test_in_a_wait_of_which_only_the_name_is_known_a_rank_waits_for_those_that_wait_for_nothing() -> None:
