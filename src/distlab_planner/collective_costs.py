@@ -44,7 +44,7 @@ def table(request: CollectivesRequest) -> None:
     """
     request.check()
     link = Link(request.latency_us * 1e-6, request.gigabytes_per_second * 1e9)
-    costs = CostModel(link, math.inf, math.inf, one_card=True)
+    costs = CostModel(link, math.inf, math.inf)
     print(f"{'ms':<26}" + "".join(f"{size:>10,} kB" for size in request.kilobytes))
     [known] = SimulatedWorld(1).run(lambda endpoint: operations(0, endpoint, device="meta"))
     for operation, topologies in known.items():

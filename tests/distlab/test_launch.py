@@ -70,6 +70,7 @@ def test_a_run_prints_a_line_a_step_and_leaves_its_records(tmp_path: Path) -> No
         assert record["tokens_per_second"] == pytest.approx(32 / record["seconds"], rel=0.01)
         assert record["peak_memory_bytes"] > 50e6
         assert record["sent_bytes"]["gradients"] > 0
+    assert not (tmp_path / "checkpoints").exists(), "without --save-every"
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["settings"]["steps"] == 3
     own = {"layout": {"dp": 2}, "world_size": 2, "script": str(LAB / GA), "backend": "gloo", "data": "sample"}

@@ -263,6 +263,7 @@ def test_the_rank_that_does_too_much_is_named_though_others_do_not(tmp_path: Pat
             report.facts |= {"overlaps": overlaps and report.rank == 0}
         sent_late = [replace(report, facts=report.facts | {"sent": [{}, {"gradients": 1}, {}]}) for report in reports]
         assert len(Comparison(Trial({"dp": 2}, 2), run, one, facts, 0.5, sent_late).remarks({})) == 1 - overlaps
+        assert not Comparison(Trial({"pp": 2}, 2), run, one, facts, 0.5, sent_late).remarks({}), "nothing to average"
     trial = Trial({"dp": 2}, 2, settings={"sync_every": 2})
     with pytest.raises(Wrong, match="after step 0 of 2: rank 1 sends weights"):
         Comparison(trial, run, one, facts, 0.5, reports).expect_average_when_due(2)

@@ -262,6 +262,9 @@ def test_the_bytes_sent_are_those_of_every_run_and_not_of_some_or_small_ones() -
     assert sent_bytes(costs) == [sum(formulas[kind] for kind in counted)]
     others = {"loss", "loads", "gradient norm", "other routes", "choices of experts"}
     assert formulas.keys() - {*counted} == others, "small, or with a flag that is not part of a layout"
+    head = replace(own, axes={"dp": 1, "cp": 2, "pp": 2, "tp": 1}, split=(MODEL.n_layers, 0))
+    of_head = {kind for kind, _ in sent_in_step(replace(costs, layout=head), 1)}
+    assert not of_head & {"loads", "choices of experts"}, "of the last stage, which has no experts"
 
 
 def test_a_collective_that_is_not_played_takes_what_was_measured() -> None:

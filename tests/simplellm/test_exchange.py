@@ -239,7 +239,7 @@ def test_a_config_of_another_model(values: dict[str, Any], sentence: str, folder
     assert re.match(rf"DIR/config\.json:? {re.escape(sentence)}", refusal(folder))
 
 
-NORM = "model.norm.weight"
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
@@ -248,10 +248,7 @@ NORM = "model.norm.weight"
         (lambda tensors: {k: v for k, v in tensors.items() if k != NORM}, f"DIR: has no tensor {NORM}, which must be"),
         (lambda tensors: {k: v for k, v in tensors.items() if "embed" not in k}, "DIR: has no tensor model.embed_"),
         (lambda tensors: {**tensors, NORM: torch.ones(31)}, f"{NORM} has the shape [31]; by config.json it must have"),
-        (
-            lambda tensors: {**tensors, "model.embed_tokens.weight": torch.ones(32)},
-            "embed_tokens.weight has the shape [32]",
-        ),
+        (lambda tensors: {**tensors, EMBEDDING: torch.ones(32)}, f"{EMBEDDING} has the shape [32]"),
         (lambda tensors: {**tensors, NORM: torch.ones(32, dtype=torch.int8)}, f"{NORM} is of int8; it must be of flo"),
         (lambda tensors: {**tensors, f"{NORM}.bias": torch.ones(32)}, f"has a tensor {NORM}.bias, for which the lab"),
     ],
