@@ -252,6 +252,14 @@ def test_steps_of_a_layout_with_more_ranks_are_not_those_of_a_resumed_run(tmp_pa
     assert Recordings(tmp_path, {"layout": {"dp": 3}, "world_size": None}).steps == [0], "the layout's"
 
 
+def test_steps_of_which_one_run_has_kept_the_weights_alone_are_not_compared(tmp_path: Path) -> None:
+    for name, kinds in (("run", ("gradient", "gradient")), ("one", ("gradient", "weights"))):
+        for step, kind in enumerate(kinds):
+            record(tmp_path / name, 0, {f"{kind}.weight": torch.ones(SHAPE)}, step=step)
+    run, one = (Recordings(tmp_path / name, ONE_PROCESS) for name in ("run", "one"))
+    assert Pair(run, one, tolerance=1e-4).steps == Pair(one, run, tolerance=1e-4).steps == [0]
+
+
 START, OTHER = torch.ones(SHAPE), torch.arange(8.0).view(SHAPE)
 
 

@@ -1,6 +1,7 @@
 """The cost model: predictions are the formulas where formulas exist."""
 
 import math
+import re
 
 import pytest
 from support.small_models import status_of
@@ -102,6 +103,8 @@ def test_the_table() -> None:
     head, *rows = fork_python("-m", "distlab.collective_costs", *asked).finish().out.splitlines()
     assert head.split() == ["ms", "4,000", "kB", "1,000", "kB"]
     assert ["broadcast", "tree", "10.00", "4.00"] in [row.split() for row in rows]
+    rates = re.findall(r"(\S+) GB/s", str(CostModel(Link(1e-5, 1e9), 2e9, 3e9, 4e9)))
+    assert rates == ["1.0", "2.0", "3.0", "4.0"], "of a message alone and of all together, of adding and of copying"
     assert rows[-1].split()[:2] == ["all-to-all", "pairwise"]
 
 

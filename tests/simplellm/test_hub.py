@@ -105,7 +105,11 @@ def test_the_local_cache_serves_without_a_network(
     assert list(source.read(18)) == TEXTS[18:40]
     assert list(sources.open_source("tinystories", "validation", seed=0).read(2)) == TEXTS[42:]
 
-    next(snapshot.glob("data/train-00001*")).unlink()  # half of the files are not the data set
+    last = next(snapshot.glob("data/train-00001*"))
+    last.write_bytes(last.read_bytes()[:-4])
+    with pytest.raises(OSError, match="train-00001"):
+        hub.cached_files("train")
+    last.unlink()  # half of the files are not the data set
     assert choose_source("auto")[0] == "sample"
 
 

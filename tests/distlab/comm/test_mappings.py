@@ -15,6 +15,7 @@ import time
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -219,13 +220,16 @@ def do_without(rank: int, port: int, call: str, error: int, transport: Transport
     options = Options(transport=transport, remark=remarks.append)
     with process_group(rank, 2, port, options=options), pytest.MonkeyPatch.context() as monkeypatch:
         before = [empty(100_000, torch.empty(0))] if call == "posix_fallocate" else []
-        monkeypatch.setattr(os, call, refuse(error) if rank == (call != "memfd_create") else getattr(os, call))
+        refused = Mock(side_effect=refuse(error))
+        monkeypatch.setattr(os, call, refused if rank == (call != "memfd_create") else getattr(os, call))
         try:
             buffer = empty(100_000, torch.empty(0))
         except InputError as refusal:
             return 0, remarks, str(refusal)
         assert [shares(b) for b in (*before, buffer)] == [True] * len(before) + [False]
+        attempts = refused.call_count
         later = empty(100_000, torch.empty(0)), empty(100_000, torch.empty(0), dist.new_group([0, 1]))
+        assert refused.call_count <= attempts + 1, "only the new group tries again"
         for b in (*before, buffer, *later):  # one remark, not three
             b[:] = rank
             dist.all_reduce(b, ReduceOp.AVG)
