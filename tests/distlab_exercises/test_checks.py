@@ -33,7 +33,9 @@ def _failures_are_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", EXERCISES)
 def test_the_skeleton_fails_for_what_is_missing_and_the_solution_passes(name: str, tmp_path: Path) -> None:
     exercise, path = smallest(EXERCISES[name]), tmp_path / EXERCISES[name].file_name
-    path.write_text(write_out(exercise, path))
+    path.write_text(text := write_out(exercise, path))
+    imported = re.findall(r"^(?:import|from) .*", text, re.MULTILINE)
+    assert len(imported) == len({*imported}), "once each"
     has_deadlocks = exercise.functions == "case"
     first = next(iter(check(exercise, path, SHORT_PATIENCE if has_deadlocks else PATIENCE)))
     assert first.mistake == ("deadlock" if has_deadlocks else "not-written")

@@ -181,7 +181,7 @@ def _recomputing(program: Program, stages: int) -> Iterator[Action]:
     again: dict[type, type[Action]] = {Backward: RecomputingBackward, BackwardInput: RecomputingBackwardInput}
     for action, following in itertools.zip_longest(program, program[1:]):
         place, graph = (action.stage, action.micro_batch), action.result(GRAPH)
-        is_followed = type(following) in again and (following.stage, following.micro_batch) == place
+        is_followed = type(following) in again and following.micro_batch == action.micro_batch
         if type(action) is Forward and not is_followed:
             recomputed.add(graph)
             yield ForwardKeepingInput(*place)
