@@ -9,6 +9,7 @@ import pytest
 from support.processes import LAB
 
 from distlab.launch import launch
+from distlab.settings.common import MOST_RANKS
 from simplellm.errors import InputError
 
 pytestmark = pytest.mark.quick
@@ -224,6 +225,7 @@ def test_what_cannot_work_is_refused_before_any_rank_starts(
         "diloco --sync-every 8 --steps 8 --fragments 4 --overlap-steps 1 --merge-alpha 0 --outer-momentum 0",
         "ep --balance-rate 1 --experts-per-token 4",
         "5d --dp 1 --pp 1 --cp 2 --shard optimizer",
+        f"race --processes {MOST_RANKS}",
         "5d --dp 2 --pp 1 --ep 2 --cp 2 --experts 4 --shard optimizer",
     ],
 )

@@ -29,7 +29,7 @@ from support.processes import (
 )
 from support.terminals import fork_command, fork_launcher, fork_python
 
-from distlab.launch import TOPOLOGIES, launch
+from distlab.launch import TOPOLOGIES
 from distlab.launch import launch as launch_command
 
 TINY = "--dmodel 16 --num-heads 2 --n-layers 1 --seq-len 16 --data sample --device cpu".split()
@@ -42,7 +42,7 @@ def test_without_arguments_it_lists_the_topologies_with_a_line_each(capsys: pyte
     for name in TOPOLOGIES:
         (line,) = [line for line in ended.out.splitlines() if line.split()[:1] == [name]]
         assert len(line.split()) > 5
-    assert launch(["launch"]) == 0  # as the installed command passes it on
+    assert launch_command(["launch"]) == 0  # as the installed command passes it on
     assert capsys.readouterr().out == ended.out
 
 

@@ -98,13 +98,16 @@ def test_sizes_are_rounded_up_to_whole_numbers_for_each_rank() -> None:
     assert predict_collective("broadcast", "naive", 1, 2, COSTS).counts[0].sent_bytes == 8
 
 
+def test_the_rates_are_told_of_messages_alone_and_together_of_adding_and_of_copying() -> None:
+    costs = CostModel(Link(1e-5, 1e9), 2e9, 3e9, 4e9)
+    assert re.findall(r"(\S+) GB/s", str(costs)) == ["1.0", "2.0", "3.0", "4.0"]
+
+
 def test_the_table() -> None:
     asked = "4 --latency-us 1000 --gigabytes-per-second 1 --kilobytes 4000 1000".split()
     head, *rows = fork_python("-m", "distlab.collective_costs", *asked).finish().out.splitlines()
     assert head.split() == ["ms", "4,000", "kB", "1,000", "kB"]
     assert ["broadcast", "tree", "10.00", "4.00"] in [row.split() for row in rows]
-    rates = re.findall(r"(\S+) GB/s", str(CostModel(Link(1e-5, 1e9), 2e9, 3e9, 4e9)))
-    assert rates == ["1.0", "2.0", "3.0", "4.0"], "of a message alone and of all together, of adding and of copying"
     assert rows[-1].split()[:2] == ["all-to-all", "pairwise"]
 
 

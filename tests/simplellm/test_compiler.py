@@ -44,9 +44,7 @@ def test_it_compiles_on_the_gpu_of_the_calling_thread(monkeypatch: pytest.Monkey
     assert found == [1]
 
 
-def test_a_part_that_is_compiled_during_a_step_is_told_once_for_each_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_part_that_is_compiled_during_a_step_is_told_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
 
