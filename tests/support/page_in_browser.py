@@ -10,6 +10,13 @@ TEXTS = "Object.fromEntries([...document.querySelectorAll('header, section')].ma
 OPENED = "document.querySelectorAll('details').forEach(one => one.open = true)"
 TABLES = """[...document.querySelectorAll('table')].map(one => [one.caption.innerText,
   [...one.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.innerText))])"""
+PLAIN_FIGURES = """(async () => {
+  for (let i = 0; i < 10; i++) {
+    const place = document.body.appendChild(document.createElement("div"));
+    await Plotly.newPlot(place, [{y: [...Array(100).keys()]}]);
+    place.remove();
+  }
+})()"""  # draws ten, which says how fast a machine is
 FIGURES = """Object.fromEntries([...document.querySelectorAll('.js-plotly-plot')].map(one => [one.closest('section').id,
   one.data.flatMap(t => t.z ? t.z.flat() : t.orientation ? [...(t.base || []), ...t.x] : t.y)]))"""
 COLORS = """[...document.querySelectorAll('.js-plotly-plot')].flatMap(one => one.data.flatMap(t =>
