@@ -23,6 +23,7 @@ from support.chapters import validation_losses as validation
 from support.processes import run_ranks
 from torch import Tensor, nn
 
+from distlab.checkpoints.format import latest_valid
 from distlab.parallel.options import Compression, encoded_bytes
 from distlab.parallel.quantization import decode, encode
 from distlab.run.model import build_optimizer
@@ -259,6 +260,11 @@ def test_pipelines_go_on_bit_for_bit_while_a_fragment_is_under_way(tmp_path: Pat
     ):
         with pytest.raises(InputError, match=sentence):
             parse(load(HYBRID).DEFAULTS, "", [*resumed, *flags.split()])
+    older = latest_valid(checkpoint)  # from before there was a choice
+    settings = parse(load(HYBRID).DEFAULTS, "", [*resumed, *layout.split()])
+    del older.record["settings"]["neighbors"]
+    with pytest.raises(InputError, match="trained with --neighbors stages, not replicas"):
+        settings.check_checkpoint(older)
 
 
 def test_slices_go_on_bit_for_bit(tmp_path: Path) -> None:

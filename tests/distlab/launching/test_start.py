@@ -82,6 +82,7 @@ def test_a_refusal_is_not_about_a_flag_that_was_not_given(tmp_path: Path) -> Non
     """The last script that might take the flags would go on when a rank dies."""
     (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
     flags = f"--out {tmp_path} --save-every 1 --eval-every 1".split()
+    assert read_script_for(LAB / "primer/intro.py", flags[:2]), "no checkpoint would be in its place"
     with pytest.raises(InputError, match=f"^--out {tmp_path}: .* is in the way"):
         read_script_for(LAB / "hybrid/intro_hybrid.py", flags)
     with pytest.raises(InputError, match=f"^--out {tmp_path}: .* is in the way"):  # of the checkpoint of the story

@@ -269,6 +269,7 @@ def find_in(net: nn.Module) -> str:
 def test_the_first_output_that_is_not_finite_is_named() -> None:
     net = nn.Sequential(nn.Identity(), Overflowing(), nn.Identity())
     assert find_in(net) == "the first non-finite tensor is the output of 1 (Overflowing)"
+    assert find_in(Overflowing()) == "the first non-finite tensor is the output of the model (Overflowing)"
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])

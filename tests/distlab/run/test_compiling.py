@@ -143,6 +143,7 @@ def test_a_compiled_run_is_the_run_of_one_process(
         assert_as_planned(script, flags, tmp_path)
     log = (tmp_path / "rank0.log").read_text()
     assert re.search(r"# compiled in \d+\.\d s", log), "it says how long that took"
+    assert re.search(r"# compiling took \d+\.\d\d s \(not counted in step times\)", log)
     assert ("blocks and head of these micro-batches stay uncompiled" in log) == ("zb" in flags)
     assert "during this step" not in log
     assert losses == pytest.approx(expected_losses, rel=1e-6)

@@ -24,7 +24,11 @@ def test_shares_are_written_if_each_micro_batch_added_its_own(
     net = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     parameters = dict(net.named_parameters())
-    recording = Recording(tmp_path, 0, range(1, 3), parameters, parameters, optimizer, micro_batches)
+
+    def bring() -> None:
+        net.weight.data.fill_(7)
+
+    recording = Recording(tmp_path, 0, range(1, 3), parameters, parameters, optimizer, micro_batches, bring)
     for step in range(4):
         recording.begin(step)
         optimizer.zero_grad()
@@ -41,6 +45,7 @@ def test_shares_are_written_if_each_micro_batch_added_its_own(
         for share, row in zip(shares, inputs, strict=False):
             assert torch.equal(share, row)
     assert [step for step in range(5) if file_of(tmp_path, step, 0).is_file()] == [1, 2, 3], "and weights at the end"
+    assert load_file(file_of(tmp_path, 3, 0))["weights.weight"].unique().tolist() == [7], "which have arrived"
 
 
 def test_what_would_fill_the_disk_is_refused(tmp_path: Path) -> None:

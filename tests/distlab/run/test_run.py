@@ -83,6 +83,9 @@ def test_an_imported_models_constants_are_its_own(tmp_path: Path) -> None:
     constants = {"norm_eps": 0.3, "rope_theta": 50.0}
     model = saved_model(dmodel=32, num_heads=2, num_kv_heads=2, ctx_size=24, **constants)
     write_model(tmp_path / "imported", model)
+    write_model(tmp_path / "long", saved_model(dmodel=32, num_heads=2, num_kv_heads=2, ctx_size=512))
+    lengths = [parse(TrainSettings(), "", ["--resume", str(tmp_path / name)]).seq_len for name in ("imported", "long")]
+    assert lengths == [24, TrainSettings.seq_len], "what it can read, and what runs usually read"
     flags = ["--resume", str(tmp_path / "imported"), "--batch-size", "2", "--save-every", "1", "--steps", "1"]
     train_on(1, "primer/intro.py", tmp_path / "run", *flags)
     saved = latest_valid(tmp_path / "run").record["model"]

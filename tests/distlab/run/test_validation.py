@@ -126,14 +126,16 @@ def test_a_run_validates_on_stories_that_it_is_not_trained_on(tmp_path: Path, mo
     given, start = tmp_path / "sequences.pt", Validator.__init__
 
     def noted(validator: Validator, parts: ModelParts, sequences: Tensor, rows: int) -> None:
-        torch.save(sequences, given)
+        torch.save((sequences, rows), given)
         start(validator, parts, sequences, rows)
 
     monkeypatch.setattr(Validator, "__init__", noted)
-    train_on(1, "primer/intro.py", tmp_path / "run", *FLAGS, "--eval-every", "2", "--eval-sequences", "5")
-    sequences = torch.load(given)
+    flags = "--eval-every 2 --eval-sequences 5 --batch-size 6 --micro-batches 3".split()
+    train_on(1, "primer/intro.py", tmp_path / "run", *FLAGS, *flags)
+    sequences, rows = torch.load(given)
     stories = TinyStories(SPTokenizer(), 5, sequences.shape[1], data="sample", split="validation")
     assert torch.equal(sequences, next(stories))
+    assert rows == 2, "as in a micro-batch, for no more memory than training"
 
 
 def test_changes_nothing_and_is_counted_apart(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from support.processes import children, wait_for_steps
 from support.terminals import fork_launcher
 
 from distlab.checkpoints.format import latest_valid
+from distlab.run.recording import file_of
+from distlab.run.starting import decide
 from distlab.settings.common import parse
 from distlab.settings.replicas import DataParallelSettings
 from distlab.settings.resuming import remarks
@@ -122,6 +124,7 @@ def test_shards_go_on_in_others(saved: Any, tmp_path: Path) -> None:
         before = tmp_path / "first/checkpoints/step-00000003"
     assert own["first"] == pytest.approx(expected[HALF:], rel=1e-5)
     assert own["again"] == own["first"][-1:]
+    assert "# 1 step of 144 tokens; 3 of 4 are done" in (tmp_path / "again/rank0.log").read_text()
     assert own["less"] == pytest.approx(expected[-1:], rel=1e-5)
 
 
@@ -131,15 +134,28 @@ def test_it_goes_on_where_it_was(saved: Any, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08}")
     (tmp_path / "run" / "launcher.log").write_text("# rank 0 failed\n")
+    recorded = file_of(tmp_path / "run", 0, 0)
+    recorded.parent.mkdir(parents=True)
+    recorded.touch()
     _, own = run("primer", tmp_path / "run", "--resume", tmp_path / "run", "--save-every", "1")
     assert own == expected
     assert [(record["step"], record["lr"], record["tokens"]) for record in records(tmp_path / "run")] == [
         (step, learning_rate(step, STEPS, 1e-2, 1, "cosine", 1e-3), (step + 1) * BATCH * 24) for step in range(STEPS)
     ]
-    assert (tmp_path / "run" / "rank0.log").read_text().count("# intro: one process") == 2
+    log = (tmp_path / "run" / "rank0.log").read_text()
+    assert (log.count("# intro: one process"), log.count("are replaced")) == (2, 0)
+    assert recorded.exists(), "of the same run"
     assert not (tmp_path / "run" / "launcher.log").exists(), "of an end before this one"
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == [f"step-{step:08}" for step in (2, 3, 4)]
+
+
+def test_checkpoints_that_came_before_the_folder_was_claimed_are_refused(saved: Any, tmp_path: Path) -> None:
+    """Of a run that had the folder while this one read its command line."""
+    settings = parse(TrainSettings(), "", ["--data", "sample", "--save-every", "1", "--out", str(tmp_path / "run")])
+    shutil.copytree(saved["primer"][0], tmp_path / "run")
+    with pytest.raises(InputError, match=r"run: has checkpoints of another run; give another folder, or --resume"):
+        decide(settings, Path("intro.py"))
 
 
 def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
@@ -152,6 +168,16 @@ def test_a_longer_run_says_how_the_learning_rate_goes_on(saved: Any) -> None:
     assert "it is now {} instead of {}; --steps sets it".format(*lrs) in remark
     assert [*remarks(replace(settings, steps=STEPS), checkpoint)] == [where]
     assert [*remarks(replace(settings, lr_schedule="constant"), checkpoint)] == [where]
+
+
+def test_a_model_has_as_many_tokens_as_its_tokenizer(saved: Any) -> None:
+    folder, _, _ = saved["primer"]
+    checkpoint, settings = latest_valid(folder), parse(TrainSettings(), "", ["--resume", str(folder)])
+    settings.check_checkpoint(checkpoint)
+    for tokens in (4095, 4097):
+        edited = {**checkpoint.record, "model": {**checkpoint.record["model"], "vocab_size": tokens}}
+        with pytest.raises(InputError, match=f"its model has {tokens} tokens but its tokenizer has 4096$"):
+            settings.check_checkpoint(replace(checkpoint, record=edited))
 
 
 def test_a_complete_run_keeps_its_trace_when_it_is_resumed(tmp_path: Path) -> None:
