@@ -41,8 +41,9 @@ def join(settings: RunSettings, script: Path) -> Joined:
     grid = Grid(rank, settings.layout, settings.held)
     ranks_here = size if settings.master_addr in ("localhost", "127.0.0.1") else 1  # as far as is known already
     device_type = devices.pick_device_type(settings.device, ranks_here)
-    by_torchrun, seconds = started_by_torchrun(), settings.timeout
-    address = os.environ.get("MASTER_ADDR", settings.master_addr) if by_torchrun else settings.master_addr
+    seconds, address = settings.timeout, settings.master_addr
+    if started_by_torchrun():
+        address = os.environ.get("MASTER_ADDR", address)
     store = rendezvous.open_store(rank, settings.master_addr, settings.master_port or 29500, seconds)
     place = network.own_place(device_type, address)
     same = {"the script": script.name} | {as_flag(name): value for name, value in as_json(settings).items()}
@@ -60,8 +61,7 @@ def join(settings: RunSettings, script: Path) -> Joined:
     decided = rendezvous.agree(store, rank, size, place, same, decide_all, seconds)
     places = rendezvous.read_places(store, size)
     set_up(grid, places, settings)
-    is_on_one_host = len(devices.local_ranks(places, rank)) == size
-    network.keep_to_interface(address, on_one_host=by_torchrun and is_on_one_host)
+    network.keep_to_interface(address, on_one_host=len(devices.local_ranks(places, rank)) == size)
     context = init_group(settings, grid, places, store, decided["backend"])
     watch_nccl(context)
     connect_nccl(None)

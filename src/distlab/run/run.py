@@ -231,7 +231,6 @@ class Run(Generic[SettingsT]):
         self.summarize()
         self.records.close()
         dist.destroy_process_group()
-        self.grid.keep(self.grid.alive)  # without groups
         self.terminal.give_back()
         if self.joined.claim is not None:
             self.joined.claim.release()
