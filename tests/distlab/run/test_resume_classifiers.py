@@ -185,8 +185,17 @@ def test_a_folder_of_reviews_is_its_content_in_whatever_order_it_is_listed(
     before, listed = file_identity(str(tmp_path)), Path.rglob
     monkeypatch.setattr(Path, "rglob", lambda folder, pattern: reversed([*listed(folder, pattern)]))
     assert before == file_identity(str(tmp_path)) == file_identity(str(moved)) | {"source": str(tmp_path)}
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert file_identity(f"~/{tmp_path.name}") == before
     (moved / "test.csv").rename(moved / "tests.csv")
     assert before["sha256_of_first_mib"] != file_identity(str(moved))["sha256_of_first_mib"]
+    for name, first, second in (("a", 1, 2), ("b", 2, 1)):  # MiB
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1").write_bytes(bytes(first << 20))
+        (tmp_path / name / "2").write_bytes(bytes(second << 20))
+    a, b = (file_identity(str(tmp_path / name)) for name in "ab")
+    assert a["bytes"] == b["bytes"]
+    assert a["sha256_of_first_mib"] != b["sha256_of_first_mib"], "it has the size of each file"
 
 
 def test_another_tokenizer_is_refused(saved: Runs, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ def test_the_current_folder_counts_as_any_other(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"^--out \.: has files that are not a run's, such as thesis\.tex; give"):
         parse(TrainSettings(), "", ["--out", "."])
+    for ranks, is_run in ((0, False), (1, True)):
+        write_config(tmp_path, {"settings": {}, "layout": {"dp": ranks}})
+        with nullcontext() if is_run else pytest.raises(InputError, match=r"such as config\.json; give a new folder"):
+            parse(TrainSettings(), "", ["--out", "."])
 
 
 def test_an_empty_folder_is_fine_also_with_what_is_hidden_or_empty(tmp_path: Path) -> None:
@@ -89,9 +94,11 @@ def test_where_folders_cannot_be_locked_a_run_begins(tmp_path: Path, monkeypatch
     Claim(tmp_path).release()
 
 
-@pytest.mark.parametrize("args", [["--out", ""], ["--out="], ["--resume", ""], ["--data", ""], ["--tokenizer="]])
+@pytest.mark.parametrize(
+    "args", [[""], ["--out", ""], ["--out="], ["--resume", ""], ["--data", ""], ["--tokenizer="]]
+)
 def test_a_variable_of_the_shell_that_is_not_set(args: list[str]) -> None:
-    flag = args[0].rstrip("=")
+    flag = args[0].rstrip("=") or "rank"
     with pytest.raises(InputError, match=f"^{flag} is given an empty value; is a variable of the shell not set"):
         parse(TrainSettings(), "", [*args, "--steps", "3"])
 

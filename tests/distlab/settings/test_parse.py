@@ -1,5 +1,6 @@
 """The command line of a run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ def test_without_arguments_it_is_that_of_the_process_and_with_none_it_is_empty(m
     unknown: Any = "lion"
     with pytest.raises(InputError, match=r"^--optimizer lion: give one of adam, adamw, sgd"):
         TrainSettings(optimizer=unknown).check()  # which a script may have for its defaults
+
+
+def test_a_run_says_how_its_learning_rate_changes() -> None:
+    settings = TrainSettings(steps=1000, lr=0.1, warmup_steps=20, lr_schedule="linear", min_lr=0.01)
+    _, own = settings.remarks({"data_because": "the generator"})
+    falls = "falls from 0.1 to 0.01 along {}, until step 1,000".format
+    assert own == f"the learning rate rises to 0.1 over 20 steps and then {falls('a line')}"
+    _, own = replace(settings, warmup_steps=0, lr_schedule="cosine").remarks({"data_because": "the generator"})
+    assert own == f"the learning rate {falls('half a cosine')}"
 
 
 def test_a_file_without_a_document_for_validation_is_refused_only_where_one_is_needed(tmp_path: Path) -> None:
