@@ -224,13 +224,15 @@ def count_apart(rank: int, port: int) -> dict[str, int]:
             with ThreadPoolExecutor(1) as of_autograd:  # which computes on a GPU in a thread of its own
                 of_autograd.submit(dist.all_reduce, tensor).result()
         with named("the loss", "loss"):
+            with named("who has it", "control"):
+                dist.all_reduce(tensor)
             dist.all_reduce(tensor)
         dist.all_reduce(tensor)
         return dict(context.ledger.messages)
 
 
 def test_the_kind_to_count_as_is_the_outer_one_again_after_the_inner_one() -> None:
-    assert run_ranks(2, count_apart, free_port()) == [{"check": 1, "validation": 3, "loss": 1, "all_reduce": 1}] * 2
+    assert run_ranks(2, count_apart, free_port()) == [dict(check=1, validation=3, control=1, loss=1, all_reduce=1)] * 2
 
 
 def pass_on(rank: int, port: int) -> tuple[list[float], dict[str, int], dict[str, int], list[str], list[str]]:

@@ -17,6 +17,8 @@ from distlab.launching.processes import RankFailure
 from distlab.launching.start import check_story, tell_story, whole_sentences
 from distlab.rendezvous.store import StoreError
 from distlab.settings.common import RunSettings
+from distlab.settings.help import more_flags
+from distlab.settings.replicas import DataParallelSettings
 from distlab.settings.scripts import read_script, read_script_for
 from distlab.settings.training import TrainSettings
 from primer.tell_story import Settings
@@ -244,6 +246,20 @@ def test_a_script_with_more_flags_takes_over(flags: list[str], name: str, starts
     assert ended.status == 0, ended.err
     assert f"this is {name} of 1" in ended.out
     assert ended.out.startswith("# these flags are those of more.py, which runs now\n") == (name == "more")
+
+
+def test_the_last_script_says_which_value_is_wrong(tmp_path: Path) -> None:
+    first, last = (LESSON.format(settings=f"{name}Settings", name=name) for name in ("LocalSteps", "TensorParallel"))
+    (tmp_path / "lesson.py").write_text(first)
+    (tmp_path / "more.py").write_text(last.replace("settings.replicas", "settings.slices"))
+    with pytest.raises(InputError, match=r"^--num-heads 6 among 4 tensor-parallel ranks"):  # nor does it clip
+        read_script_for(tmp_path / "lesson.py", "--clip-norm 1 --world-size 4".split())
+
+
+def test_help_names_the_flags_of_a_script_that_names_itself(tmp_path: Path) -> None:
+    (tmp_path / "more.py").write_text(LESSON.format(settings="LocalStepsSettings", name="more"))
+    told = "more.py runs instead with --sync-every (see --help of more.py), and with values that this script refuses."
+    assert more_flags(DataParallelSettings(), tmp_path / "more.py").strip() == told
 
 
 def test_a_rank_that_fails_before_it_has_joined_the_others_is_named(tmp_path: Path) -> None:

@@ -94,9 +94,7 @@ def test_where_folders_cannot_be_locked_a_run_begins(tmp_path: Path, monkeypatch
     Claim(tmp_path).release()
 
 
-@pytest.mark.parametrize(
-    "args", [[""], ["--out", ""], ["--out="], ["--resume", ""], ["--data", ""], ["--tokenizer="]]
-)
+@pytest.mark.parametrize("args", [[""], ["--out", ""], ["--out="], ["--resume", ""], ["--data", ""], ["--tokenizer="]])
 def test_a_variable_of_the_shell_that_is_not_set(args: list[str]) -> None:
     flag = args[0].rstrip("=") or "rank"
     with pytest.raises(InputError, match=f"^{flag} is given an empty value; is a variable of the shell not set"):
