@@ -146,10 +146,10 @@ def test_a_store_that_does_not_answer_is_not_waited_for_without_end(monkeypatch:
 
 def test_machines_that_do_not_fit_together() -> None:
     first = join(0, (3, 3), 0)
-    with pytest.raises(
-        InputError, match=re.escape("each node's ranks as [3, 3], node 1 as [4, 2]; start all machines")
-    ):
-        join(1, (4, 2), first.port)
+    for node, ranks_of in ((1, (4, 2)), (2, (2, 2, 2))):
+        told = f"each node's ranks as [3, 3], node {node} as {[*ranks_of]}; start all machines with the same flags"
+        with pytest.raises(InputError, match=re.escape(told)):
+            join(node, ranks_of, first.port)
     with pytest.raises(InputError, match="--max-restarts: node 0 was started with it as 1, node 1 as 2"):
         join(1, (3, 3), first.port, max_restarts=2)
     join(1, (3, 3), first.port)  # with the flags mended

@@ -1,6 +1,7 @@
 """What the launcher tells the ranks when some have died, and others have finished."""
 
 import json
+import os
 import signal
 import threading
 from pathlib import Path
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.processes import ranks_of, wait_for
+import torch.distributed as dist
+from support.processes import ranks_of, run_ranks, wait_for
 
 from distlab.launching.processes import RankFailure
 from distlab.launching.repairs import Repairs
@@ -26,6 +28,7 @@ from distlab.rendezvous.survivors import (
     NewsError,
     Position,
     Survivor,
+    await_place,
     common_position,
     describe_change,
 )
@@ -286,3 +289,25 @@ def test_a_rank_that_has_died_and_is_back_in_the_same_news_is_told_as_both() -> 
     assert told == "rank 1 was terminated by SIGKILL; rank 1 is back"
     news = News(4, (0, 1), news.newcomers, news.gone, 0.0)
     assert describe_change(news, {0: 0, 1: 2, 2: 1}, "rank {}".format) == "rank 2 failed: no memory"
+
+
+def wait_for_a_place(_: int) -> list[str]:
+    """The names of a spare's process before it has a place, and with it."""
+    os.environ[NEWCOMER] = "3"
+    store, names = dist.HashStore(), list[str]()
+    name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+
+    def give() -> None:
+        wait_for(lambda: name.read_text().startswith("spare"))
+        names.append(name.read_text())
+        store.set(f"{PLACE}/3", json.dumps({"RANK": "1"}))
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    await_place(store)
+    giver.join()
+    return [*names, name.read_text()]
+
+
+def test_a_spare_has_the_name_of_its_rank_when_it_has_a_place() -> None:
+    assert run_ranks(1, wait_for_a_place) == [["spare 3\n", "rank 1\n"]]

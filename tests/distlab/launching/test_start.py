@@ -14,7 +14,7 @@ from distlab.launch import TOPOLOGIES, find_script, launch
 from distlab.launching.local_ranks import temporary_folder
 from distlab.launching.nodes import LOST_NODE_0, ElsewhereError, NodeRendezvous
 from distlab.launching.processes import RankFailure
-from distlab.launching.start import check_story, tell_story, whole_sentences
+from distlab.launching.start import check_story, read_program_flags, tell_story, whole_sentences
 from distlab.rendezvous.store import StoreError
 from distlab.settings.common import RunSettings
 from distlab.settings.help import more_flags
@@ -78,6 +78,20 @@ def test_a_script_that_takes_over_has_the_ranks_that_torchrun_started(monkeypatc
         assert (found.path.stem, settings.layout) == ("intro_PP_schedules", {"pp": 2})
     for further in ("--schedule auto", "--run-on"):
         assert read_script_for(LAB / "hybrid/intro_hybrid.py", further.split())[0].path.stem == "intro_5d"
+
+
+def test_of_several_machines_the_first_tells_the_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tell = Mock(return_value=0)
+    monkeypatch.setattr("distlab.launching.start.run_ranks", lambda *_: 0)
+    monkeypatch.setattr("distlab.launching.start.tell_story", tell)
+    flags = f"--nnodes 2 --master-addr 192.0.2.7 --tell Once --out {tmp_path} --node-rank".split()
+    for node in "10":
+        assert launch(["dp-ga", *TINY, *flags, node]) == 0
+        assert tell.call_count == (node == "0")
+
+
+def test_a_program_has_as_many_ranks_as_a_run_may_have() -> None:
+    assert read_program_flags(["--world-size", "1024", "--steps", "3"])[1] == ["--steps", "3"]
 
 
 def test_a_refusal_is_not_about_a_flag_that_was_not_given(tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ LOST = failure(1, 100, "rank 4 has ended", status=1, lost_a_peer=True, names_ran
     ("failures", "sentence"),
     [
         ({4: failure(-9, 100), 3: LOST}, "rank 4 (stage 1 of replica 1) was terminated by SIGKILL"),
+        ({4: failure(-9, 101), 3: LOST}, "rank 4 (stage 1 of replica 1) was terminated by SIGKILL"),
         ({4: failure(-9, 106), 3: LOST}, "rank 4 has ended"),  # the launcher killed it, since it was stopped
         ({4: failure(-15, 100), 3: failure(7, 101)}, "rank 3 (stage 0 of replica 1) failed with exit status 7"),
         (
