@@ -109,7 +109,7 @@ class PowerSGD(Compressor):
 
     def _is_worth_it(self, gradient: Tensor) -> bool:
         rows = len(gradient) if gradient.dim() else 1
-        return gradient.dim() > 1 and self._width * (rows + gradient.numel() // rows) < gradient.numel()
+        return self._width * (rows + gradient.numel() // rows) < gradient.numel()  # never of a vector
 
 
 def _sum(tensor: Tensor, bucket: Bucket, what: str) -> Pending:

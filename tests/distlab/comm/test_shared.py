@@ -1,13 +1,16 @@
 """Collectives in memory that ranks share: sums to the last bit, and their order."""
 
+import threading
 import time
+from functools import partial
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.operands import combined, operand
-from support.processes import free_port, process_group, run_ranks
+from support.processes import free_port, meeting_of, process_group, run_ranks, wait_for
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -196,6 +199,7 @@ def wait_in_another_order(rank: int, port: int) -> list[float]:
             pending.wait()
         tensors.append(torch.full((5,), 100.0))
         with overlapping():
+            assert not shares(empty(5, torch.empty(0))), "nothing would happen before all ranks wait"
             overlapped: Any = dist.all_reduce(tensors[2], async_op=True)
         if rank == 0:
             dist.recv(torch.empty(1), 1)  # as a rank that computes, until another one has its result
@@ -207,3 +211,30 @@ def wait_in_another_order(rank: int, port: int) -> list[float]:
 
 def test_ranks_may_wait_for_collectives_in_different_orders() -> None:
     assert run_ranks(3, wait_in_another_order, free_port()) == [[3, 30, 300]] * 3
+
+
+def look_while_it_waits(rank: int, port: int, meeting: Barrier) -> list[dict[str, list[int]]]:
+    """What rank 0 holds back before it waits for two collectives, and while rank 1 still holds back the second."""
+    with process_group(rank, 2, port, timeout_seconds=10, options=SHARED) as context:
+        begun: list[Any] = [dist.all_reduce(torch.ones(5), async_op=True) for _ in range(2)]
+        found = [context.held_back()]
+
+        def look() -> None:
+            wait_for(lambda: not context.held_back(), seconds=5)
+            found.append(context.held_back())
+            meeting.wait(20)
+
+        looks = threading.Thread(target=look if rank == 0 else partial(meeting.wait, 20))
+        looks.start()
+        if rank:
+            looks.join()
+        for pending in begun:
+            pending.wait()
+        looks.join()
+        return found
+
+
+def test_what_a_rank_waits_for_it_does_not_hold_back() -> None:
+    held_back, nothing = run_ranks(2, look_while_it_waits, free_port(), meeting_of(2))
+    assert held_back == [{"0,1": [0, 1]}, {}]
+    assert nothing == held_back[:1]
