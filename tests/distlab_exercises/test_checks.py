@@ -15,9 +15,11 @@ from torch import nn
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.checker import check, prepare
 from distlab_exercises.classifier import MODEL, try_classifier
+from distlab_exercises.experts import try_permutation
+from distlab_exercises.ranks import Patience, Submission
 from distlab_exercises.skeleton import write_out
 from distlab_exercises.training import expected_of
-from distlab_exercises.verdict import Wrong
+from distlab_exercises.verdict import Verdict, Wrong
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,6 +104,33 @@ def test_a_script_is_trained_in_each_layout(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("distlab_exercises.training.try_layout", lambda *_: None)
     trials = [verdict.trial for verdict in check(EXERCISES["dp-ga"], tmp_path / "mine.py")]
     assert trials == ["train: 3 replicas, 2 micro-batches", "train: 2 replicas, 1 micro-batch"]
+
+
+def test_nothing_is_trained_after_a_function_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anybody waited for longer, after a deadlock, than before."""
+    seen: list[float] = []
+
+    def judge_by_turns(verdict: Verdict, _: object, submission: Submission, *args: object) -> Verdict:
+        seen.append(submission.patience.still)
+        verdict.passed = len(seen) > 1
+        verdict.mistake = "" if verdict.passed else "deadlock"
+        return verdict
+
+    monkeypatch.setattr("distlab_exercises.checker._judge", judge_by_turns)
+    several = next(each for each in EXERCISES.values() if len(each.tried) > 1 and each.trials)
+    for still, later in ((8.0, 3.0), (1.0, 1.0)):
+        seen.clear()
+        verdicts = list(check(several, tmp_path / "mine.py", Patience(still=still)))
+        assert [verdict.trial.partition(":")[0] for verdict in verdicts] == [
+            name.rpartition(":")[2] for name in several.tried
+        ]
+        assert seen == [still, *[later] * (len(several.tried) - 1)]
+
+
+def test_the_inverse_of_a_permutation_is_of_whole_numbers() -> None:
+    solution: Any = SimpleNamespace(function=lambda order: order.argsort().int())
+    with pytest.raises(Wrong, match=r"^4 rows: it should be \(rows,\) of int64.*is \(4,\) of torch\.int32$"):
+        try_permutation(solution)
 
 
 def test_an_exercise_over_mpi_without_mpi4py_says_how_to_install_it(

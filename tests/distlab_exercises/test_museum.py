@@ -136,6 +136,8 @@ def test_the_line_is_checked_first_and_then_the_mended_copy(tmp_path: Path, caps
     told = capsys.readouterr().out
     assert "norm = float(square.sqrt()): the fault is not in this line" in told
     assert "# hint: What does each rank know" in told
+    assert launch(["find", str(folder), "--line", str(lines.index("") + 1)]) == 1
+    assert f"# line {lines.index('') + 1}, which is empty: the fault is not in this line" in capsys.readouterr().out
     (folder / "answer.txt").write_text(f"line {at_fault}, I think\n")
     assert launch(["find", str(folder)]) == 1
     assert "# not yet: after step 0: the weights" in capsys.readouterr().out

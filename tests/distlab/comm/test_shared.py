@@ -14,7 +14,7 @@ from support.processes import free_port, meeting_of, process_group, run_ranks, w
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from distlab.comm.context import Options
+from distlab.comm.context import Options, TransportName
 from distlab.comm.group import all_gather_single, empty, reduce_scatter_single, shares
 from distlab.comm.names import named
 from distlab.comm.transports import slots
@@ -79,10 +79,10 @@ def test_a_rank_that_runs_ahead_does_not_overwrite_what_others_still_read() -> N
     run_ranks(3, run_ahead, free_port())
 
 
-def pass_on(rank: int, world_size: int, port: int) -> None:
+def pass_on(rank: int, world_size: int, transport: TransportName, port: int) -> None:
     """Reduce-scatters, all-gathers and broadcasts, in shared memory or not, have the bits that are promised."""
     ranks = range(world_size)
-    with process_group(rank, world_size, port, options=SHARED) as context:
+    with process_group(rank, world_size, port, options=Options(transport=transport)) as context:
         for dtype in (*DTYPES, torch.float16):
             exact = torch.float32 if dtype.itemsize == 2 else dtype
             for elements in (1, 7, 70_001):
@@ -90,7 +90,7 @@ def pass_on(rank: int, world_size: int, port: int) -> None:
                 expected = sum((rows[sender][rank].to(exact) for sender in ranks[1:]), rows[0][rank].to(exact))
                 like = torch.empty(world_size, elements, dtype=dtype)
                 buffer, source = empty(like.numel(), like), empty(elements, like)
-                assert shares(buffer) == shares(source[-1:]) == (world_size > 1)
+                assert shares(buffer) == shares(source[-1:]) == (world_size > 1 and transport == "shared")
                 for parts in (buffer.view_as(like), torch.empty_like(like)):
                     for own in (parts[rank], torch.empty(elements, dtype=dtype)):
                         parts.copy_(torch.stack(rows[rank]))
@@ -114,9 +114,11 @@ def pass_on(rank: int, world_size: int, port: int) -> None:
         assert sent_bytes["a row of each"] * 3 * (world_size - 1) == sent_bytes["weights"], "two of each rank"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_reduce_scatter_all_gather_and_broadcast_are_those_over_gloo_to_the_last_bit(world_size: int) -> None:
-    run_ranks(world_size, pass_on, world_size, free_port())
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "shared"), (2, "shared"), (3, "shared"), (3, "gloo")])
+def test_reduce_scatter_all_gather_and_broadcast_are_those_over_gloo_to_the_last_bit(
+    world_size: int, transport: TransportName
+) -> None:
+    run_ranks(world_size, pass_on, world_size, transport, free_port())
 
 
 def give_different_places(rank: int, port: int) -> None:
@@ -201,6 +203,7 @@ def wait_in_another_order(rank: int, port: int) -> list[float]:
         with overlapping():
             assert not shares(empty(5, torch.empty(0))), "nothing would happen before all ranks wait"
             overlapped: Any = dist.all_reduce(tensors[2], async_op=True)
+        assert len(empty(0, torch.empty(0))) == 0
         if rank == 0:
             dist.recv(torch.empty(1), 1)  # as a rank that computes, until another one has its result
         overlapped.wait()

@@ -205,6 +205,8 @@ def reduce_in_unknown_ways(rank: int, port: int) -> None:
             reduce_scatter_single(numbers.new_empty(500), numbers, dist.ReduceOp.AVG)
         dist.all_reduce(numbers)
         assert set(numbers.tolist()) == {2}, "the group goes on"
+        dist.all_reduce(waves := torch.full((1000,), 1j * rank), dist.ReduceOp.AVG)
+        assert set(waves.tolist()) == {0.5j}
 
 
 def test_reductions_that_the_lab_does_not_know_are_refused() -> None:

@@ -115,7 +115,7 @@ def train_whole_models(rank: int, sizes: dict[str, Any]) -> dict[str, tuple[int,
     [
         (1, {}),
         (3, {"num_kv_heads": 3}),
-        (2, {"experts": 8, "experts_per_token": 2}),
+        (2, {"experts": 8, "experts_per_token": 2, "qk_norm": True}),
         (2, {"num_kv_heads": 2, "hidden_dim": 41, "head_dim": 10, **BIASES}),
     ],
 )
@@ -176,10 +176,13 @@ class Written(nn.Module):
 def train_written(rank: int, style: str) -> None:
     torch.set_default_dtype(torch.float64)
     whole, sliced = Written(), Written()
+    for net in (whole, sliced):
+        net.again = net.tokens[0]
     shard(sliced, "naive" if style == "naive" else "megatron", sequence_parallel=STYLES[style])
     train_both(whole, sliced, style)
     if style != "naive":
         assert sliced.tokens[0].weight.shape[0] < VOCAB
+        assert sliced.again is sliced.tokens[0]
     assert sliced.rest["deep"][0].mlp.up_proj.weight.shape[0] < 41
 
 

@@ -56,7 +56,8 @@ def exchange(rank: int, ranks: int, transport: TransportName) -> tuple[list[Tens
     assert torch.equal(own_part, whole[mine])
     assert own_part.untyped_storage().nbytes() == own_part.nbytes, "the whole can be freed"
     for function, x, y, grad_y, grad_x in cases:
-        own, grad = x.clone().requires_grad_(), grad_y.clone()
+        own, grad = (given.mT.contiguous().mT for given in (x, grad_y))  # not contiguous themselves
+        own.requires_grad_()
         result = function(own)
         result.backward(grad)
         torch.testing.assert_close(result, y)

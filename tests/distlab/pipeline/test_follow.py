@@ -14,7 +14,7 @@ from distlab.parallel.context_parallel import ContextParallel
 from distlab.pipeline.actions import stages_of
 from distlab.pipeline.executor import Pipeline
 from distlab.pipeline.schedules import all_stages
-from distlab.pipeline.stages import build_stages
+from distlab.pipeline.stages import build_stage, build_stages
 from simplellm.attention import SequencePart
 from simplellm.errors import InputError
 from simplellm.llama import CausalLLama, LLama
@@ -67,6 +67,10 @@ def follow_what_it_cannot(rank: int) -> list[float]:
     ):
         with pytest.raises(InputError, match=f"^{sentence}$"):
             pipeline.follow(programs)
+    half = build_stage(rank, (1, 1), VOCAB, **OPTIONS)
+    short = Pipeline(half, all_stages("dapple", 2, 4), Grid(rank, {"pp": 2}), LOSS, WIDTH)
+    with pytest.raises(InputError, match=r"^stage 2 is on no worker; in the schedule to follow, it is on worker 1$"):
+        short.follow(all_stages("zb-v", 2, 4))
     return [loss.item() for loss in pipeline.step(batch(0).chunk(4))]
 
 
