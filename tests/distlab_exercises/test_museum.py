@@ -6,6 +6,7 @@ import difflib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from support.mends import MENDS, Mend
 from support.written_records import SHAPE, record
 
 from distlab.launch import launch
+from distlab.settings.folders import RECORDED
 from distlab_compare.records import Recordings
 from distlab_exercises.checker import prepare, verdict_of
 from distlab_exercises.exhibits import EXHIBITS, Exhibit
 from distlab_exercises.museum import initial_weights, run_exhibit
-from distlab_exercises.ranks import Patience, Submission
+from distlab_exercises.ranks import Patience, Report, Submission
 from distlab_exercises.verdict import Wrong
 from simplellm.errors import InputError
 
@@ -104,6 +106,24 @@ def test_copies_that_ranks_initialize_have_to_be_equal(tmp_path: Path) -> None:
     for records, told in ((equal, ""), (different, "before step 0: the copies of norm on rank 0 and rank 2 differ")):
         with pytest.raises(Wrong, match=told) if told else contextlib.nullcontext():
             assert load_file(initial_weights(records, tmp_path))["norm"].equal(torch.ones(SHAPE))
+
+
+def test_a_run_that_is_resumed_is_judged_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changed before the first update did so in the first part."""
+
+    def run_part(_: object, __: object, values: dict[str, Any]) -> tuple[list[Report], list[float]]:
+        out = values.get("out", tmp_path / "run")
+        (out / RECORDED).mkdir(parents=True)
+        (out / RECORDED / out.name).touch()
+        facts = [{"logged": [rank], "tokens": [[out.name]], "changed_early": [out.name]} for rank in range(2)]
+        return [Report(rank, "ended", facts=each) for rank, each in enumerate(facts)], [2.0 if "out" in values else 1.0]
+
+    monkeypatch.setattr("distlab_exercises.museum.run_script", run_part)
+    reports, losses = run_exhibit(Submission(tmp_path / "resume.py", tmp_path), EXHIBITS["resume"])
+    assert losses == [2.0, 1.0]
+    joined = [{"logged": [rank] * 2, "tokens": [["first"], ["run"]], "changed_early": ["first"]} for rank in range(2)]
+    assert [report.facts for report in reports] == joined
+    assert {path.name for path in (tmp_path / "run" / RECORDED).iterdir()} == {"first", "run"}
 
 
 def test_each_exhibit_has_a_mend_and_a_wrong_one() -> None:

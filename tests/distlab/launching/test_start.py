@@ -1,5 +1,6 @@
 """Scripts of a user's own under launch.sh: what their files define is there before any rank starts."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support.processes import LAB, free_port
+from support.processes import LAB, children, free_port
 from support.terminals import fork_launcher, fork_python
 
 from distlab.launch import TOPOLOGIES, find_script, launch
@@ -208,9 +209,11 @@ def test_how_ranks_ended_is_told_here_and_to_other_machines_unless_they_know(
 ) -> None:
     (script := tmp_path / "never_started.py").touch()
     monkeypatch.setattr("distlab.launching.local_ranks.supervise", Mock(side_effect=[end]))
-    monkeypatch.setattr(NodeRendezvous, "leave", lambda _, cause: print(f"left: {cause}", flush=True))
+    monkeypatch.setattr(
+        NodeRendezvous, "leave", lambda _, cause: print(f"left: {cause}", children(os.getpid()), flush=True)
+    )
     ended = fork_launcher(script).finish()
-    assert (ended.status, ended.err, ended.out) == (status, f"# {told}\n", f"left: {told_elsewhere}\n")
+    assert (ended.status, ended.err, ended.out) == (status, f"# {told}\n", f"left: {told_elsewhere} []\n")
 
 
 def test_a_node_0_that_was_never_found_has_not_exited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,12 +239,13 @@ def test_a_rank_killed_for_memory_is_named_as_that(
 
 LESSON = '''
 """A lesson."""
+import os
 from distlab.run.main import main
 from distlab.settings.replicas import {settings}
 DEFAULTS = {settings}(device="cpu", steps=1, data="sample")
 MORE = "more.py"
 def train(run):
-    print(f"this is {name} of {{run.world_size}}")
+    print(f"this is {name} of {{run.world_size}} at {{os.environ['HOME']}}")
 if __name__ == "__main__":
     main(train, DEFAULTS, __doc__)
 '''
@@ -258,7 +262,7 @@ def test_a_script_with_more_flags_takes_over(flags: list[str], name: str, starts
     else:
         ended = fork_launcher(tmp_path / "lesson.py", *flags).finish()
     assert ended.status == 0, ended.err
-    assert f"this is {name} of 1" in ended.out
+    assert f"this is {name} of 1 at {os.environ['HOME']}\n" in ended.out
     assert ended.out.startswith("# these flags are those of more.py, which runs now\n") == (name == "more")
 
 
