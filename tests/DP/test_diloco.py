@@ -280,7 +280,8 @@ def test_pipelines_with_other_stages_and_slices_begin_at_the_outer_weights(tmp_p
     _, _, losses = train(4, HYBRID, tmp_path / "run", *flags, *own, "--save-every", "5")
     resume = [*flags, "--resume", str(tmp_path / "run" / "checkpoints" / "step-00000005")]
     _, _, expected = train(1, "primer/intro.py", tmp_path / "one", *resume)
-    for layout in ("--pp 2 --layers-per-stage 2,2", "--pp 1 --tp 2"):
+    in_turn, in_a_v = "--schedule interleaved --layers-per-stage 2,1,1,0", "--schedule zb-v --layers-per-stage 1,1,1,1"
+    for layout in (f"--pp 2 {in_turn}", f"--pp 2 {in_a_v}", "--pp 1 --tp 2"):
         other = f"--outer diloco --dp 1 {layout} --micro-batches 2 --batch-size 8".split()
         _, _, [loss] = train(2, HYBRID, tmp_path / layout, *resume, *other)
         assert [loss] == pytest.approx(expected, rel=1e-6)
