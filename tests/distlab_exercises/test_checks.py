@@ -6,16 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.attempts import ATTEMPTS
 from support.exercises_attempts import PATIENCE, SHORT_PATIENCE, Attempt, judge, smallest
 from torch import nn
 
+from distlab.collectives.simulation import SimulatedEndpoint, SimulatedWorld
 from distlab_exercises.catalogue import EXERCISES
 from distlab_exercises.checker import check, prepare
 from distlab_exercises.classifier import MODEL, try_classifier
 from distlab_exercises.experts import try_permutation
+from distlab_exercises.over_mpi import Communicator
 from distlab_exercises.ranks import Patience, Submission
 from distlab_exercises.skeleton import write_out
 from distlab_exercises.training import expected_of
@@ -131,6 +134,15 @@ def test_the_inverse_of_a_permutation_is_of_whole_numbers() -> None:
     solution: Any = SimpleNamespace(function=lambda order: order.argsort().int())
     with pytest.raises(Wrong, match=r"^4 rows: it should be \(rows,\) of int64.*is \(4,\) of torch\.int32$"):
         try_permutation(solution)
+
+
+def test_the_two_messages_of_a_call_may_have_tags_of_their_own() -> None:
+    def exchange(endpoint: SimulatedEndpoint) -> float:
+        own, rank = np.array([float(endpoint.get_rank())]), endpoint.get_rank()
+        Communicator(endpoint, None).Sendrecv(own, 1 - rank, 5 + rank, other := np.empty(1), 1 - rank, 6 - rank)
+        return float(other[0])
+
+    assert SimulatedWorld(2).run(exchange) == [1, 0]
 
 
 def test_an_exercise_over_mpi_without_mpi4py_says_how_to_install_it(

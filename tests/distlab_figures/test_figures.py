@@ -266,6 +266,7 @@ def test_the_curves_of_a_collective_are_its_own(recorded: Path, drawn: list[Any]
     for axes in (*drawn[0].axes[:3], drawn[1].axes[0]):
         shown = [line.get_xdata() for line in axes.lines if len(line.get_xdata())]
         assert [[*sizes] for sizes in shown] == [[10**3, 10**7]] * len(shown)
+    assert {*by_name(drawn[0])} == {*topologies}
     for name, line in by_name(drawn[0]).items():
         assert line.get_ydata()[-1] == pytest.approx(0.1 * (1 + topologies.index(name)))
     dotted = [

@@ -3,6 +3,8 @@
 import math
 import time
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +21,14 @@ from distlab_planner.collective_probes import (
     measure,
     seconds_in_turn,
 )
+
+
+def test_one_rank_adds_and_copies_while_the_others_do_nothing() -> None:
+    for rank in range(3):
+        endpoint: Any = SimpleNamespace(get_rank=lambda rank=rank: rank, get_world_size=lambda: 3)
+        works = Probes(message_bytes=64, tensor_bytes=64).works(endpoint, device="meta")
+        assert (works["adding"] is works["all_adding"]) == (rank == 0)
+        assert (works["adding"] is works["copying"]) == (rank > 0)
 
 
 def two_in_turn(rank: int, size: int, port: int) -> tuple[list[str], dict[str, list[float]]]:

@@ -200,6 +200,7 @@ def test_bfloat16_and_a_vocabulary_without_a_tokenizer(capsys: pytest.CaptureFix
         shown = capsys.readouterr().out
         seconds[flags] = float(re.findall(r"([\d.]+) ms", shown)[0])
         assert ("--dtype bfloat16" in shown) == ("bfloat16" in flags)
+        assert len(re.findall(r"^1   .*launch\.sh ", shown, re.MULTILINE)) == 1, "the command of the first row"
         assert ("with a SentencePiece model of 128,000 pieces" in shown) == ("vocab" in flags)
         assert f"by the file {machine[1]}, which names its machine " in shown
         assert "its numbers are from NVIDIA's data sheets" in shown

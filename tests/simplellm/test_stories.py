@@ -75,3 +75,12 @@ def test_notation() -> None:
 def test_unbalanced_notation_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="brackets"):
         parse(text)
+
+
+def test_a_capital_begins_a_word_of_a_scene_which_may_have_others() -> None:
+    template = (
+        stories.Slot("who", article=True, capital=True),
+        " and ",
+        stories.Slot("who", article=False, capital=False),
+    )
+    assert stories.tell(template, {"who": "uncle Tom"}, lambda: 0.5) == "An uncle Tom and uncle Tom"

@@ -101,6 +101,9 @@ def test_a_model_is_read_without_the_state_of_its_training(tmp_path: Path, monke
         saving.save(tmp_path / name, tensors, record | {name: value}, tokenizer, keep=1)
         with pytest.raises(InputError, match=f"its {name} cannot be|factor 0 of scaled positions"):
             read_model(tmp_path / name)
+    forge(place_of(tmp_path, 3), lambda record: record["files"].update(lost={"bytes": 3}))
+    with pytest.raises(InputError, match=r"its entry for the file lost cannot be {'bytes': 3}"):
+        read_model(tmp_path)
 
 
 def test_a_script_resumes_only_what_it_can_go_on_with(tmp_path: Path) -> None:

@@ -182,14 +182,14 @@ def replay_with_a_favourite(rank: int, folder: Path) -> list[float]:
     for recording in (values(1), x):  # the second replaces the first
         recorded = Routes(nets, "record", folder, *of_both)
         for _ in range(2):
-            right = [net(part) for part in recording.split([4, TOKENS - 4])]
+            right = [net(part) for part in recording.split(4)]
             recorded.step()
     dist.barrier()
     net.gate.e_score_correction_bias.data[5] = 9
     replayed = Routes(nets, "replay", folder, *of_both)
     others = []
     for _ in range(2):
-        assert all(net(part).equal(y) for part, y in zip(x.split([4, TOKENS - 4]), right, strict=True))
+        assert all(net(part).equal(y) for part, y in zip(x.split(4), right, strict=True))
         others.append(replayed.step()["other_routes"])
     _, second, third = ranked(x[4:5], net)[0][0]
     assert replayed.parted == f"step 0, mlp, token 4: gap {second - third:.1e}", "the first one"

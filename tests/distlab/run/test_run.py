@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,13 +234,17 @@ def test_a_wait_of_the_search_for_what_is_not_finite_is_called_what_it_is(tmp_pa
     assert "validation" not in ended[1].err
 
 
-def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
     for parent in (tmp_path / "dangling", tmp_path / "file", tmp_path / "file/inside"):
         with pytest.raises(InputError, match=f"{parent}: no folder can be created there .*; give --out"):
             new_folder(parent)
-    assert len({new_folder(tmp_path / "runs") for _ in range(3)}) == 3
+    monkeypatch.setattr(
+        "distlab.settings.folders.datetime", SimpleNamespace(now=lambda: datetime(2026, 7, 8, 9, 10, 11))
+    )
+    names = [new_folder(tmp_path / "runs").name for _ in range(3)]
+    assert names == [f"2026-07-08_09-10-11{number}" for number in ("", "-2", "-3")]
 
 
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_is_there(tmp_path: Path) -> None:
