@@ -84,6 +84,7 @@ NODES = f"hybrid --nnodes {{}} --node-rank 0 --master-addr {ELSEWHERE}".format
         ("dp-ga --betas 0.9", "--betas: give 2 values (--help lists the flags)"),
         ("dp-ga --betas 0.9 x", "--betas 0.9 x: give it as --betas FLOAT FLOAT (--help lists the flags)"),
         ("plan --dp", "--dp: give a value (--help lists the flags)"),
+        ("plan --micro-batches", "--micro-batches: give a value (--help lists the flags)"),
         ("plan --dp 1 x", "--dp 1 x: give it as --dp INT ... (--help lists the flags)"),
         ("dp-ga --optimizer lion", "--optimizer lion: give one of 'adam', 'adamw', 'sgd' (--help lists the flags)"),
         ("dp-ga --backend nccl --device cpu", "--backend nccl"),

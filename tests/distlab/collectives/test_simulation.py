@@ -111,6 +111,20 @@ def test_the_clock_gives_the_formulas() -> None:
     assert world.makespan == pytest.approx(6 * (1 + 10))  # six turns of two messages at a time, of ten elements each
 
 
+def test_a_message_sets_out_when_it_does_whatever_others_compute() -> None:
+    world = SimulatedWorld(3, Link(latency_seconds=1.0, bytes_per_second=4.0))
+
+    def work(endpoint: SimulatedEndpoint) -> None:
+        rank = endpoint.get_rank()
+        if rank == 2:
+            endpoint.compute(2.0)
+        else:
+            (endpoint.recv if rank else endpoint.send)(torch.ones(10), 1 - rank)
+
+    world.run(work)
+    assert world.seconds == [11.0, 11.0, 2.0]
+
+
 def test_a_slow_link_costs_what_it_costs() -> None:
     world = SimulatedWorld(3, Link(1.0), links={(0, 2): Link(10.0)}, keep_messages=True)
     world.run(lambda endpoint: broadcast_naive(torch.ones(1), 0, endpoint))
