@@ -231,6 +231,7 @@ class Run(Generic[SettingsT]):
         self.summarize()
         self.records.close()
         dist.destroy_process_group()
+        self.grid.keep(self.grid.alive)  # without groups: what they hold goes now, also where the run is kept
         self.terminal.give_back()
         if self.joined.claim is not None:
             self.joined.claim.release()
