@@ -53,4 +53,4 @@ def gather_in_vain(rank: int, port: int, meeting: Barrier) -> str:
 
 def test_a_rank_whose_trace_does_not_come_is_named() -> None:
     said, _ = run_ranks(2, gather_in_vain, free_port(), meeting_of(2))
-    assert re.search(r"rank 0 waited 0\.\d s for the trace of rank 1 from rank 1", said), said
+    assert re.search(r"rank 0 waited \d+\.\d s for the trace of rank 1 from rank 1", said), said
